@@ -1,0 +1,128 @@
+"""Hugging Face weights <-> each variant, without loss.
+
+Every parameter of every variant is one Hugging Face tensor or several of them stacked along the rows, so the map is a
+table of names (`hf_parts`), and the two directions are a split and a concatenation.
+
+| te_layer parameter                          | Hugging Face tensors, top to bottom                |
+|---------------------------------------------|----------------------------------------------------|
+| self_attention.layernorm_qkv.layer_norm_weight | input_layernorm.weight                          |
+| self_attention.layernorm_qkv.weight         | self_attn.{q,k,v}_proj.weight                      |
+| self_attention.proj.weight                  | self_attn.o_proj.weight                            |
+| layernorm_mlp.layer_norm_weight             | post_attention_layernorm.weight                    |
+| layernorm_mlp.fc1_weight                    | mlp.gate_proj.weight, mlp.up_proj.weight           |
+| layernorm_mlp.fc2_weight                    | mlp.down_proj.weight                               |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import MistralConfig
+
+from model.mistral_base import head_dim
+
+Parts = list[tuple[str, int]]
+
+
+class ConversionError(ValueError):
+    """Weights that do not fit the model; the message names the tensors."""
+
+
+def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:
+    """The Hugging Face tensors, with their rows, that the parameter `name` of any variant consists of."""
+    layer, _, rest = (
+        name.partition(".self_attention.")
+        if ".self_attention." in name
+        else name.partition(".layernorm_mlp.")
+    )
+    if not rest:
+        return [(name, shape[0])]  # hf, te_linear, and what surrounds the layers of te_layer
+    q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
+    table: dict[str, Parts] = {
+        "layernorm_qkv.layer_norm_weight": [("input_layernorm.weight", config.hidden_size)],
+        "layernorm_qkv.weight": [
+            ("self_attn.q_proj.weight", q),
+            ("self_attn.k_proj.weight", kv),
+            ("self_attn.v_proj.weight", kv),
+        ],
+        "proj.weight": [("self_attn.o_proj.weight", config.hidden_size)],
+        "layer_norm_weight": [("post_attention_layernorm.weight", config.hidden_size)],
+        "fc1_weight": [
+            ("mlp.gate_proj.weight", config.intermediate_size),
+            ("mlp.up_proj.weight", config.intermediate_size),
+        ],
+        "fc2_weight": [("mlp.down_proj.weight", config.hidden_size)],
+    }
+    return [(f"{layer}.{part}", rows) for part, rows in table[rest]]
+
+
+def to_hf(weights: Mapping[str, torch.Tensor], config: MistralConfig) -> dict[str, torch.Tensor]:
+    """A variant's tensors by its own names -> the same values by Hugging Face's names (contiguous copies)."""
+    out = {}
+    for name, tensor in weights.items():
+        parts = hf_parts(name, tensor.shape, config)
+        pieces = tensor.detach().split([rows for _, rows in parts])
+        out.update({part: piece.clone() for (part, _), piece in zip(parts, pieces, strict=True)})
+    return out
+
+
+def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of any variant under Hugging Face's names. Tied embeddings appear once, as embed_tokens."""
+    return to_hf(dict(model.named_parameters()), model.config)
+
+
+@torch.no_grad()
+def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Fill any variant from Hugging Face weights.
+
+    Raises ConversionError: tensors missing, unknown, of another shape, or a separate lm_head where embeddings are tied.
+    """
+    weights, parameters = dict(weights), dict(model.named_parameters())
+    parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
+    expected = {part: (rows, *parameters[name].shape[1:]) for name, ps in parts.items() for part, rows in ps}
+    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    if "lm_head.weight" not in expected and head is not None and embedding is not None:
+        if not torch.equal(head, embedding):
+            raise ConversionError(
+                "lm_head.weight differs from model.embed_tokens.weight, but the config ties them; "
+                "set tie_word_embeddings to false"
+            )
+        del weights["lm_head.weight"]
+    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
+    problems += [f"{name} is unknown" for name in weights.keys() - expected.keys()]
+    problems += [
+        f"{name} has shape {tuple(weights[name].shape)}, the model needs {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ConversionError("weights do not fit the model: " + "; ".join(sorted(problems)[:5]) + more)
+    for name, parameter in parameters.items():
+        for (part, rows), target in zip(
+            parts[name], parameter.split([r for _, r in parts[name]]), strict=True
+        ):
+            assert target.shape[0] == rows
+            target.copy_(weights[part])
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Initialize from scratch: matrices and embeddings normal(0, initializer_range), norms 1.
+
+    Each Hugging Face tensor has a random stream of its own, keyed by (seed, name) and drawn in float32, so the same
+    seed gives the same model in every variant and, up to rounding, in every precision (on one kind of device).
+    """
+    for name, parameter in model.named_parameters():
+        parts = hf_parts(name, parameter.shape, model.config)
+        for (part, _), target in zip(parts, parameter.split([rows for _, rows in parts]), strict=True):
+            if target.dim() == 1:
+                target.fill_(1.0)
+                continue
+            key = int.from_bytes(hashlib.sha256(f"{seed}/{part}".encode()).digest()[:7], "little")
+            generator = torch.Generator(device=target.device).manual_seed(key)
+            noise = torch.randn(target.shape, generator=generator, device=target.device, dtype=torch.float32)
+            target.copy_(noise * model.config.initializer_range)

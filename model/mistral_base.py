@@ -1,0 +1,238 @@
+"""What the two Transformer Engine variants share: embedding, rotary frequencies, the stack of layers, head, loss, cache.
+
+Shape suffixes: B batch, T tokens of this call, S tokens in the cache, H hidden, N query heads, K key/value heads,
+D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import MistralConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from model.precision import FP8_ROW_MULTIPLE, Precision
+
+
+def rope_theta(config: MistralConfig) -> float:
+    """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`.
+
+    Raises ValueError: a scaled RoPE type, which Mistral models do not use.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type != "default":
+        raise ValueError(
+            f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling from the config"
+        )
+    return float(parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
+
+
+def head_dim(config: MistralConfig) -> int:
+    return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def window_size(config: MistralConfig) -> tuple[int, int]:
+    """TE's (left, right) window. Hugging Face's sliding_window W lets a token see itself and W - 1 before it."""
+    return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
+
+
+def check_config(config: MistralConfig) -> None:
+    """Raises ValueError for a configuration that is not a Mistral as modelled here."""
+    problems = []
+    if config.hidden_act != "silu":
+        problems.append(f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)")
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_key_value_heads}"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        problems.append(f"attention_dropout {config.attention_dropout}: only 0")
+    if head_dim(config) % 8:
+        problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
+    if problems:
+        raise ValueError("model.config: " + "; ".join(problems))
+
+
+def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats over the labels that are not -100, computed in float32. `labels_BT` is already
+    shifted: labels[b, t] follows input_ids[b, t]."""
+    return F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_BT.flatten(), ignore_index=-100)
+
+
+def project(linear: nn.Module, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
+    """`linear(x)` with the rows padded with zeros to what an FP8 GEMM accepts, so that one token at a time works.
+    Zero rows change neither amax nor the other rows."""
+    rows = x.numel() // x.shape[-1]
+    missing = -rows % FP8_ROW_MULTIPLE
+    if not missing:
+        return linear(x, is_first_microbatch=is_first_microbatch)
+    padded = F.pad(x.reshape(rows, -1), (0, 0, 0, missing))
+    y = linear(padded, is_first_microbatch=is_first_microbatch)
+    return y[:rows].view(*x.shape[:-1], -1)
+
+
+class KVCache:
+    """Keys and values of the tokens so far: per layer [B, max_length, K, D], rotated; `length` of them are filled."""
+
+    def __init__(
+        self, config: MistralConfig, batch_size: int, max_length: int, dtype: torch.dtype, device: Any
+    ):
+        shape = (
+            config.num_hidden_layers,
+            batch_size,
+            max_length,
+            config.num_key_value_heads,
+            head_dim(config),
+        )
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = 0
+        self.window = config.sliding_window
+
+    @property
+    def max_length(self) -> int:
+        return self.keys.shape[2]
+
+    def attend(
+        self, layer: int, q_BTND: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
+    ) -> torch.Tensor:
+        """Append this call's keys and values and attend to all; returns [B, T, N * D]. `length` moves on only once
+        all layers are through (see `advance`).
+
+        Raises ValueError: more tokens than `max_length`.
+        """
+        T, S = q_BTND.shape[1], self.length + q_BTND.shape[1]
+        if S > self.max_length:
+            raise ValueError(f"the cache holds {self.max_length} tokens and {S} were given; make it longer")
+        self.keys[layer, :, self.length : S] = k_BTKD
+        self.values[layer, :, self.length : S] = v_BTKD
+        query = torch.arange(self.length, S, device=q_BTND.device)[:, None]
+        key = torch.arange(S, device=q_BTND.device)[None, :]
+        visible = key <= query
+        if self.window:
+            visible &= query - key < self.window
+        out = F.scaled_dot_product_attention(
+            q_BTND.transpose(1, 2),
+            self.keys[layer, :, :S].transpose(1, 2),
+            self.values[layer, :, :S].transpose(1, 2),
+            attn_mask=visible,
+            enable_gqa=True,
+        )
+        return out.transpose(1, 2).reshape(out.shape[0], T, -1)
+
+    def advance(self, tokens: int) -> None:
+        self.length += tokens
+
+
+class MistralModel(nn.Module):
+    """Token embedding, `num_hidden_layers` layers, final RMSNorm."""
+
+    def __init__(self, config: MistralConfig, precision: Precision, make_layer: Any):
+        super().__init__()
+        placement = {"dtype": precision.dtype, "device": precision.device}
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **placement)
+        self.layers = nn.ModuleList(
+            make_layer(config, precision, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = precision.te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **placement)
+
+
+class MistralBase(nn.Module):
+    """A Mistral causal language model whose layers are made by `make_layer(config, precision, index)`, with Hugging Face's
+    names around them."""
+
+    variant: ClassVar[str]
+    make_layer: ClassVar[Any]
+
+    def __init__(self, config: MistralConfig, precision: Precision):
+        super().__init__()
+        check_config(config)
+        self.config = config
+        self.precision = precision
+        self.gradient_checkpointing = False
+        self.model = MistralModel(config, precision, self.make_layer)
+        self.lm_head = precision.te.Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            params_dtype=precision.dtype,
+            device=precision.device,
+        )
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._rope_freqs: torch.Tensor | None = None
+        _drop_extra_state(self)
+
+    def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
+        """Rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
+
+        Neither a buffer nor a submodule: `model.bfloat16()`, which DeepSpeed calls, would round the frequencies.
+        """
+        cached = self._rope_freqs
+        if cached is None or cached.shape[0] < length or cached.device != device:
+            rope = self.precision.te.RotaryPositionEmbedding(
+                head_dim(self.config), rotary_base=rope_theta(self.config)
+            )
+            cached = self._rope_freqs = rope.to(device)(length)
+        return cached[:length]
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty key/value cache for decoding."""
+        return KVCache(self.config, batch_size, max_length, self.precision.dtype, self.lm_head.weight.device)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        cache: KVCache | None = None,
+    ) -> CausalLMOutput:
+        """Logits, and the loss if `labels` are given.
+
+        input_ids: int64 [B, T]. labels: int64 [B, T], already shifted (labels[b, t] follows input_ids[b, t]), -100
+        ignored. is_first_microbatch: None quantizes the weights in this call; True does and keeps the FP8 copy; False
+        reuses it (later micro-batches of one optimizer step). cache: decode; the T tokens follow those in the cache.
+        Returns loss (float32 scalar, nats a token) and logits [B, T, V].
+        """
+        start = cache.length if cache is not None else 0
+        with self.precision.autocast():
+            hidden_BTH = self.model.embed_tokens(input_ids)
+            freqs = self.rope_freqs(start + input_ids.shape[1], input_ids.device)[start:]
+            arguments: dict[str, Any] = {"rotary_pos_emb": freqs, "is_first_microbatch": is_first_microbatch}
+            if cache is not None:
+                arguments["cache"] = cache
+            for layer in self.model.layers:
+                if self.gradient_checkpointing and self.training:
+                    # TE's own checkpoint: it recomputes with the scales of the first forward
+                    hidden_BTH = self.precision.te.checkpoint(
+                        layer, hidden_BTH, use_reentrant=False, **arguments
+                    )
+                else:
+                    hidden_BTH = layer(hidden_BTH, **arguments)
+            logits_BTV = project(self.lm_head, self.model.norm(hidden_BTH), is_first_microbatch)
+        if cache is not None:
+            cache.advance(input_ids.shape[1])
+        loss = None if labels is None else causal_lm_loss(logits_BTV, labels)
+        return CausalLMOutput(loss=loss, logits=logits_BTV)
+
+
+def _drop_extra_state(model: nn.Module) -> None:
+    """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load. FP8 state is saved
+    as plain tensors by `precision.fp8_state`."""
+
+    def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+        for key in [k for k in state_dict if k.endswith("_extra_state")]:
+            del state_dict[key]
+
+    def forgive(_: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [
+            k for k in incompatible.missing_keys if not k.endswith("_extra_state")
+        ]
+
+    model.register_state_dict_post_hook(strip)
+    model.register_load_state_dict_post_hook(forgive)

@@ -1,0 +1,103 @@
+"""The te.Linear variant: Mistral as Hugging Face writes it, each Linear a te.Linear, parameter names unchanged.
+
+It is the easy one to read, and the one that decodes with a key/value cache. The fused variant is in
+modeling_mistral_fp8_trans.py. Shape suffixes: see mistral_base.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import MistralConfig
+
+from model.mistral_base import KVCache, MistralBase, head_dim, project, window_size
+from model.precision import Precision
+
+
+def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:
+    return precision.te.Linear(
+        inputs, outputs, bias=False, params_dtype=precision.dtype, device=precision.device
+    )
+
+
+class MistralAttention(nn.Module):
+    """Grouped-query attention with rotary positions and an optional sliding window."""
+
+    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+        super().__init__()
+        te = precision.te
+        self.index, self.head_dim = index, head_dim(config)
+        self.apply_rotary_pos_emb = te.apply_rotary_pos_emb
+        self.fused_rope = te.name == "transformer_engine"
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = _linear(precision, config.hidden_size, queries)
+        self.k_proj = _linear(precision, config.hidden_size, keys)
+        self.v_proj = _linear(precision, config.hidden_size, keys)
+        self.o_proj = _linear(precision, queries, config.hidden_size)
+        self.core_attention = te.DotProductAttention(
+            config.num_attention_heads,
+            self.head_dim,
+            num_gqa_groups=config.num_key_value_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            window_size=window_size(config),
+            layer_number=index + 1,
+        )
+
+    def _rotate(self, x_BTND: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=self.fused_rope)
+
+    def forward(
+        self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, cache: KVCache | None
+    ) -> torch.Tensor:
+        heads = (*x_BTH.shape[:2], -1, self.head_dim)
+        q_BTND = self._rotate(project(self.q_proj, x_BTH, is_first).view(heads), freqs)
+        k_BTKD = self._rotate(project(self.k_proj, x_BTH, is_first).view(heads), freqs)
+        v_BTKD = project(self.v_proj, x_BTH, is_first).view(heads)
+        if cache is None:
+            out = self.core_attention(q_BTND, k_BTKD, v_BTKD)
+        else:
+            out = cache.attend(self.index, q_BTND, k_BTKD, v_BTKD)
+        return project(self.o_proj, out, is_first)
+
+
+class MistralMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: MistralConfig, precision: Precision):
+        super().__init__()
+        self.gate_proj = _linear(precision, config.hidden_size, config.intermediate_size)
+        self.up_proj = _linear(precision, config.hidden_size, config.intermediate_size)
+        self.down_proj = _linear(precision, config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_BTH: torch.Tensor, is_first: bool | None) -> torch.Tensor:
+        gate, up = project(self.gate_proj, x_BTH, is_first), project(self.up_proj, x_BTH, is_first)
+        return project(self.down_proj, F.silu(gate) * up, is_first)
+
+
+class MistralDecoderLayer(nn.Module):
+    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+        super().__init__()
+        norm = {"eps": config.rms_norm_eps, "dtype": precision.dtype, "device": precision.device}
+        self.self_attn = MistralAttention(config, precision, index)
+        self.mlp = MistralMLP(config, precision)
+        self.input_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
+        self.post_attention_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
+
+    def forward(
+        self,
+        x_BTH: torch.Tensor,
+        rotary_pos_emb: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        attention = self.self_attn(self.input_layernorm(x_BTH), rotary_pos_emb, is_first_microbatch, cache)
+        x_BTH = x_BTH + attention
+        return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH), is_first_microbatch)
+
+
+class MistralForCausalLM(MistralBase):
+    variant = "te_linear"
+    make_layer = MistralDecoderLayer

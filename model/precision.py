@@ -1,0 +1,331 @@
+"""Which modules run FP8, with which recipe, and why the others do not.
+
+`PrecisionConfig` is the "precision" section of the training JSON. `Precision` resolves it against the hardware: it
+holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
+for and not to be had is a `PrecisionError`, never a silent bf16 run.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from model import te_backend
+
+DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RECIPES = ("delayed", "current", "block")
+
+# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
+FP8_FEATURE_MULTIPLE = 16
+FP8_ROW_MULTIPLE = 8
+
+
+class PrecisionError(ValueError):
+    """The precision asked for cannot be had; the message says what is missing and what to do."""
+
+
+def _option(default: Any, help: str) -> Any:
+    make = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(metadata={"help": help}, **make)
+
+
+@dataclass
+class PrecisionConfig:
+    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
+
+    compute: str = _option("fp8", "arithmetic of the matrix products: fp8 | bf16 | fp16 | fp32")
+    recipe: str = _option("delayed", "FP8 scaling recipe: delayed | current | block")
+    backend: str = _option(
+        "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
+    )
+    fp8_format: str | None = _option(
+        None, "hybrid (e5m2 gradients) | e4m3; null: hybrid, for block scaling e4m3"
+    )
+    margin: int = _option(0, "delayed: the scale is divided by 2^margin")
+    amax_history_len: int = _option(1024, "delayed: steps of amax history")
+    amax_compute_algo: str = _option("max", "delayed: amax of the history: max | most_recent")
+    reduce_amax: bool = _option(True, "delayed: share amax over all ranks")
+    power_2_scales: bool | None = _option(
+        None, "current, block: powers of two as scales; null: block yes, current no"
+    )
+    amax_epsilon: float = _option(0.0, "current, block: smallest amax assumed")
+    fast_accumulation_wgrad: bool = _option(
+        False, "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)"
+    )
+    fp8_attention: bool = _option(
+        False, "delayed: attention products in FP8 too (head_dim 128, Transformer Engine only)"
+    )
+    bf16_modules: list[str] = _option(
+        ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
+    )
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "compute": tuple(DTYPES),
+        "recipe": RECIPES,
+        "backend": ("auto", "transformer_engine", "reference"),
+        "amax_compute_algo": ("max", "most_recent"),
+    }
+    # knob -> the recipes that read it
+    KNOBS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "margin": ("delayed",),
+        "amax_history_len": ("delayed",),
+        "amax_compute_algo": ("delayed",),
+        "reduce_amax": ("delayed",),
+        "fp8_attention": ("delayed",),
+        "power_2_scales": ("current", "block"),
+        "amax_epsilon": ("current", "block"),
+        "fast_accumulation_wgrad": ("delayed", "current"),
+    }
+
+    def validate(self) -> list[str]:
+        """All problems of this section, as sentences; empty when there is none."""
+        problems = [
+            f"precision.{key}: {getattr(self, key)!r} is not one of {', '.join(allowed)}"
+            for key, allowed in self.CHOICES.items()
+            if getattr(self, key) not in allowed
+        ]
+        if self.fp8_format not in (None, "hybrid", "e4m3"):
+            problems.append(f"precision.fp8_format: {self.fp8_format!r} is not one of hybrid, e4m3, null")
+        if self.amax_history_len < 1:
+            problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
+        if self.margin < 0:
+            problems.append(f"precision.margin: {self.margin} must not be negative")
+        if self.amax_epsilon < 0:
+            problems.append(f"precision.amax_epsilon: {self.amax_epsilon} must not be negative")
+        if self.compute == "fp8" and self.recipe in RECIPES:
+            defaults = PrecisionConfig()
+            problems += [
+                f"precision.{knob}: only the recipe {' and '.join(recipes)} reads it, and the recipe is "
+                f"{self.recipe}; remove it"
+                for knob, recipes in self.KNOBS.items()
+                if self.recipe not in recipes and getattr(self, knob) != getattr(defaults, knob)
+            ]
+        return problems
+
+
+@dataclass
+class FP8Report:
+    """What runs FP8. `planned`: GEMM modules meant to; `kept`: the others with the reason; `ran`: the modules whose
+    last forward really ran FP8."""
+
+    planned: list[str]
+    kept: dict[str, str]
+    ran: list[str]
+
+    def lines(self, recipe: str | None) -> list[str]:
+        """The log's statement: one line for FP8, one a reason for what stays in high precision."""
+        total = len(self.planned) + len(self.kept)
+        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8 ({recipe} scaling)"]
+        for reason in dict.fromkeys(self.kept.values()):
+            names = [name for name, why in self.kept.items() if why == reason]
+            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+            out.append(f"  not FP8: {shown}: {reason}")
+        return out
+
+
+class Precision:
+    """A `PrecisionConfig` resolved on this machine.
+
+    Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object, None unless compute is fp8), `dtype`
+    (parameters and activations), `device`.
+
+    Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
+    """
+
+    def __init__(self, config: PrecisionConfig):
+        problems = config.validate()
+        if problems:
+            raise PrecisionError("; ".join(problems))
+        self.config = config
+        self.dtype = DTYPES[config.compute]
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        try:
+            self.te = te_backend.load(config.backend)
+            if self.fp8:
+                te_backend.require_fp8(self.te, config.recipe)
+        except te_backend.BackendError as error:
+            raise PrecisionError(f"precision.backend {config.backend!r}: {error}") from error
+        self.recipe = self._make_recipe() if self.fp8 else None
+
+    @property
+    def fp8(self) -> bool:
+        return self.config.compute == "fp8"
+
+    def _make_recipe(self) -> Any:
+        c, recipes = self.config, self.te.recipe
+        formats = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}
+        default = "e4m3" if c.recipe == "block" else "hybrid"
+        fp8_format = formats[c.fp8_format or default]
+        if c.recipe == "delayed":
+            if c.fp8_attention and self.te.name == "reference":
+                raise PrecisionError(
+                    "precision.fp8_attention: the CPU reference has no FP8 attention; set it to false"
+                )
+            recipe = recipes.DelayedScaling(
+                margin=c.margin,
+                fp8_format=fp8_format,
+                amax_history_len=c.amax_history_len,
+                amax_compute_algo=c.amax_compute_algo,
+                reduce_amax=c.reduce_amax,
+                fp8_dpa=c.fp8_attention,
+            )
+        else:
+            cls = recipes.Float8CurrentScaling if c.recipe == "current" else recipes.Float8BlockScaling
+            recipe = cls(fp8_format=fp8_format)
+            power_2 = c.power_2_scales if c.power_2_scales is not None else c.recipe == "block"
+            # Set on the object: TE's constructor arguments for these have no effect (class attributes
+            # computed at import), and unknown ones are swallowed.
+            for tensor in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+                setattr(recipe, tensor, recipes.QParams(power_2_scale=power_2, amax_epsilon=c.amax_epsilon))
+        if c.fast_accumulation_wgrad:
+            # in TE's MMParams "split accumulator" means: no fast accumulation
+            recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
+        return recipe
+
+    def autocast(self) -> Any:
+        """The context a model's forward (never its backward) runs in."""
+        return self.te.autocast(enabled=True, recipe=self.recipe) if self.fp8 else nullcontext()
+
+    def apply(self, model: nn.Module) -> None:
+        """Keep the modules that match `bf16_modules` out of FP8 and check the dimensions of all others.
+
+        Raises PrecisionError: a pattern that matches no module; a GEMM whose features are no multiple of 16; no module
+        left to run FP8.
+        """
+        if not self.fp8:
+            return
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in self.config.bf16_modules:
+            matches = fnmatch.filter(names, pattern)
+            if not matches:
+                examples = ", ".join(names[:3] + names[-1:])
+                raise PrecisionError(
+                    f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
+                )
+            for name in matches:
+                _keep_out_of_fp8(model.get_submodule(name), self.te)
+        report = fp8_modules(model, self)
+        if not report.planned:
+            raise PrecisionError(
+                f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
+                'remove patterns or set precision.compute to "bf16"'
+            )
+        for name in report.planned:
+            for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
+                if p.dim() == 2 and any(size % FP8_FEATURE_MULTIPLE for size in p.shape):
+                    raise PrecisionError(
+                        f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}, and "
+                        f"these are {tuple(p.shape)}; change the model's sizes or add {name!r} to precision.bf16_modules"
+                    )
+
+
+def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
+    """Run `module`, with everything inside, under a disabled autocast."""
+    stack: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        context = te.autocast(enabled=False)
+        context.__enter__()
+        stack.append(context)
+
+    def leave(*_: Any) -> None:
+        stack.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
+    """The TE modules that hold matrix products, by name."""
+    te = precision.te
+    kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
+    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time."""
+    report = FP8Report([], {}, [])
+    for name, module in gemm_modules(model, precision).items():
+        reason = None
+        if not precision.fp8:
+            reason = f"precision.compute is {precision.config.compute}"
+        else:
+            parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
+            for pattern in precision.config.bf16_modules:
+                if fnmatch.filter(parents, pattern):
+                    reason = f"precision.bf16_modules has {pattern!r}"
+                    break
+        if reason is None:
+            report.planned.append(name)
+        else:
+            report.kept[name] = reason
+        if getattr(module, "fp8", False):
+            report.ran.append(name)
+    return report
+
+
+def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """Scales and amax histories of delayed scaling, as plain float32 tensors.
+
+    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "....amax_history" ([history, 3 x GEMMs]) and the same for
+    scaling_bwd (2 x GEMMs). Empty for recipes without state. TE's own `_extra_state` is a pickle that it refuses to
+    load, so it is not used.
+    """
+    state = {}
+    if precision.fp8 and precision.config.recipe == "delayed":
+        for name, module in model.named_modules():
+            meta = getattr(module, "fp8_meta", None)
+            for direction in ("scaling_fwd", "scaling_bwd"):
+                if meta and direction in meta:
+                    state[f"{name}.{direction}.scale"] = meta[direction].scale
+                    state[f"{name}.{direction}.amax_history"] = meta[direction].amax_history
+    return state
+
+
+def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """A copy of `fp8_state`, on the same device."""
+    return {key: tensor.detach().clone() for key, tensor in fp8_state(model, precision).items()}
+
+
+def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
+    """Put back what `fp8_state` gave, allocating the state of modules that have not run yet.
+
+    Raises PrecisionError: a module or tensor of the saved state that this model does not have, or the reverse.
+    """
+    modules = dict(model.named_modules())
+    for key, tensor in saved.items():
+        name, direction, what = key.rsplit(".", 2)
+        if name not in modules or not hasattr(modules[name], "fp8_meta"):
+            raise PrecisionError(f"saved FP8 state names {name!r}, which this model does not have")
+        meta = modules[name].fp8_meta
+        if direction not in meta:
+            columns = 3 if direction == "scaling_fwd" else 2
+            meta["recipe"] = precision.recipe
+            meta["num_gemms"] = saved[f"{name}.{direction}.scale"].numel() // columns
+            modules[name].init_fp8_meta_tensors(precision.recipe)
+        target = getattr(meta[direction], what)
+        if target.shape != tensor.shape:
+            raise PrecisionError(
+                f"saved FP8 state {key}: shape {tuple(tensor.shape)}, this model has {tuple(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(tensor)
+    missing = fp8_state(model, precision).keys() - saved.keys()
+    if missing:
+        raise PrecisionError(f"saved FP8 state lacks {len(missing)} tensors, such as {sorted(missing)[0]}")
+
+
+def reset_fp8_state(model: nn.Module, precision: Precision) -> None:
+    """Back to the state before the first forward: scales 1, histories 0."""
+    with torch.no_grad():
+        for key, tensor in fp8_state(model, precision).items():
+            tensor.fill_(1.0 if key.endswith(".scale") else 0.0)

@@ -1,0 +1,146 @@
+"""Proof at start: before a run takes its first step it shows what it runs on, or refuses.
+
+One small batch goes forward and backward through the model; afterwards it is known, not assumed, which modules ran FP8
+and which attention was used. The attention is compared with torch's SDPA in float32, forward and backward: an attention
+backend that is fast and wrong has been seen (a window of (-1, 0) taken literally).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model import te_backend
+from model.mistral_base import head_dim, window_size
+from model.precision import Precision, fp8_modules, reset_fp8_state
+
+PROBE_TOKENS = 256
+# bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's; FP8 attention within 1e-1
+ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
+
+
+class ProofError(RuntimeError):
+    """The run does not do what its configuration says; the message says what was found and what to do."""
+
+
+def prove(
+    model: nn.Module, precision: Precision, attention_backend: str = "auto", seed: int = 0
+) -> list[str]:
+    """Run the proof and return its lines for the log. Weights, gradients and FP8 state are left as they were before
+    the first step.
+
+    attention_backend: what the user asked for (only "unfused" allows an unfused attention on a GPU).
+    Raises ProofError: a module meant to run FP8 did not; no module did; Transformer Engine loaded another cuDNN than
+    torch; an unfused attention; an attention that differs from SDPA.
+    """
+    lines = []
+    if precision.te.name == "transformer_engine":
+        lines.append(_prove_cudnn())
+    _probe(model, seed)
+    if model.variant == "hf":
+        return [*lines, "attention: transformers with torch SDPA; FP8: none (variant hf)"]
+    lines += _prove_fp8(model, precision)
+    lines.append(_prove_attention(model, precision, attention_backend))
+    return lines
+
+
+def _prove_cudnn() -> str:
+    theirs, torchs = te_backend.cudnn_versions()
+    if theirs != torchs:
+        raise ProofError(
+            f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two cuDNNs end in a slow attention. Set "
+            "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn) and put its lib folder first in "
+            "LD_LIBRARY_PATH, as run_training.sh does"
+        )
+    return f"cuDNN {theirs}, the same in Transformer Engine and torch"
+
+
+def _probe(model: nn.Module, seed: int) -> None:
+    """One forward and backward on random tokens; gradients are dropped."""
+    config = model.config
+    device = model.lm_head.weight.device
+    tokens = min(PROBE_TOKENS, config.max_position_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=generator).to(device)
+    model.train()
+    model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
+    report = fp8_modules(model, precision)
+    reset_fp8_state(model, precision)
+    if precision.fp8 and not report.ran:
+        raise ProofError(
+            "FP8 was asked for and no module ran FP8; set precision.compute to bf16 if that is meant"
+        )
+    if sorted(report.ran) != sorted(report.planned):
+        wrong = sorted(set(report.planned) ^ set(report.ran))
+        raise ProofError(
+            f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]}; "
+            "check precision.bf16_modules"
+        )
+    return report.lines(precision.config.recipe if precision.fp8 else None)
+
+
+def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> str:
+    backend = te_backend.attention_backend_in_use(precision.te)
+    if backend == "unfused" and asked_for != "unfused":
+        raise ProofError(
+            "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it"
+        )
+    error_out, error_grad = attention_errors(model, precision)
+    tolerance = 1e-1 if precision.config.fp8_attention else ATTENTION_TOLERANCE[precision.config.compute]
+    if not (error_out <= tolerance and error_grad <= tolerance):
+        raise ProofError(
+            f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} forward, "
+            f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend"
+        )
+    return (
+        f"attention: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
+        f"{error_grad:.1e} backward (allowed {tolerance:.0e})"
+    )
+
+
+def attention_errors(model: nn.Module, precision: Precision, seed: int = 0) -> tuple[float, float]:
+    """(forward, backward) relative error of the model's attention against SDPA in float32, on random inputs of the
+    model's head counts, head dimension and window; |a - b| / |b| in the Frobenius norm."""
+    c, te = model.config, precision.te
+    D, tokens = head_dim(c), min(PROBE_TOKENS, c.max_position_embeddings)
+    # a window longer than the probe would not be tested, so it is cut to half of it
+    window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        (2, tokens, heads, D)
+        for heads in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
+    ]
+    inputs = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in shapes]
+    upstream = torch.randn(2, tokens, c.num_attention_heads * D, generator=generator).to(inputs[0])
+    attention = te.DotProductAttention(
+        c.num_attention_heads,
+        D,
+        num_gqa_groups=c.num_key_value_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        window_size=window,
+    )
+
+    def run(function: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        out = function(*leaves)  # type: ignore[operator]
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        age = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)[None, :]
+        visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    with precision.autocast() if precision.config.fp8_attention else te.autocast(enabled=False):
+        ours = run(attention, inputs)
+    truth = run(sdpa, [t.float() for t in inputs])
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
+    return errors[0], max(errors[1:])

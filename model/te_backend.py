@@ -1,0 +1,151 @@
+"""Transformer Engine where a GPU can run it, else the CPU reference. Nothing else imports transformer_engine.
+
+`load` returns one namespace of modules for both, so that a model is written once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+MODULES = (
+    "Linear",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "RMSNorm",
+    "DotProductAttention",
+    "TransformerLayer",
+    "autocast",
+    "checkpoint",
+)
+HOPPER = (9, 0)
+
+
+class BackendError(RuntimeError):
+    """A backend that this machine does not have; the message says what is missing."""
+
+
+def load(name: str = "auto") -> SimpleNamespace:
+    """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
+    CUDA device at all).
+
+    Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
+    """
+    if name == "auto":
+        name = "transformer_engine" if torch.cuda.is_available() else "reference"
+    return _load_transformer_engine() if name == "transformer_engine" else _load_reference()
+
+
+@lru_cache
+def _load_reference() -> SimpleNamespace:
+    reference: Any = importlib.import_module("model.te_reference")
+    return SimpleNamespace(
+        name="reference",
+        version=f"CPU reference of {reference.REFERENCE_OF}",
+        **{n: getattr(reference, n) for n in MODULES},
+        RotaryPositionEmbedding=reference.RotaryPositionEmbedding,
+        apply_rotary_pos_emb=reference.apply_rotary_pos_emb,
+        recipe=reference.recipe,
+    )
+
+
+@lru_cache
+def _load_transformer_engine() -> SimpleNamespace:
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "Transformer Engine needs a CUDA device and there is none; use precision.backend auto or reference"
+        )
+    _prefer_torchs_cudnn()
+    try:
+        te: Any = importlib.import_module("transformer_engine.pytorch")
+        rope: Any = importlib.import_module("transformer_engine.pytorch.attention.rope")
+        recipe: Any = importlib.import_module("transformer_engine.common.recipe")
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"there is a CUDA device, but transformer_engine cannot be imported ({error}); "
+            "pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it"
+        ) from error
+    return SimpleNamespace(
+        name="transformer_engine",
+        version=f"Transformer Engine {importlib.import_module('transformer_engine').__version__}",
+        **{n: getattr(te, n) for n in MODULES},
+        RotaryPositionEmbedding=rope.RotaryPositionEmbedding,
+        apply_rotary_pos_emb=rope.apply_rotary_pos_emb,
+        recipe=recipe,
+    )
+
+
+def _prefer_torchs_cudnn() -> None:
+    """Point TE at the cuDNN that torch bundles, unless the user chose one.
+
+    TE looks at CUDNN_HOME first and takes a system cuDNN before torch's; two cuDNNs in one process end in a failed
+    import or in an unfused attention, five times slower. `cudnn_versions` verifies the outcome.
+    """
+    try:
+        home = list(importlib.import_module("nvidia.cudnn").__path__)[0]
+    except ImportError:
+        return  # torch uses the system's cuDNN, and so will TE
+    os.environ.setdefault("CUDNN_HOME", home)
+
+
+def require_fp8(te: SimpleNamespace, recipe: str) -> None:
+    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`."""
+    if te.name == "reference":
+        return
+    capability = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if capability < HOPPER:
+        raise BackendError(
+            f"FP8 needs a Hopper GPU (compute capability 9.0), and {name} has {capability[0]}.{capability[1]}; "
+            'set precision.compute to "bf16"'
+        )
+    if recipe == "block":
+        quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+        available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
+        if not available:
+            raise BackendError(f"recipe block is not available on {name}: {reason}; use delayed or current")
+
+
+def cudnn_versions() -> tuple[int, int]:
+    """(the cuDNN that Transformer Engine loaded, the one torch uses), as cuDNN encodes versions (91900 = 9.19.0)."""
+    extension: Any = importlib.import_module("transformer_engine_torch")
+    return int(extension.get_cudnn_version()), int(torch.backends.cudnn.version() or 0)
+
+
+ATTENTION_BACKENDS = {
+    "auto": {},
+    "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
+    "flash": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
+    "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
+}
+
+
+def choose_attention_backend(name: str) -> None:
+    """Tell TE which attention to use, before the first forward: "fused" (cuDNN), "flash" (FlashAttention), "unfused",
+    or "auto" (TE's own choice).
+
+    Raises BackendError: an unknown name.
+    """
+    if name not in ATTENTION_BACKENDS:
+        raise BackendError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}")
+    os.environ.update(ATTENTION_BACKENDS[name])
+
+
+def attention_backend_in_use(te: SimpleNamespace) -> str:
+    """The attention that the last forward used: "fused ...", "flash ...", "unfused" or the reference's SDPA."""
+    if te.name == "reference":
+        return "torch SDPA"
+    dpa: Any = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+    )
+    chosen = dpa._attention_backends
+    if chosen["use_flash_attention"]:
+        return f"flash ({chosen['flash_attention_backend']})"
+    if chosen["use_fused_attention"]:
+        return f"fused (cuDNN, {chosen['fused_attention_backend']})"
+    return "unfused"

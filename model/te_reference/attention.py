@@ -1,0 +1,293 @@
+"""Rotary positions, scaled dot-product attention and the attention block of TransformerLayer.
+
+Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.te_reference.base import check_arguments
+from model.te_reference.layernorm_linear import LayerNormLinear
+from model.te_reference.linear import Linear
+
+CAUSAL = ("causal", "causal_bottom_right")
+"""Mask types: the diagonal starts at the top left, or ends at the bottom right; the same for equal lengths.
+
+"""
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864), first half of the channels
+    with second.
+
+    dim: channels to rotate. rotary_base: the base of the geometric sequence of frequencies.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, dim: int, rotary_base: float = 10000.0, **others: Any):
+        super().__init__()
+        check_arguments(
+            "RotaryPositionEmbedding",
+            others,
+            {
+                "rotary_percent": (1.0,),
+                "seq_len_interpolation_factor": (None,),
+                "pretrained_max_position_embeddings": (None,),
+                "interleaved": (False,),
+            },
+        )
+        self.rotary_base = rotary_base
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """float32 [max_seq_len, 1, 1, dim]: angles of the positions from `offset` on."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+        angles = torch.outer(positions, self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+) -> Tensor:
+    """Rotate t, [B, S, N, D] ("bshd") or [S, B, N, D] ("sbhd"), by freqs [>= S, 1, 1, <= D].
+
+    start_positions: int [B], the position of each sequence's first token (default 0). fused: compute in
+    float32 and round once, as the fused kernel does; otherwise cos and sin are rounded to t's dtype first, as
+    in transformers.
+    Raises ValueError: interleaved=True, another format, or freqs too short.
+    """
+    if interleaved or tensor_format not in ("bshd", "sbhd"):
+        raise ValueError(
+            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, interleaved={interleaved}): the CPU "
+            "reference supports 'bshd' and 'sbhd', not interleaved."
+        )
+    length = t.shape[1] if tensor_format == "bshd" else t.shape[0]
+    last = length + (0 if start_positions is None else int(start_positions.max()))
+    if last > freqs.shape[0]:
+        raise ValueError(f"rotary frequencies for {freqs.shape[0]} positions, but {last} are needed.")
+    if start_positions is None:
+        freqs = freqs[:length]
+    else:
+        freqs = torch.cat([freqs[start : start + length] for start in start_positions.tolist()], dim=1)
+    if tensor_format == "bshd":
+        freqs = freqs.transpose(0, 1)
+    compute_dtype = torch.float32 if fused else t.dtype
+    cos, sin = freqs.cos().to(compute_dtype), freqs.sin().to(compute_dtype)
+    rotated, passed = t[..., : freqs.shape[-1]].to(compute_dtype), t[..., freqs.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = (rotated * cos + torch.cat((-second, first), dim=-1) * sin).to(t.dtype)
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+
+
+def causal_mask(queries: int, keys: int, window: int, mask_type: str, device: torch.device) -> Tensor:
+    """bool [queries, keys], True where a query sees a key: not after it, and at most `window` before it (-1 =
+    any).
+    """
+    offset = keys - queries if mask_type == "causal_bottom_right" else 0
+    query = torch.arange(queries, device=device)[:, None] + offset
+    key = torch.arange(keys, device=device)[None, :]
+    visible = key <= query
+    return visible & (query - key <= window) if window >= 0 else visible
+
+
+class DotProductAttention(nn.Module):
+    """te.DotProductAttention for causal attention with grouped queries and a sliding window; never in FP8.
+
+    window_size: (left, 0), a query sees itself and `left` keys before it; None and (-1, 0): all of them. A
+    Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" or "sbhd".
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        *,
+        layer_number: int | None = None,
+        softmax_scale: float | None = None,
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__()
+        check_arguments(
+            "DotProductAttention",
+            {"qkv_format": qkv_format, "attn_mask_type": attn_mask_type, **others},
+            {
+                "qkv_format": ("bshd", "sbhd"),
+                "attn_mask_type": CAUSAL,
+                "attention_type": ("self",),
+                "bottom_right_diagonal": (None,),
+                "softcap": (0.0,),
+                "sequence_parallel": (False,),
+                "tp_size": (1,),
+                "tp_group": (None,),
+                "get_rng_state_tracker": (None,),
+                "cp_group": (None,),
+                "cp_global_ranks": (None,),
+                "cp_stream": (None,),
+                "cp_comm_type": ("p2p",),
+                "softmax_type": ("vanilla",),
+                "return_max_logit": (False,),
+            },
+        )
+        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        if num_attention_heads % self.num_gqa_groups:
+            raise ValueError(
+                f"num_attention_heads {num_attention_heads} must be divisible by num_gqa_groups "
+                f"{num_gqa_groups}."
+            )
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
+        self.window = self._window(window_size)
+        self.layer_number, self.name = layer_number, name
+
+    @staticmethod
+    def _window(window_size: tuple[int, int] | None) -> int:
+        left, right = window_size or (-1, 0)
+        if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
+            raise ValueError(
+                f"window_size must be None, (-1, 0) or (keys before the query, 0), not {window_size}."
+            )
+        return left
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """[B, S, N, D], [B, S', K, D] twice -> [B, S, N * D] (with S and B swapped for "sbhd").
+
+        attn_mask_type, window_size: override the constructor's.
+        Raises ValueError: heads or head dimension that are not the module's, or an unsupported mask.
+        """
+        expected = [
+            (self.num_attention_heads, self.kv_channels),
+            *[(self.num_gqa_groups, self.kv_channels)] * 2,
+        ]
+        given = [tuple(t.shape[-2:]) for t in (query_layer, key_layer, value_layer)]
+        if given != expected:
+            raise ValueError(f"DotProductAttention: (heads, channels) must be {expected}, but are {given}.")
+        mask_type = attn_mask_type or self.attn_mask_type
+        if mask_type not in CAUSAL:
+            raise ValueError(f"attn_mask_type must be one of {', '.join(CAUSAL)}, not {mask_type!r}.")
+        window = self.window if window_size is None else self._window(window_size)
+        to_heads_first = (0, 2, 1, 3) if self.qkv_format == "bshd" else (1, 2, 0, 3)
+        q, k, v = (t.permute(to_heads_first) for t in (query_layer, key_layer, value_layer))
+        queries, keys = q.shape[2], k.shape[2]
+        plain = window < 0 or window >= keys - 1
+        plain = plain and (queries == keys or mask_type == "causal")
+        mask = None if plain else causal_mask(queries, keys, window, mask_type, q.device)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=plain,
+            scale=self.softmax_scale,
+            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
+        )
+        back = (0, 2, 1, 3) if self.qkv_format == "bshd" else (2, 0, 1, 3)
+        return out.permute(back).flatten(2)
+
+
+class MultiheadAttention(nn.Module):
+    """The attention block of TransformerLayer: layernorm_qkv, rotary positions, core_attention, proj.
+
+    The rows of `layernorm_qkv.weight` are [q; k; v], or with qkv_weight_interleaved [q of the group, k, v]
+    for each key/value head.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int,
+        *,
+        attention_dropout: float,
+        layernorm_epsilon: float,
+        init_method: Callable[[Tensor], Any] | None,
+        output_layer_init_method: Callable[[Tensor], Any] | None,
+        layer_number: int | None,
+        num_gqa_groups: int | None,
+        qkv_weight_interleaved: bool,
+        qkv_format: str,
+        attn_mask_type: str,
+        window_size: tuple[int, int] | None,
+        params_dtype: torch.dtype | None,
+        device: torch.device | str,
+    ):
+        super().__init__()
+        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.qkv_weight_interleaved, self.qkv_format = qkv_weight_interleaved, qkv_format
+        placement: dict[str, Any] = {"bias": False, "params_dtype": params_dtype, "device": device}
+        self.layernorm_qkv = LayerNormLinear(
+            hidden_size,
+            (num_attention_heads + 2 * self.num_gqa_groups) * kv_channels,
+            eps=layernorm_epsilon,
+            init_method=init_method,
+            normalization="RMSNorm",
+            **placement,
+        )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            kv_channels,
+            self.num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            layer_number=layer_number,
+        )
+        self.proj = Linear(
+            num_attention_heads * kv_channels, hidden_size, init_method=output_layer_init_method, **placement
+        )
+
+    def _split(self, qkv: Tensor) -> list[Tensor]:
+        """[B, S, (N + 2 K) D] -> q [B, S, N, D], k and v [B, S, K, D]."""
+        groups = self.num_gqa_groups
+        per_group = self.num_attention_heads // groups
+        if not self.qkv_weight_interleaved:
+            qkv = qkv.unflatten(-1, (-1, self.kv_channels))
+            return list(qkv.split((self.num_attention_heads, groups, groups), dim=-2))
+        qkv = qkv.unflatten(-1, (groups, per_group + 2, self.kv_channels))
+        return [part.flatten(2, 3) for part in qkv.split((per_group, 1, 1), dim=-2)]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H], without the residual."""
+        qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+        q, k, v = self._split(qkv)
+        if rotary_pos_emb is not None:
+            q, k = (apply_rotary_pos_emb(t, rotary_pos_emb, self.qkv_format, fused=True) for t in (q, k))
+        context = self.core_attention(q, k, v, attn_mask_type, window_size)
+        return self.proj(context, is_first_microbatch=is_first_microbatch)

@@ -1,0 +1,293 @@
+"""What the FP8 modules share: their FP8 state, their quantizers, the checks of shapes and arguments.
+
+Forward tensors of each GEMM have the columns [input, weight, output] in `fp8_meta["scaling_fwd"]`, backward
+ones [grad_output, grad_input] in `fp8_meta["scaling_bwd"]`, as in Transformer Engine. Outputs and input
+gradients are never quantized here, so their columns stay unused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.te_reference.quantize import (
+    BLOCK,
+    QuantizedMatrix,
+    amax,
+    quantize_blocks,
+    quantize_current,
+    quantize_per_tensor,
+)
+from model.te_reference.recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
+from model.te_reference.state import (
+    DelayedScalingState,
+    RecipeState,
+    make_recipe_state,
+    register,
+    running,
+    take_first_module,
+)
+
+INPUT, WEIGHT, OUTPUT = 0, 1, 2
+"""Columns of the forward tensors of a GEMM; the second GEMM of a module follows."""
+GRAD_OUTPUT, GRAD_INPUT = 0, 1
+"""Columns of the backward tensors of a GEMM."""
+
+
+@dataclass
+class Quantizer:
+    """Quantizes one tensor slot of a module under its recipe.
+
+    scale: the scale to use for delayed scaling, None = the state's own. record: whether delayed scaling notes
+    the amax.
+    """
+
+    state: RecipeState
+    column: int
+    qparams: QParams
+    block_dim: int = 1
+    scale: Tensor | None = None
+    record: bool = True
+
+    def __call__(
+        self, x: Tensor, *, columnwise: bool = True, rowwise: bool = True, amax_of_x: Tensor | None = None
+    ) -> QuantizedMatrix:
+        """Quantize a matrix [M, N]; `rowwise` and `columnwise` say which contractions it is for."""
+        state, dtype = self.state, self.state.dtype
+        if isinstance(state, DelayedScalingState):
+            if self.record:
+                state.record(self.column, amax(x) if amax_of_x is None else amax_of_x)
+            return quantize_per_tensor(
+                x, (state.scale if self.scale is None else self.scale)[self.column], dtype
+            )
+        options: dict[str, Any] = {
+            "power_2_scale": self.qparams.power_2_scale,
+            "amax_epsilon": self.qparams.amax_epsilon,
+        }
+        if isinstance(state.recipe, Float8CurrentScaling):
+            return quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
+        if self.block_dim == 2:
+            data, scale_inv = quantize_blocks(x, (BLOCK, BLOCK), dtype, **options)
+            return QuantizedMatrix(data, scale_inv, data, scale_inv)
+        rows = quantize_blocks(x, (1, BLOCK), dtype, **options) if rowwise else (None, None)
+        columns = quantize_blocks(x, (BLOCK, 1), dtype, **options) if columnwise else (None, None)
+        return QuantizedMatrix(*rows, *columns)
+
+    def fused(
+        self, x: Tensor, dtype: torch.dtype, *, columnwise: bool, amax_before_rounding: bool = False
+    ) -> QuantizedMatrix:
+        """Quantize what a norm or activation kernel computed in float32.
+
+        The delayed-scaling kernel quantizes it directly; the other recipes round it to `dtype` first. The
+        activation kernel takes the amax of current scaling before that rounding (`amax_before_rounding`), the
+        norm after it.
+        """
+        if isinstance(self.state, DelayedScalingState):
+            return self(x, columnwise=columnwise)
+        before = amax_before_rounding and isinstance(self.state.recipe, Float8CurrentScaling)
+        return self(x.to(dtype), columnwise=columnwise, amax_of_x=amax(x) if before else None)
+
+
+@dataclass
+class FP8Call:
+    """One FP8 forward of a module: where its quantizers come from, whether its backward moves the scales."""
+
+    forward_state: RecipeState
+    backward_state: RecipeState
+    scale: Tensor | None
+    record: bool
+    moves_backward_scales: bool
+
+    def quantizer(self, column: int) -> Quantizer:
+        """Quantizer of a forward tensor."""
+        recipe, weight = self.forward_state.recipe, column % 3 == WEIGHT
+        qparams, block_dim = QParams(), 1
+        if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+            qparams = recipe.fp8_quant_fwd_weight if weight else recipe.fp8_quant_fwd_inp
+        if isinstance(recipe, Float8BlockScaling):
+            block_dim = recipe.w_block_scaling_dim if weight else recipe.x_block_scaling_dim
+        return Quantizer(self.forward_state, column, qparams, block_dim, self.scale, self.record)
+
+    def grad_quantizer(self, column: int) -> Quantizer:
+        """Quantizer of a backward tensor."""
+        recipe = self.backward_state.recipe
+        qparams, block_dim = QParams(), 1
+        if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+            qparams = recipe.fp8_quant_bwd_grad
+        if isinstance(recipe, Float8BlockScaling):
+            block_dim = recipe.grad_block_scaling_dim
+        return Quantizer(self.backward_state, column, qparams, block_dim)
+
+
+class FP8Module(nn.Module):
+    """Base of the modules with GEMMs.
+
+    fp8: whether the last forward ran in FP8. fp8_meta: "num_gemms", "recipe", and after an FP8 forward (or
+    `init_fp8_meta_tensors`) "scaling_fwd" and "scaling_bwd", which with delayed scaling hold `scale` and
+    `amax_history`.
+    """
+
+    def __init__(self, num_gemms: int) -> None:
+        super().__init__()
+        self.fp8 = False
+        self.fp8_meta: dict[str, Any] = {"num_gemms": num_gemms}
+        self._fp8_workspaces: dict[str, QuantizedMatrix] = {}
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Allocate the state of `recipe` unless the module has it already; a change of the kind of recipe
+        starts anew.
+        """
+        for key, forward, tensors in (("scaling_fwd", True, 3), ("scaling_bwd", False, 2)):
+            state = self.fp8_meta.get(key)
+            if state is None or type(state.recipe) is not type(recipe):
+                device = next(self.parameters()).device
+                state = make_recipe_state(recipe, forward, tensors * self.fp8_meta["num_gemms"], device)
+                self.fp8_meta[key] = state
+                self._fp8_workspaces.clear()
+            state.recipe, state.dtype = recipe, recipe.fp8_format.dtype(forward)
+            if isinstance(state, DelayedScalingState):
+                state.resize(recipe.amax_history_len)
+
+    def prepare_fp8(self, trains: bool) -> FP8Call | None:
+        """To be called at the start of each forward: the FP8 call that the running autocast asks for, or
+        None.
+
+        trains: whether the forward will have a backward.
+        """
+        self.fp8 = running.enabled
+        if not running.enabled:
+            return None
+        assert running.recipe is not None
+        self.fp8_meta["recipe"] = running.recipe
+        self.init_fp8_meta_tensors(running.recipe)
+        forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        scale = None
+        if isinstance(forward, DelayedScalingState):
+            register(forward, running.group)
+            register(backward, running.group)
+            scale = forward.scale
+        if running.replaying is not None:
+            scale = running.replaying.next_scale()
+        for frame in running.stashing:
+            frame.scales.append(None if scale is None else scale.clone())
+        return FP8Call(forward, backward, scale, running.replaying is None, trains and take_first_module())
+
+    def quantize_weight(
+        self, name: str, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
+    ) -> QuantizedMatrix:
+        """FP8 weight: quantized now (None), quantized and kept (True), or the kept one (False)."""
+        if is_first_microbatch is not None and name in self._fp8_workspaces:
+            # a recomputation finds the copy that its own first forward made or used
+            if not is_first_microbatch or running.replaying is not None:
+                return self._fp8_workspaces[name]
+        quantized = quantizer(weight.detach())
+        if is_first_microbatch is not None:
+            self._fp8_workspaces[name] = quantized
+        return quantized
+
+    def activation_dtype(self, inp: Tensor, weight: Tensor) -> torch.dtype:
+        """dtype of the module's outputs: torch.autocast's if it is on, else the input's, which the weights
+        must have.
+
+        Raises ValueError: they differ.
+        """
+        device = inp.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        if inp.dtype != weight.dtype:
+            raise ValueError(
+                f"{type(self).__name__}: the input is {inp.dtype} and the weights are {weight.dtype}; they must "
+                "have the same dtype outside torch.autocast."
+            )
+        return inp.dtype
+
+
+def check_features(name: str, inp: Tensor, in_features: int) -> None:
+    """Raises ValueError: the last dimension of the input is not the module's."""
+    if inp.shape[-1] != in_features:
+        raise ValueError(
+            f"{name}: the last dimension of the input must be {in_features}, but its shape is "
+            f"{list(inp.shape)}."
+        )
+
+
+def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) -> None:
+    """Raises ValueError for a shape that the FP8 GEMMs of a Hopper GPU do not take.
+
+    The rows (product of the leading dimensions) must be divisible by 8 and the last dimension by 16. The
+    weight's gradient contracts over the rows and the input's over the output features: with a backward both
+    need 16.
+    """
+    rows = math.prod(inp.shape[:-1])
+    divisor = 16 if trains else 8
+    if rows % divisor or inp.shape[-1] % 16:
+        raise ValueError(
+            f"{name}: FP8 needs an input whose rows (the product of all dimensions but the last) are divisible "
+            f"by 8, by 16 in training, and whose last dimension is divisible by 16, but its shape is "
+            f"{list(inp.shape)} ({rows} rows). Pad it, or run this module under autocast(enabled=False)."
+        )
+    if weight.shape[0] % divisor or weight.shape[1] % 16:
+        raise ValueError(
+            f"{name}: FP8 needs out_features divisible by 8, by 16 in training, and in_features divisible by "
+            f"16, but the weight's shape is {list(weight.shape)}. Change the sizes, or run this module under "
+            "autocast(enabled=False)."
+        )
+
+
+def check_arguments(name: str, given: Mapping[str, Any], supported: Mapping[str, Iterable[Any]]) -> None:
+    """Raises ValueError for a Transformer Engine argument with a value that the reference does not have, and
+    TypeError for an argument that Transformer Engine does not know either.
+
+    supported: argument -> the values that mean what the reference does.
+    """
+    for argument, value in given.items():
+        if argument not in supported:
+            raise TypeError(f"{name}() has no argument {argument!r}.")
+        values = tuple(supported[argument])
+        if value not in values:
+            raise ValueError(
+                f"{name}({argument}={value!r}): the CPU reference supports only "
+                f"{' or '.join(map(repr, values))}."
+            )
+
+
+PARALLELISM: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": (False, None),
+    "fuse_wgrad_accumulation": (False,),
+    "tp_group": (None,),
+    "tp_size": (1,),
+    "get_rng_state_tracker": (None,),
+    "ub_overlap_ag": (False,),
+    "ub_overlap_rs": (False,),
+    "ub_overlap_rs_dgrad": (False,),
+    "ub_bulk_dgrad": (False,),
+    "ub_bulk_wgrad": (False,),
+    "ub_name": (None,),
+    "delay_wgrad_compute": (False,),
+    "symmetric_ar_type": (None,),
+}
+"""Arguments of parallelism and scheduling, at the values that switch them off."""
+
+
+def default_init(weight: Tensor) -> None:
+    """Transformer Engine's default initialization: normal with standard deviation 0.023."""
+    nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def make_weight(
+    out_features: int,
+    in_features: int,
+    init_method: Callable[[Tensor], Any] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+) -> nn.Parameter:
+    """Initialized weight [out_features, in_features]."""
+    weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+    with torch.no_grad():
+        (init_method or default_init)(weight)
+    return weight

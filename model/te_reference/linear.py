@@ -1,0 +1,169 @@
+"""Linear: y = x W^T with FP8 operands in the forward GEMM and in both gradients' GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.te_reference.base import (
+    GRAD_OUTPUT,
+    INPUT,
+    PARALLELISM,
+    WEIGHT,
+    FP8Call,
+    FP8Module,
+    check_arguments,
+    check_features,
+    check_fp8_shapes,
+    make_weight,
+)
+from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
+from model.te_reference.state import update_scales
+
+
+def forward_gemm(x: QuantizedMatrix, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """[M, K] x [N, K] -> [M, N]."""
+    return fp8_matmul(x.rows, x.rows_scale_inv, weight.rows, weight.rows_scale_inv, dtype, layout="nt")
+
+
+def input_gradient_gemm(grad: QuantizedMatrix, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[M, N] x [N, K] -> [M, K]; `weight` as `saved_weight` gives it."""
+    return fp8_matmul(grad.rows, grad.rows_scale_inv, *weight, dtype, layout="nn")
+
+
+def weight_gradient_gemm(grad: QuantizedMatrix, x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """[M, N] x [M, K] -> [N, K]; `x` as `saved_input` gives it."""
+    return fp8_matmul(grad.columns, grad.columns_scale_inv, *x, dtype, layout="tn")
+
+
+def saved_input(x: QuantizedMatrix) -> tuple[Tensor | None, ...]:
+    """What the weight's gradient needs of the input: its data for a contraction over the rows."""
+    return x.columns, x.columns_scale_inv
+
+
+def saved_weight(weight: QuantizedMatrix) -> tuple[Tensor | None, ...]:
+    """What the input's gradient needs of the weight: its data for a contraction over the outputs."""
+    return weight.columns, weight.columns_scale_inv
+
+
+class _LinearFP8(torch.autograd.Function):
+    """(x [M, K], W [N, K]) -> x W^T [M, N]; the operands are saved in FP8, the high-precision ones are not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inp: Tensor, weight: Tensor, call: FP8Call, weight_fp8: QuantizedMatrix, dtype: torch.dtype
+    ) -> Tensor:
+        needs_weight_gradient = ctx.needs_input_grad[1]
+        x = call.quantizer(INPUT)(inp, columnwise=needs_weight_gradient)
+        ctx.save_for_backward(*saved_input(x), *saved_weight(weight_fp8))
+        ctx.call, ctx.dtypes = call, (inp.dtype, weight.dtype)
+        return forward_gemm(x, weight_fp8, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        input_dtype, weight_dtype = ctx.dtypes
+        *x, weight, weight_scale_inv = ctx.saved_tensors
+        grad = ctx.call.grad_quantizer(GRAD_OUTPUT)(grad_output, rowwise=needs_input, columnwise=needs_weight)
+        grad_input = (
+            input_gradient_gemm(grad, (weight, weight_scale_inv), input_dtype) if needs_input else None
+        )
+        grad_weight = weight_gradient_gemm(grad, x, weight_dtype) if needs_weight else None
+        if ctx.call.moves_backward_scales:
+            update_scales(forward=False)
+        return grad_input, grad_weight, None, None, None
+
+
+def split_weights(
+    parameters_split: Sequence[str] | Mapping[str, int] | None, out_features: int
+) -> dict[str, int]:
+    """Parameter name -> rows, for the `parameters_split` argument: None gives one parameter "weight".
+
+    Names get the suffix "_weight"; a sequence splits evenly, a mapping gives the sizes.
+    Raises ValueError: sizes that do not make up `out_features`.
+    """
+    if not parameters_split:
+        return {"weight": out_features}
+    if isinstance(parameters_split, Mapping):
+        sizes = {name: int(size) for name, size in parameters_split.items()}
+    else:
+        sizes = dict.fromkeys(parameters_split, out_features // len(parameters_split))
+    if sum(sizes.values()) != out_features:
+        raise ValueError(f"parameters_split {sizes} must add up to out_features = {out_features}.")
+    return {f"{name.rstrip('_')}_weight": size for name, size in sizes.items()}
+
+
+def joined_weight(module: nn.Module, names: Sequence[str]) -> Tensor:
+    """The weight [out_features, in_features] from its parameters."""
+    parts = [getattr(module, name) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Linear(FP8Module):
+    """te.Linear: y = x W^T.
+
+    in_features, out_features: sizes; in FP8 in_features must be divisible by 16 and out_features by 8, in
+    training 16.
+    init_method: fills the weight, default normal(0, 0.023). parameters_split: several parameters instead of
+    `weight`. bias must be False; other Transformer Engine arguments are accepted at the value that switches
+    them off.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        params_dtype: torch.dtype | None = None,
+        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
+        device: torch.device | str = "cpu",
+        name: str | None = None,
+        **others: Any,
+    ):
+        super().__init__(num_gemms=1)
+        check_arguments(
+            "Linear",
+            {"bias": bias, **others},
+            {
+                "bias": (False,),
+                "return_bias": (False,),
+                "parallel_mode": (None,),
+                "rng_tracker_name": (None,),
+                "save_original_input": (False,),
+                **PARALLELISM,
+            },
+        )
+        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.init_method = init_method
+        sizes = split_weights(parameters_split, out_features)
+        self.weight_names = list(sizes)
+        for parameter, size in sizes.items():
+            setattr(self, parameter, make_weight(size, in_features, init_method, params_dtype, device))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """[..., in_features] -> [..., out_features].
+
+        is_first_microbatch: None quantizes the weight now; True quantizes it and keeps the copy; False uses
+        the copy.
+        Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not take.
+        """
+        check_features("Linear", inp, self.in_features)
+        weight = joined_weight(self, self.weight_names)
+        trains = torch.is_grad_enabled() and (inp.requires_grad or weight.requires_grad)
+        dtype = self.activation_dtype(inp, weight)
+        call = self.prepare_fp8(trains)
+        if call is None:
+            return F.linear(inp.to(dtype), weight.to(dtype))
+        check_fp8_shapes("Linear", inp, weight, trains=trains)
+        weight_fp8 = self.quantize_weight("weight", weight, call.quantizer(WEIGHT), is_first_microbatch)
+        out = _LinearFP8.apply(inp.reshape(-1, self.in_features), weight, call, weight_fp8, dtype)
+        return out.view(*inp.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"

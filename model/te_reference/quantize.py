@@ -1,0 +1,207 @@
+"""FP8 quantization as the kernels of Transformer Engine 2.20.2 do it, in float32 operations on any device.
+
+An FP8 tensor is `q = cast(clamp(x * scale))`; its values stand for `q * scale_inv` with `scale_inv = 1 /
+scale`. Casts round to nearest even and saturate at the largest finite value of the format (448 for e4m3,
+57344 for e5m2), for infinities too; NaN stays NaN. An amax, the largest magnitude of a tensor or tile, passes
+over NaN.
+
+What Transformer Engine calls "columnwise" data is quantized in tiles that run down the columns; it is kept
+here in the orientation of its source, not transposed.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FLOAT32_MAX = torch.finfo(torch.float32).max
+BLOCK = 128
+"""Side of a tile in block scaling."""
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 -> FP8, clamped first: torch's own cast to e5m2 gives inf where the hardware saturates."""
+    limit = FP8_MAX[dtype]
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def amax(x: Tensor) -> Tensor:
+    """Largest magnitude of `x`, as a float32 scalar; NaN elements do not count, and an empty tensor has 0."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x.detach())
+    result = torch.maximum(high, -low).float()
+    if result.isnan():
+        return torch.nan_to_num(x.detach().abs().float(), nan=0.0, posinf=math.inf).amax()
+    return result
+
+
+def scale_from_amax(
+    amax: Tensor,
+    fp8_max: float,
+    *,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+    value_for_inf: float = FLOAT32_MAX,
+) -> Tensor:
+    """Scale of current and block scaling, elementwise in float32 (compute_scale_from_amax in
+    recipe_common.cuh).
+
+    `fp8_max / max(amax, amax_epsilon)`; 1 where that amax is 0, inf or NaN; `value_for_inf` where the
+    quotient overflows; with `power_2_scale` the mantissa is cut off, which rounds down to a power of two.
+    """
+    amax = torch.where(amax < amax_epsilon, torch.full_like(amax, amax_epsilon), amax)
+    scale = torch.full_like(amax, fp8_max) / amax
+    scale = torch.where(scale.isinf(), torch.full_like(scale, value_for_inf), scale)
+    if power_2_scale:
+        scale = (scale.view(torch.int32) & -0x00800000).view(torch.float32)
+    return torch.where(amax.isfinite() & (amax != 0), scale, torch.ones_like(scale))
+
+
+def update_delayed_scaling(
+    amax_history: Tensor,
+    scale: Tensor,
+    latest_amax: Tensor,
+    fp8_max: float,
+    *,
+    margin: int = 0,
+    amax_compute_algo: str = "max",
+) -> tuple[Tensor, Tensor]:
+    """One step of delayed scaling for many tensors at once (kernel_bulk in delayed_scaling.cu).
+
+    amax_history: float32 [L, n], row 0 the amax of the running step. scale, latest_amax: float32 [n], the
+    latter row 0 reduced over ranks. Returns the new (amax_history, scale).
+
+    A tensor whose latest amax is 0 was not used: its history does not roll and its scale stays. Otherwise the
+    history rolls by one row, the latest amax enters as the last row and row 0 is cleared; the row that leaves
+    still counts for the maximum. The new scale is `fp8_max * 2**-margin / amax`, capped at the largest
+    float32; a 0, inf or NaN amax keeps the old scale (NaN entries do not count for the maximum).
+    """
+    latest = torch.where(latest_amax != 0, latest_amax, amax_history[0])
+    used = latest != 0
+    rolled = torch.roll(amax_history, -1, 0)
+    rolled[-1] = latest
+    if amax_compute_algo == "most_recent":
+        chosen = latest
+    else:
+        chosen = torch.nan_to_num(rolled, nan=0.0, posinf=math.inf, neginf=-math.inf).amax(0)
+        chosen = torch.where(used, chosen, torch.zeros_like(chosen))
+    rolled[0] = 0
+    history = torch.where(used, rolled, amax_history)
+    new_scale = torch.full_like(scale, fp8_max * 2.0**-margin) / chosen
+    new_scale = torch.where(chosen.isfinite() & (chosen > 0), new_scale, scale)
+    return history, new_scale.clamp(max=FLOAT32_MAX)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """An FP8 matrix [M, N] with what a matmul needs to contract it along its rows or its columns.
+
+    rows / columns: float8 [M, N], quantized for a contraction over N / over M. With one scale for the tensor
+    and with 128x128 tiles both are the same tensor; either may be None when it is not needed.
+    rows_scale_inv / columns_scale_inv: float32, [] for one scale a tensor, else one a tile:
+    [M, ceil(N/128)] / [ceil(M/128), N] for 1x128 tiles, [ceil(M/128), ceil(N/128)] for 128x128 tiles.
+    """
+
+    rows: Tensor | None
+    rows_scale_inv: Tensor | None
+    columns: Tensor | None
+    columns_scale_inv: Tensor | None
+
+
+def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
+    """Quantize with a given scale (float32 scalar), as delayed and current scaling do."""
+    data = saturating_cast(x.float() * scale, dtype)
+    scale_inv = scale.reciprocal()
+    return QuantizedMatrix(data, scale_inv, data, scale_inv)
+
+
+def quantize_current(
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    power_2_scale: bool = False,
+    amax_epsilon: float = 0.0,
+    amax_of_x: Tensor | None = None,
+) -> QuantizedMatrix:
+    """Quantize with the scale of the tensor's own amax, or of `amax_of_x` where a kernel computes it
+    elsewhere.
+    """
+    amax_of_x = amax(x) if amax_of_x is None else amax_of_x
+    scale = scale_from_amax(amax_of_x, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    return quantize_per_tensor(x, scale, dtype)
+
+
+def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[M, N] -> [row tiles, block rows, column tiles, block columns], zero-padded to whole tiles."""
+    pad_rows, pad_columns = -x.shape[0] % block[0], -x.shape[1] % block[1]
+    if pad_rows or pad_columns:
+        x = torch.nn.functional.pad(x, (0, pad_columns, 0, pad_rows))
+    return x.reshape(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
+
+
+def _untile(tiles: Tensor, shape: torch.Size) -> Tensor:
+    padded = tiles.reshape(tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
+    return padded[: shape[0], : shape[1]].contiguous()
+
+
+def quantize_blocks(
+    x: Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    power_2_scale: bool = True,
+    amax_epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix [M, N] with one scale a tile of `block` = (rows, columns).
+
+    Returns (float8 [M, N], scale_inv float32 [ceil(M/rows), ceil(N/columns)]). Tiles at the edge may be
+    partial.
+    """
+    tiles = _tiles(x.float(), block)
+    tile_amax = tiles.abs().amax((1, 3))
+    if tile_amax.isnan().any():
+        tile_amax = torch.nan_to_num(tiles.abs(), nan=0.0, posinf=math.inf).amax((1, 3))
+    scale = scale_from_amax(
+        tile_amax,
+        FP8_MAX[dtype],
+        power_2_scale=power_2_scale,
+        amax_epsilon=amax_epsilon,
+        value_for_inf=torch.finfo(x.dtype).max,
+    )
+    data = saturating_cast(tiles * scale[:, None, :, None], dtype)
+    return _untile(data, x.shape), scale.reciprocal()
+
+
+def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """FP8 [M, N] and its inverse scales (one, or one a tile in any of the three layouts) -> values in
+    `dtype`.
+    """
+    values = data.float()
+    if scale_inv.dim() == 0:
+        return (values * scale_inv).to(dtype)
+    block = tuple(
+        BLOCK if tiles != side else 1 for tiles, side in zip(scale_inv.shape, data.shape, strict=True)
+    )
+    tiles = _tiles(values, (block[0], block[1]))
+    return _untile(tiles * scale_inv[:, None, :, None], data.shape).to(dtype)
+
+
+def fp8_matmul(
+    a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, *, layout: str
+) -> Tensor:
+    """Product of two FP8 matrices, accumulated in float32 and rounded once to `out_dtype`.
+
+    layout: "nt" a @ b.T (forward), "nn" a @ b (gradient of the input), "tn" a.T @ b (gradient of the weight).
+    FP8 products are exact in float32. Per-tensor scales multiply the result; tile scales multiply the
+    operands, as they change along the contraction.
+    """
+    per_tensor = a_scale_inv.dim() == 0
+    left = a.float() if per_tensor else dequantize(a, a_scale_inv)
+    right = b.float() if per_tensor else dequantize(b, b_scale_inv)
+    left = left.t() if layout == "tn" else left
+    right = right.t() if layout == "nt" else right
+    out = left @ right
+    return out.mul_(a_scale_inv * b_scale_inv).to(out_dtype) if per_tensor else out.to(out_dtype)

@@ -1,0 +1,51 @@
+"""Fixtures shared by all tests: small models, and markers that name the capability a test needs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+
+def small_config(**changes: object) -> MistralConfig:
+    """A Mistral of two layers whose sizes FP8 accepts with every recipe."""
+    values = dict(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        sliding_window=None,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return MistralConfig(**{**values, **changes})
+
+
+def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is."""
+    devices = torch.cuda.device_count()
+    hopper = devices > 0 and torch.cuda.get_device_capability() >= (9, 0)
+    for item, (marker, have, what) in itertools.product(
+        items,
+        [("gpu", hopper, "a Hopper GPU"), ("multi_gpu", hopper and devices > 1, "two Hopper GPUs")],
+    ):
+        if item.get_closest_marker(marker) and not have:
+            item.add_marker(pytest.mark.skip(reason=f"needs {what}"))

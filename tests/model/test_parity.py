@@ -1,0 +1,148 @@
+"""Each variant is the same model as transformers' MistralForCausalLM, on the reference and on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MistralConfig
+from transformers import MistralForCausalLM as TransformersMistral
+
+from model import conversion
+from model.build import build_model
+from model.precision import Precision, PrecisionConfig
+from tests.conftest import random_ids, small_config
+
+CASES = {
+    "gqa_32_8": dict(num_attention_heads=32, num_key_value_heads=8, head_dim=64),
+    "gqa_4_2_head_dim_128": dict(num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+    "sliding_window": dict(sliding_window=24, head_dim=64),
+    "rope_theta_1e6": dict(rope_theta=1e6, head_dim=64),
+    "tied": dict(tie_word_embeddings=True, head_dim=64),
+    "window_tied_theta_mha": dict(
+        sliding_window=7, tie_word_embeddings=True, rope_theta=1e6, num_key_value_heads=4, head_dim=128
+    ),
+}
+VARIANTS = ["te_linear", "te_layer"]
+
+
+def transformers_model(
+    config: MistralConfig, dtype: torch.dtype, device: torch.device
+) -> TransformersMistral:
+    """With weights large enough that attention and MLP matter beside the residual stream."""
+    torch.manual_seed(0)
+    config.initializer_range = 0.08
+    model = TransformersMistral._from_config(config, attn_implementation="sdpa").to(device)
+    inv_freq = model.model.rotary_emb.inv_freq.clone()
+    model.to(dtype)
+    model.model.rotary_emb.inv_freq = inv_freq  # float32, as from_pretrained keeps it
+    return model.eval()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.detach().float(), b.detach().float()
+    return float((a - b).norm() / b.norm())
+
+
+def compare(
+    case: str, variant: str, compute: str, backend: str, batch: int, tokens: int
+) -> tuple[float, float, dict[str, float]]:
+    """(relative logits error, loss difference, relative gradient errors) of our variant against transformers."""
+    config = small_config(**CASES[case])
+    precision = Precision(PrecisionConfig(compute=compute, backend=backend))
+    theirs = transformers_model(config, precision.dtype, precision.device)
+    ours = build_model(config, variant, precision, seed=1)
+    conversion.load_hf_state_dict(ours, theirs.state_dict())
+    ids = random_ids(config, batch, tokens + 1).to(precision.device)
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    out = ours(inputs, labels=labels)
+    reference = theirs(input_ids=inputs, use_cache=False).logits
+    reference_loss = torch.nn.functional.cross_entropy(reference.float().flatten(0, 1), labels.flatten())
+    out.loss.backward()
+    reference_loss.backward()
+    ours_grads = conversion.to_hf({n: p.grad for n, p in ours.named_parameters()}, config)
+    theirs_grads = dict(theirs.named_parameters())
+    errors = {name: relative(grad, theirs_grads[name].grad) for name, grad in ours_grads.items()}
+    assert errors.keys() == theirs_grads.keys()
+    return relative(out.logits, reference), float((out.loss - reference_loss).detach().abs()), errors
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", CASES)
+def test_reference_equals_transformers_in_float32(case: str, variant: str) -> None:
+    logits, loss, grads = compare(case, variant, "fp32", "reference", batch=2, tokens=64)
+    assert logits <= 1e-5
+    assert loss <= 1e-5
+    assert max(grads.values()) <= 1e-4, max(grads, key=grads.__getitem__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", CASES)
+def test_transformer_engine_equals_transformers_in_bf16(case: str, variant: str) -> None:
+    # enough tokens that the mean of their rounding errors is below what is asserted
+    logits, loss, grads = compare(case, variant, "bf16", "transformer_engine", batch=16, tokens=256)
+    assert logits <= 2e-2
+    assert loss <= 1e-3
+    # bf16 rounds at other places in the backward; a wrong gradient is off by tenths
+    assert max(grads.values()) <= 5e-2, max(grads, key=grads.__getitem__)
+
+
+@pytest.mark.parametrize("variant", ["hf", *VARIANTS])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_survive_the_way_there_and_back(variant: str, tied: bool) -> None:
+    config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2)
+    theirs = TransformersMistral(config)
+    ours = build_model(config, variant, Precision(PrecisionConfig(compute="fp32", backend="reference")))
+    conversion.load_hf_state_dict(ours, theirs.state_dict())
+    back = conversion.to_hf_state_dict(ours)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(back.pop(name).cpu(), parameter), name
+    assert not back
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_one_seed_gives_one_model_in_every_variant(compute: str) -> None:
+    config = small_config()
+    precision = Precision(PrecisionConfig(compute=compute, backend="reference"))
+    states = [
+        conversion.to_hf_state_dict(build_model(config, variant, precision, seed=3))
+        for variant in ("hf", *VARIANTS)
+    ]
+    other = conversion.to_hf_state_dict(build_model(config, "te_layer", precision, seed=4))
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], states[0][name]) for name in state)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert not torch.equal(other[name], states[0][name])
+    assert states[0][name].float().std() == pytest.approx(config.initializer_range, rel=0.05)
+
+
+def test_state_dict_names_are_hugging_faces_without_extra_state() -> None:
+    config = small_config()
+    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
+    model = build_model(config, "te_linear", precision)
+    assert model.state_dict().keys() == TransformersMistral(config).state_dict().keys()
+    model.load_state_dict(model.state_dict())
+
+
+def test_rotary_frequencies_stay_float32_under_bfloat16() -> None:
+    """DeepSpeed calls model.bfloat16(); rounded frequencies would be another model."""
+    config = small_config()
+    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
+    ids = random_ids(config, 1, 32).to(precision.device)
+    for variant in ("hf", *VARIANTS):
+        model = build_model(config, variant, precision).eval()
+        before = model(ids).logits
+        assert torch.equal(model.bfloat16()(ids).logits, before), variant
+
+
+def test_mismatched_weights_are_named() -> None:
+    config = small_config()
+    model = build_model(config, "te_layer", Precision(PrecisionConfig(compute="fp32", backend="reference")))
+    weights = conversion.to_hf_state_dict(model)
+    del weights["model.layers.0.self_attn.k_proj.weight"]
+    weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"][:-1]
+    with pytest.raises(
+        conversion.ConversionError, match=r"k_proj.weight is missing.*up_proj.weight has shape \(255"
+    ):
+        conversion.load_hf_state_dict(model, weights)
