@@ -20,7 +20,8 @@ from model import te_backend
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RECIPES = ("delayed", "current", "block")
 
-# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
+# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8,
+# in training, where the weight gradient contracts over them, of 16.
 FP8_FEATURE_MULTIPLE = 16
 FP8_ROW_MULTIPLE = 8
 
@@ -148,6 +149,8 @@ class Precision:
             if torch.cuda.is_available()
             else torch.device("cpu")
         )
+        if config.compute == "fp16" and self.device.type == "cpu":
+            raise PrecisionError("precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32")
         try:
             self.te = te_backend.load(config.backend)
             if self.fp8:

@@ -23,7 +23,13 @@ from model.te_reference.quantize import (
     quantize_current,
     quantize_per_tensor,
 )
-from model.te_reference.recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
+from model.te_reference.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    QParams,
+    Recipe,
+)
 from model.te_reference.state import (
     DelayedScalingState,
     RecipeState,
@@ -150,7 +156,7 @@ class FP8Module(nn.Module):
                 self.fp8_meta[key] = state
                 self._fp8_workspaces.clear()
             state.recipe, state.dtype = recipe, recipe.fp8_format.dtype(forward)
-            if isinstance(state, DelayedScalingState):
+            if isinstance(state, DelayedScalingState) and isinstance(recipe, DelayedScaling):
                 state.resize(recipe.amax_history_len)
 
     def prepare_fp8(self, trains: bool) -> FP8Call | None:
@@ -201,8 +207,8 @@ class FP8Module(nn.Module):
             return torch.get_autocast_dtype(device)
         if inp.dtype != weight.dtype:
             raise ValueError(
-                f"{type(self).__name__}: the input is {inp.dtype} and the weights are {weight.dtype}; they must "
-                "have the same dtype outside torch.autocast."
+                f"{type(self).__name__}: the input is {inp.dtype} and the weights are {weight.dtype}; they "
+                "must have the same dtype outside torch.autocast."
             )
         return inp.dtype
 
@@ -227,8 +233,8 @@ def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) ->
     divisor = 16 if trains else 8
     if rows % divisor or inp.shape[-1] % 16:
         raise ValueError(
-            f"{name}: FP8 needs an input whose rows (the product of all dimensions but the last) are divisible "
-            f"by 8, by 16 in training, and whose last dimension is divisible by 16, but its shape is "
+            f"{name}: FP8 needs an input whose rows (the product of all dimensions but the last) are "
+            f"divisible by 8, by 16 in training, and whose last dimension is divisible by 16, but its shape is "
             f"{list(inp.shape)} ({rows} rows). Pad it, or run this module under autocast(enabled=False)."
         )
     if weight.shape[0] % divisor or weight.shape[1] % 16:

@@ -24,28 +24,31 @@ from model.te_reference.base import (
 from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
 from model.te_reference.state import update_scales
 
+Operand = Sequence[Tensor | None]
+"""FP8 data and its inverse scales; None where no GEMM is going to use them."""
+
 
 def forward_gemm(x: QuantizedMatrix, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
-    return fp8_matmul(x.rows, x.rows_scale_inv, weight.rows, weight.rows_scale_inv, dtype, layout="nt")
+    return fp8_matmul((x.rows, x.rows_scale_inv), (weight.rows, weight.rows_scale_inv), dtype, layout="nt")
 
 
-def input_gradient_gemm(grad: QuantizedMatrix, weight: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def input_gradient_gemm(grad: QuantizedMatrix, weight: Operand, dtype: torch.dtype) -> Tensor:
     """[M, N] x [N, K] -> [M, K]; `weight` as `saved_weight` gives it."""
-    return fp8_matmul(grad.rows, grad.rows_scale_inv, *weight, dtype, layout="nn")
+    return fp8_matmul((grad.rows, grad.rows_scale_inv), weight, dtype, layout="nn")
 
 
-def weight_gradient_gemm(grad: QuantizedMatrix, x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def weight_gradient_gemm(grad: QuantizedMatrix, x: Operand, dtype: torch.dtype) -> Tensor:
     """[M, N] x [M, K] -> [N, K]; `x` as `saved_input` gives it."""
-    return fp8_matmul(grad.columns, grad.columns_scale_inv, *x, dtype, layout="tn")
+    return fp8_matmul((grad.columns, grad.columns_scale_inv), x, dtype, layout="tn")
 
 
-def saved_input(x: QuantizedMatrix) -> tuple[Tensor | None, ...]:
+def saved_input(x: QuantizedMatrix) -> Operand:
     """What the weight's gradient needs of the input: its data for a contraction over the rows."""
     return x.columns, x.columns_scale_inv
 
 
-def saved_weight(weight: QuantizedMatrix) -> tuple[Tensor | None, ...]:
+def saved_weight(weight: QuantizedMatrix) -> Operand:
     """What the input's gradient needs of the weight: its data for a contraction over the outputs."""
     return weight.columns, weight.columns_scale_inv
 

@@ -10,6 +10,7 @@ here in the orientation of its source, not transposed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,10 @@ BLOCK = 128
 """Side of a tile in block scaling."""
 
 
-def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 -> FP8, clamped first: torch's own cast to e5m2 gives inf where the hardware saturates."""
+def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """cast(clamp(x * scale)) in float32 -> FP8; torch's own cast to e5m2 gives inf where the hardware saturates."""
     limit = FP8_MAX[dtype]
-    return x.clamp(-limit, limit).to(dtype)
+    return (x.float() * scale).clamp_(-limit, limit).to(dtype)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class QuantizedMatrix:
 
 def quantize_per_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
     """Quantize with a given scale (float32 scalar), as delayed and current scaling do."""
-    data = saturating_cast(x.float() * scale, dtype)
+    data = scaled_cast(x, scale, dtype)
     scale_inv = scale.reciprocal()
     return QuantizedMatrix(data, scale_inv, data, scale_inv)
 
@@ -171,7 +172,7 @@ def quantize_blocks(
         amax_epsilon=amax_epsilon,
         value_for_inf=torch.finfo(x.dtype).max,
     )
-    data = saturating_cast(tiles * scale[:, None, :, None], dtype)
+    data = scaled_cast(tiles, scale[:, None, :, None], dtype)
     return _untile(data, x.shape), scale.reciprocal()
 
 
@@ -190,18 +191,19 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
 
 
 def fp8_matmul(
-    a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, *, layout: str
+    left: Sequence[Tensor | None], right: Sequence[Tensor | None], out_dtype: torch.dtype, *, layout: str
 ) -> Tensor:
-    """Product of two FP8 matrices, accumulated in float32 and rounded once to `out_dtype`.
+    """Product of two FP8 matrices (data, inverse scales), accumulated in float32, rounded once to
+    `out_dtype`.
 
-    layout: "nt" a @ b.T (forward), "nn" a @ b (gradient of the input), "tn" a.T @ b (gradient of the weight).
-    FP8 products are exact in float32. Per-tensor scales multiply the result; tile scales multiply the
-    operands, as they change along the contraction.
+    layout: "nt" left @ right.T (forward), "nn" left @ right (gradient of the input), "tn" left.T @ right
+    (gradient of the weight). FP8 products are exact in float32. Per-tensor scales multiply the result; tile
+    scales multiply the operands, as they change along the contraction.
     """
+    (a, a_scale_inv), (b, b_scale_inv) = left, right
+    assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
     per_tensor = a_scale_inv.dim() == 0
-    left = a.float() if per_tensor else dequantize(a, a_scale_inv)
-    right = b.float() if per_tensor else dequantize(b, b_scale_inv)
-    left = left.t() if layout == "tn" else left
-    right = right.t() if layout == "nt" else right
-    out = left @ right
+    x = a.float() if per_tensor else dequantize(a, a_scale_inv)
+    y = b.float() if per_tensor else dequantize(b, b_scale_inv)
+    out = (x.t() if layout == "tn" else x) @ (y.t() if layout == "nt" else y)
     return out.mul_(a_scale_inv * b_scale_inv).to(out_dtype) if per_tensor else out.to(out_dtype)

@@ -94,8 +94,8 @@ class RecomputeFrame:
     def next_scale(self) -> Tensor | None:
         if self.position >= len(self.scales):
             raise RuntimeError(
-                "the recomputation of a checkpointed function called more FP8 modules than its first forward; "
-                "the function must do the same each time"
+                "the recomputation of a checkpointed function called more FP8 modules than its first "
+                "forward; the function must do the same each time"
             )
         self.position += 1
         return self.scales[self.position - 1]

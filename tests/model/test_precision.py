@@ -22,8 +22,14 @@ from tests.conftest import random_ids, small_config
 RECIPES = ["delayed", "current", "block"]
 
 
-def precision_of(**keys: object) -> Precision:
-    return Precision(PrecisionConfig(**{"backend": "reference", **keys}))
+@pytest.fixture(params=["reference", pytest.param("transformer_engine", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Tests that take it run on the CPU reference and, where there is a GPU, on Transformer Engine."""
+    return request.param
+
+
+def precision_of(backend: str = "reference", **keys: object) -> Precision:
+    return Precision(PrecisionConfig(backend=backend, **keys))
 
 
 def step(model: torch.nn.Module, seed: int = 0) -> float:
@@ -35,8 +41,8 @@ def step(model: torch.nn.Module, seed: int = 0) -> float:
 
 @pytest.mark.parametrize("variant,modules", [("te_linear", 2 * 7), ("te_layer", 2 * 3)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_planned_module_runs_fp8(variant: str, modules: int, recipe: str) -> None:
-    precision = precision_of(recipe=recipe)
+def test_every_planned_module_runs_fp8(backend: str, variant: str, modules: int, recipe: str) -> None:
+    precision = precision_of(backend, recipe=recipe)
     model = build_model(small_config(), variant, precision)
     step(model)
     report = fp8_modules(model, precision)
@@ -46,11 +52,11 @@ def test_every_planned_module_runs_fp8(variant: str, modules: int, recipe: str) 
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_change_the_numbers_a_little(recipe: str) -> None:
+def test_recipes_change_the_numbers_a_little(backend: str, recipe: str) -> None:
     """FP8 differs from bf16 (it is on) but not by much (it is right)."""
     losses = {}
     for compute in ("fp8", "bf16"):
-        model = build_model(small_config(), "te_layer", precision_of(compute=compute, recipe=recipe), seed=1)
+        model = build_model(small_config(), "te_layer", precision_of(backend, compute=compute, recipe=recipe), seed=1)
         step(model)  # delayed scaling learns its scales
         model.zero_grad()
         losses[compute] = step(model)
@@ -104,8 +110,8 @@ def test_fp8_on_an_older_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_patterns_keep_modules_out(variant: str) -> None:
-    precision = precision_of(bf16_modules=["lm_head", "model.layers.0"])
+def test_patterns_keep_modules_out(backend: str, variant: str) -> None:
+    precision = precision_of(backend, bf16_modules=["lm_head", "model.layers.0"])
     model = build_model(small_config(), variant, precision)
     step(model)
     report = fp8_modules(model, precision)
@@ -114,8 +120,8 @@ def test_patterns_keep_modules_out(variant: str) -> None:
     assert any("model.layers.0" in why for why in report.kept.values())
 
 
-def test_lm_head_can_run_fp8() -> None:
-    precision = precision_of(bf16_modules=[])
+def test_lm_head_can_run_fp8(backend: str) -> None:
+    precision = precision_of(backend, bf16_modules=[])
     model = build_model(small_config(), "te_layer", precision)
     step(model)
     assert "lm_head" in fp8_modules(model, precision).ran
@@ -146,8 +152,8 @@ def test_hf_has_no_fp8() -> None:
         build_model(small_config(), "te", precision_of())
 
 
-def test_fp8_state_survives_the_way_out_and_in() -> None:
-    precision = precision_of(amax_history_len=4)
+def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
+    precision = precision_of(backend, amax_history_len=4)
     model = build_model(small_config(), "te_layer", precision)
     for seed in range(3):
         step(model, seed)
@@ -166,8 +172,8 @@ def test_fp8_state_survives_the_way_out_and_in() -> None:
         load_fp8_state(other, precision, saved)
 
 
-def test_stateless_recipes_have_no_state() -> None:
-    precision = precision_of(recipe="current")
+def test_stateless_recipes_have_no_state(backend: str) -> None:
+    precision = precision_of(backend, recipe="current")
     model = build_model(small_config(), "te_layer", precision)
     step(model)
     assert fp8_state(model, precision) == {}
@@ -175,8 +181,8 @@ def test_stateless_recipes_have_no_state() -> None:
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputation_changes_nothing(variant: str, recipe: str) -> None:
-    precision = precision_of(recipe=recipe)
+def test_recomputation_changes_nothing(backend: str, variant: str, recipe: str) -> None:
+    precision = precision_of(backend, recipe=recipe)
     results = []
     for checkpointing in (False, True):
         model = build_model(small_config(), variant, precision, gradient_checkpointing=checkpointing)
@@ -189,9 +195,9 @@ def test_recomputation_changes_nothing(variant: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
-def test_the_proof_leaves_no_trace(variant: str) -> None:
+def test_the_proof_leaves_no_trace(backend: str, variant: str) -> None:
     keys = dict(compute="bf16") if variant == "hf" else {}
-    precision = precision_of(**keys)
+    precision = precision_of(backend, **keys)
     model = build_model(small_config(sliding_window=40), variant, precision)
     fresh = build_model(small_config(sliding_window=40), variant, precision)
     lines = prove(model, precision)
@@ -214,9 +220,9 @@ def test_the_proof_finds_a_module_that_does_not_run_fp8() -> None:
         prove(model, precision)
 
 
-def test_the_proof_finds_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_finds_a_wrong_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that is off by one token is enough."""
-    precision = precision_of()
+    precision = precision_of(backend)
     model = build_model(small_config(sliding_window=40), "te_linear", precision)
     assert max(attention_errors(model, precision)) < 1e-2
     right = precision.te.DotProductAttention

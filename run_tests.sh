@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# The tests: sets up what is missing, checks format, lint and types, runs pytest.
+#
+#   ./run_tests.sh [pytest arguments]          what every machine can run
+#   ./run_tests.sh --slow [pytest arguments]   also what takes minutes
+#   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
+#
+# With several GPUs, --gpu also runs what needs them.
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$ROOT"
+# shellcheck source=scripts/setup_env.sh
+source scripts/setup_env.sh
+
+mode="cpu"
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,8p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    exit 0
+    ;;
+  --gpu | --slow)
+    mode="${1#--}"
+    shift
+    ;;
+esac
+
+lint() {
+  "$PY" -m ruff format --check .
+  "$PY" -m ruff check .
+  "$PY" -m mypy
+}
+
+has_module() { "$PY" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)" "$1"; }
+
+if [[ "$mode" == gpu ]]; then
+  setup_env
+  has_module pytest || die "pytest is missing: $PY -m pip install -r requirements-dev.txt"
+  gpus="$("$PY" -c 'import torch; print(torch.cuda.device_count())')"
+  ((gpus > 0)) || die "--gpu needs a CUDA device and torch sees none"
+  if has_module ruff && has_module mypy; then lint; else say "no ruff or mypy here: lint and types are not checked"; fi
+  if ((gpus > 1)); then marks="gpu or multi_gpu"; else marks="gpu and not multi_gpu"; fi
+  export PYTHONPATH="$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH}"
+  exec "$PY" -m pytest -p pytest_fail_on_skip -m "$marks" -rs "$@"
+fi
+
+setup_env dev
+lint
+marks="not gpu and not multi_gpu"
+if [[ "$mode" != slow ]]; then marks+=" and not slow"; fi
+# Two workers share the cores: more torch threads than that only get in each other's way.
+cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
+exec "$PY" -m pytest -n 2 -m "$marks" "$@"

@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Print what of a requirements file pip must install in this environment, one specification a line.
+
+Standard library only, since it runs before anything is installed. A line of the file reads
+`name[extras]==version  # from X, optional: why`, the comment and its parts being optional themselves:
+
+- with --exact (our own virtual environment) every package has to be there at its pinned version;
+- without (an environment somebody else made) a version not below `from` will do, an `optional` package may be
+  missing, and both are named on standard error rather than changed.
+"""
+
+import argparse
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+LINE = re.compile(
+    r"^(?P<spec>(?P<name>[A-Za-z0-9._-]+)(\[[^\]]*\])?==(?P<version>[^\s#]+))"
+    r"\s*(#\s*(from (?P<floor>[\w.]+))?,?\s*(?P<optional>optional)?.*)?$"
+)
+
+
+class Requirement(NamedTuple):
+    """One line: `spec` as pip reads it, the lowest version known to work, whether it may be missing."""
+
+    spec: str
+    name: str
+    version: str
+    floor: str | None
+    optional: bool
+
+
+def parse(text: str) -> list[Requirement]:
+    """Requirements of a file's text; ValueError names a line that is not `name==version`."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = LINE.match(line.strip())
+        if match is None:
+            raise ValueError(f"line {number} is not 'name==version  # from X, optional': {line!r}")
+        found.append(
+            Requirement(
+                match["spec"], match["name"], match["version"], match["floor"], bool(match["optional"])
+            )
+        )
+    return found
+
+
+def numbers(version: str) -> list[int]:
+    """The release part of a version for comparing: "2.11.0+cu130" -> [2, 11, 0]."""
+    release = re.match(r"\d+(\.\d+)*", version)
+    return [int(part) for part in release.group().split(".")] if release else []
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution without its local part ("+cpu"), None if there is none."""
+    try:
+        return metadata.version(name).split("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def to_install(requirements: list[Requirement], exact: bool) -> tuple[list[str], list[str]]:
+    """(specifications for pip, remarks about what is left as it is)."""
+    specs, remarks = [], []
+    for requirement in requirements:
+        have = installed_version(requirement.name)
+        if have == requirement.version:
+            continue
+        if exact:
+            specs.append(requirement.spec)
+        elif have is None:
+            if requirement.optional:
+                remarks.append(
+                    f"{requirement.name} is not installed (optional; tested with {requirement.spec})"
+                )
+            else:
+                specs.append(requirement.spec)
+        elif requirement.floor is not None and numbers(have) >= numbers(requirement.floor):
+            remarks.append(f"{requirement.name} {have} stays (tested with {requirement.version})")
+        else:
+            specs.append(requirement.spec)
+    return specs, remarks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="requirements files")
+    parser.add_argument("--exact", action="store_true", help="only the pinned versions will do")
+    arguments = parser.parse_args()
+    for file in arguments.files:
+        try:
+            requirements = parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            return 1
+        specs, remarks = to_install(requirements, arguments.exact)
+        for spec in specs:
+            print(spec)
+        for remark in remarks:
+            print(f"  {remark}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""What run_training.sh must know of a configuration before it starts it, one `key=value` a line.
+
+    python scripts/run_info.py CONFIG [--key value]...
+
+- output_dir: the run's folder
+- precision, recipe: how the demo should generate from it
+- missing_corpus: the data folder of the embedded corpus, if it is configured and not there yet; empty otherwise
+- state: "new", "resume", "finished" (all steps done and exported)
+- resumes_from: of a run to resume, the checkpoint it goes on from; of a finished one, the last
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from train.arguments import ConfigurationError, TrainingArguments, load_arguments
+
+# The name by which train_args/ and prepare_data.py know the Python standard library's own text.
+EMBEDDED_CORPUS = "python-stdlib"
+
+
+def newest_checkpoint(output_dir: Path) -> tuple[int, str]:
+    """(step, name) of the newest checkpoint with a manifest, that is a committed one; (0, "") if there is none."""
+    found = [
+        (int(match.group(1)), match.group(0))
+        for manifest in output_dir.glob("checkpoints/step-*/manifest.json")
+        if (match := re.fullmatch(r"step-(\d+)", manifest.parent.name))
+    ]
+    return max(found, default=(0, ""))
+
+
+def run_state(arguments: TrainingArguments) -> tuple[str, str]:
+    """(state, checkpoint) of the run that `arguments` describe, as the module's docstring explains."""
+    if arguments.resume_from_checkpoint == "never":
+        return "new", ""
+    if arguments.resume_from_checkpoint != "auto":
+        return "resume", arguments.resume_from_checkpoint
+    output_dir = Path(str(arguments.output_dir))
+    step, name = newest_checkpoint(output_dir)
+    if step >= arguments.max_steps and (output_dir / "hf" / "config.json").is_file():
+        return "finished", name
+    return ("resume" if name else "new"), name
+
+
+def missing_corpus(arguments: TrainingArguments) -> str:
+    """Folder of the embedded corpus, if it is a source and has no manifest, the last file that is written."""
+    for folder in arguments.data.sources.values():
+        if Path(folder).name == EMBEDDED_CORPUS and not (Path(folder) / "manifest.json").is_file():
+            return folder
+    return ""
+
+
+def main() -> int:
+    try:
+        arguments = load_arguments(sys.argv[1:])
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 1
+    state, checkpoint = run_state(arguments)
+    precision = arguments.precision
+    for key, value in {
+        "output_dir": arguments.output_dir,
+        "precision": "fp32"
+        if precision.compute == "fp32"
+        else "fp8"
+        if precision.compute == "fp8"
+        else "bf16",
+        # Delayed scaling needs histories of amaxes that an exported model does not have.
+        "recipe": "block" if precision.recipe == "block" else "current",
+        "missing_corpus": missing_corpus(arguments),
+        "state": state,
+        "resumes_from": checkpoint,
+    }.items():
+        print(f"{key}={value}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

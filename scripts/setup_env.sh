@@ -1,0 +1,206 @@
+# shellcheck shell=bash
+# Sourced by run_training.sh and run_tests.sh, which set ROOT (the repository root) and then call
+#
+#   setup_env [dev]
+#
+# It leaves PY (the Python to use) and HAS_GPU (0 or 1), and its bin folder first on PATH. The environment is the
+# one that is active (virtual environment or conda), else a Python that already has everything, else
+# ROOT/.venv, made on the first run. What is already there is not installed again: a second run only looks.
+#
+# Settings: PYTHON=path of the Python to make .venv with; PIP_* as pip documents them.
+
+MIN_PYTHON="3.11"
+# Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
+TORCH_CPU="2.13.0"
+TORCH_GPU="2.11.0"
+TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
+DISK_CPU_GIB=6
+DISK_GPU_GIB=25
+
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+  echo "set-up: bash >= 4.4 is needed, this is $BASH_VERSION" >&2
+  exit 1
+fi
+
+say() { printf '%s\n' "$*"; }
+
+die() {
+  printf 'set-up: %s\n' "$*" >&2
+  exit 1
+}
+
+python_is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# The Python of the active environment, or nothing. conda's base is nobody's project environment.
+active_python() {
+  if [[ -n "${VIRTUAL_ENV:-}" ]]; then
+    printf '%s\n' "$VIRTUAL_ENV/bin/python"
+  elif [[ -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-}" != "base" ]]; then
+    printf '%s\n' "$CONDA_PREFIX/bin/python"
+  elif python3 -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2>/dev/null; then
+    command -v python3 # a virtual environment that is first on PATH without having been activated
+  fi
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.11 python3.13 python; do
+    if command -v "$candidate" >/dev/null 2>&1 && python_is_new_enough "$candidate"; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  local have="none"
+  if command -v python3 >/dev/null 2>&1; then have="$(python3 --version 2>&1)"; fi
+  die "Python >= $MIN_PYTHON is needed (found: $have). Install it, or name one: PYTHON=/path/to/python3.12 $0"
+}
+
+has_torch() {
+  "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null
+}
+
+has_cuda_torch() {
+  "$1" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2>/dev/null
+}
+
+# Specifications that pip has to install for the given files; remarks go to standard error.
+missing_requirements() {
+  "$PY" "$ROOT/scripts/check_requirements.py" "${EXACT[@]}" "$@" ||
+    die "the requirements could not be read; see the line above"
+}
+
+need_compiler() {
+  local compiler
+  for compiler in ${CXX:+"$CXX"} c++ g++ clang++; do
+    if command -v "$compiler" >/dev/null 2>&1; then
+      export CXX="$compiler" # torch's builder takes c++ unless it is told
+      return
+    fi
+  done
+  die "a C++ compiler is needed (DeepSpeed builds its CPU communication with it): apt-get install g++, or set CXX"
+}
+
+need_python_headers() {
+  local include
+  include="$("$PY" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  [[ -f "$include/Python.h" ]] ||
+    die "Python's headers are missing ($include/Python.h), DeepSpeed's build needs them: apt-get install python3-dev"
+}
+
+need_disk() {
+  local need_gib="$1" free_kib
+  free_kib="$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')"
+  ((free_kib >= need_gib * 1024 * 1024)) ||
+    die "$need_gib GiB of free disk are needed in $ROOT for the packages, $((free_kib / 1024 / 1024)) are there"
+}
+
+pip_install() {
+  "$PY" -m pip --version >/dev/null 2>&1 ||
+    die "$PY has no pip. Install it, or use another environment. Wanted: $*"
+  "$PY" -m pip install --quiet --use-pep517 --disable-pip-version-check "$@" ||
+    die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror"
+}
+
+install_torch() {
+  has_torch "$PY" && return
+  if ((HAS_GPU)); then
+    say "set-up: installing torch $TORCH_GPU (CUDA)"
+    pip_install "torch==$TORCH_GPU"
+    return
+  fi
+  say "set-up: installing torch $TORCH_CPU (CPU)"
+  # PyPI's Linux wheel brings gigabytes of CUDA along; torch's own index has the CPU build.
+  local index=()
+  if "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' \
+    "$TORCH_CPU_INDEX" >/dev/null 2>&1; then
+    index=(--extra-index-url "$TORCH_CPU_INDEX")
+  else
+    say "set-up: $TORCH_CPU_INDEX is not reachable; pip takes what it finds elsewhere (the CUDA build is 5 GiB)"
+  fi
+  pip_install "torch==$TORCH_CPU" "${index[@]}"
+}
+
+# Sets PY and EXACT; makes .venv if that is where things go.
+choose_environment() {
+  local files=("$@")
+  EXACT=()
+  PY="$(active_python)"
+  if [[ -n "$PY" ]]; then
+    python_is_new_enough "$PY" ||
+      die "the active environment has $("$PY" --version 2>&1 || true); Python >= $MIN_PYTHON is needed"
+    return
+  fi
+  if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
+    PY="$(find_python)"
+    if has_torch "$PY" && [[ -z "$(missing_requirements "${files[@]}" 2>/dev/null)" ]]; then
+      return # an image or a node that comes with everything
+    fi
+    need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
+    local site=()
+    if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
+    say "set-up: making .venv with $("$PY" --version)"
+    "$PY" -m venv "${site[@]}" "$ROOT/.venv" || {
+      rm -rf "$ROOT/.venv"
+      die "$PY could not make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
+    }
+  fi
+  PY="$ROOT/.venv/bin/python"
+  python_is_new_enough "$PY" || die ".venv is broken or has a Python below $MIN_PYTHON; remove the folder and run again"
+  if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT=(--exact); fi
+}
+
+install_requirements() {
+  local file listed specs
+  for file in "$@"; do
+    listed="$(missing_requirements "$file")"
+    [[ -n "$listed" ]] || continue
+    mapfile -t specs <<<"$listed"
+    say "set-up: installing ${specs[*]}"
+    if [[ "$file" == */requirements-gpu.txt ]]; then
+      command -v nvcc >/dev/null 2>&1 ||
+        die "Transformer Engine's torch extension is compiled here and nvcc is missing: install CUDA or load its module"
+      # Compiled against the torch that is there, not against one in a build sandbox.
+      pip_install setuptools wheel pybind11
+      pip_install --no-build-isolation "${specs[@]}"
+    else
+      pip_install "${specs[@]}"
+    fi
+  done
+}
+
+# Transformer Engine must load the cuDNN that torch bundles. With an older one of the system beside it, it fails
+# to load or falls back, without a word, to an attention five times slower.
+use_torchs_cudnn() {
+  local home
+  home="$("$PY" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null || true)"
+  [[ -n "$home" ]] || return 0
+  export CUDNN_HOME="$home"
+  export LD_LIBRARY_PATH="$home/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
+setup_env() {
+  local files=("$ROOT/requirements.txt")
+  HAS_GPU=0
+  if [[ "$(nvidia-smi -L 2>/dev/null || true)" == *GPU\ 0:* ]]; then HAS_GPU=1; fi
+  if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
+  if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-dev.txt"); fi
+
+  # Several nodes or terminals may start on one shared folder: one makes the environment, the others wait.
+  local lock=""
+  if command -v flock >/dev/null 2>&1; then
+    exec {lock}>"$ROOT/.setup.lock"
+    flock "$lock"
+  fi
+  choose_environment "${files[@]}"
+  need_compiler
+  ((HAS_GPU)) || need_python_headers
+  PATH="$(dirname "$PY"):$PATH"
+  export PATH PY HAS_GPU
+  install_torch
+  install_requirements "${files[@]}"
+  command -v ninja >/dev/null 2>&1 || die "ninja is missing although its package is installed; put its folder on PATH"
+  if ((HAS_GPU)); then use_torchs_cudnn; else export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"; fi
+  if [[ -n "$lock" ]]; then exec {lock}>&-; fi
+}

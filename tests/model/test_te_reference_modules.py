@@ -1,0 +1,329 @@
+"""Linear, LayerNormLinear, LayerNormMLP and RMSNorm: what their GEMMs see, and what they refuse."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import te_reference as te
+from model.te_reference.quantize import (
+    dequantize,
+    quantize_blocks,
+    quantize_current,
+    quantize_per_tensor,
+    scale_from_amax,
+)
+from model.te_reference.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    QParams,
+)
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
+
+
+def by_name(recipe):
+    return type(recipe).__name__
+
+
+def data(rows=64, inputs=128, outputs=96, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+
+
+def linear_with(weight):
+    module = te.Linear(*weight.T.shape, bias=False, params_dtype=weight.dtype)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    return module
+
+
+def forward_backward(module, x, grad, recipe):
+    x = x.clone().requires_grad_()
+    with te.autocast(recipe=recipe):
+        out = module(x)
+    out.backward(grad)
+    return out.detach(), x.grad, [parameter.grad for parameter in module.parameters()]
+
+
+def one_scale(x, dtype=E4M3):
+    quantized = quantize_current(x, dtype)
+    return dequantize(quantized.rows, quantized.rows_scale_inv)
+
+
+def tiles(x, block):
+    return dequantize(*quantize_blocks(x, block, E4M3))
+
+
+def test_current_scaling_computes_all_three_gemms_from_fp8_operands():
+    x, weight, grad = data()
+    out, grad_x, (grad_weight,) = forward_backward(linear_with(weight), x, grad, Float8CurrentScaling())
+    torch.testing.assert_close(out, one_scale(x) @ one_scale(weight).T)
+    torch.testing.assert_close(grad_x, one_scale(grad, E5M2) @ one_scale(weight))
+    torch.testing.assert_close(grad_weight, one_scale(grad, E5M2).T @ one_scale(x))
+    assert (grad_weight - grad.T @ x).norm() > 0.01 * grad_weight.norm(), "FP8 rounding must be visible"
+
+
+def test_block_scaling_quantizes_along_each_contraction():
+    x, weight, grad = data(rows=144, inputs=256, outputs=208)
+    out, grad_x, (grad_weight,) = forward_backward(linear_with(weight), x, grad, Float8BlockScaling())
+    square = tiles(weight, (128, 128))
+    torch.testing.assert_close(out, tiles(x, (1, 128)) @ square.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grad_x, tiles(grad, (1, 128)) @ square, rtol=1e-5, atol=1e-4)
+    wgrad = tiles(grad, (128, 1)).T @ tiles(x, (128, 1))
+    torch.testing.assert_close(grad_weight, wgrad, rtol=1e-5, atol=1e-4)
+    assert not torch.equal(tiles(x, (128, 1)), tiles(x, (1, 128)))
+
+
+@pytest.mark.parametrize(("fp8_format", "grad_dtype"), [(Format.HYBRID, E5M2), (Format.E4M3, E4M3)])
+def test_delayed_scaling_starts_from_scale_one(fp8_format, grad_dtype):
+    x, weight, grad = data()
+    recipe = DelayedScaling(fp8_format=fp8_format)
+    out, grad_x, (grad_weight,) = forward_backward(linear_with(weight), x, grad, recipe)
+    x8, weight8, grad8 = (t.to(dtype).float() for t, dtype in ((x, E4M3), (weight, E4M3), (grad, grad_dtype)))
+    torch.testing.assert_close(out, x8 @ weight8.T)
+    torch.testing.assert_close(grad_x, grad8 @ weight8)
+    torch.testing.assert_close(grad_weight, grad8.T @ x8)
+
+
+def test_quantization_options_reach_their_tensors():
+    x, weight, grad = data()
+    recipe = Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = QParams(power_2_scale=True)
+    recipe.fp8_quant_fwd_weight = QParams(amax_epsilon=100.0)
+    out, grad_x, _ = forward_backward(linear_with(weight), x, grad, recipe)
+    scale = scale_from_amax(x.abs().max(), 448.0, power_2_scale=True)
+    x8 = quantize_per_tensor(x, scale, E4M3).rows.float() / scale
+    weight8 = quantize_per_tensor(weight, torch.tensor(4.48), E4M3).rows.float() / 4.48
+    torch.testing.assert_close(out, x8 @ weight8.T)
+    torch.testing.assert_close(grad_x, one_scale(grad, E5M2) @ weight8)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=by_name)
+def test_results_are_rounded_once_to_the_activation_dtype(recipe):
+    x, weight, grad = data(dtype=torch.bfloat16)
+    low = forward_backward(linear_with(weight), x, grad, recipe)
+    high = forward_backward(linear_with(weight.float()), x.float(), grad.float(), recipe)
+    assert low[0].dtype == low[1].dtype == low[2][0].dtype == torch.bfloat16
+    for actual, expected in ((low[0], high[0]), (low[1], high[1]), (low[2][0], high[2][0])):
+        assert torch.equal(actual, expected.bfloat16())
+
+
+def test_leading_dimensions_are_kept():
+    module = te.Linear(32, 48, bias=False)
+    with te.autocast(recipe=DelayedScaling()):
+        assert module(torch.randn(2, 8, 32)).shape == (2, 8, 48)
+
+
+def test_frozen_weights_and_inputs_without_gradient():
+    x, weight, grad = data()
+    frozen = linear_with(weight).requires_grad_(False)
+    _, grad_x, _ = forward_backward(frozen, x, grad, Float8BlockScaling())
+    assert frozen.weight.grad is None and grad_x is not None
+    module = linear_with(weight)
+    with te.autocast(recipe=Float8BlockScaling()):
+        module(x).backward(grad)
+    assert module.weight.grad is not None
+
+
+def mlp_with_norm(dtype=torch.float32):
+    torch.manual_seed(1)
+    options = {"bias": False, "normalization": "RMSNorm", "params_dtype": dtype, "eps": 1e-6}
+    modules = (
+        te.LayerNormLinear(128, 96, **options),
+        te.LayerNormMLP(128, 64, activation="swiglu", **options),
+    )
+    for module in modules:
+        with torch.no_grad():
+            module.layer_norm_weight.uniform_(0.5, 1.5)
+            for name, parameter in module.named_parameters():
+                if name != "layer_norm_weight":
+                    parameter.normal_(std=0.1)
+    return modules
+
+
+def rms_norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def high_precision(module, x):
+    hidden = rms_norm(x, module.layer_norm_weight)
+    if isinstance(module, te.LayerNormLinear):
+        return F.linear(hidden, module.weight)
+    gate, up = F.linear(hidden, module.fc1_weight).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, module.fc2_weight)
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["LayerNormLinear", "LayerNormMLP"])
+def test_without_fp8_modules_are_their_formula(index):
+    module = mlp_with_norm(torch.float64)[index]
+    x = torch.randn(16, 128, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *module.parameters())
+    out, expected = module(x), high_precision(module, x)
+    assert module.fp8 is False
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    grad = torch.randn_like(out)
+    actual_grads = torch.autograd.grad(out, inputs, grad)
+    expected_grads = torch.autograd.grad(expected, inputs, grad)
+    torch.testing.assert_close(actual_grads, expected_grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=by_name)
+@pytest.mark.parametrize("index", [0, 1], ids=["LayerNormLinear", "LayerNormMLP"])
+def test_fp8_gradients_follow_the_high_precision_ones(index, recipe):
+    module = mlp_with_norm()[index]
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 128, generator=generator, requires_grad=True)
+    grad = torch.randn(high_precision(module, x).shape, generator=generator)
+    inputs = (x, *module.parameters())
+    for _ in range(2):  # the first step of delayed scaling has scale 1
+        with te.autocast(recipe=recipe):
+            out = module(x)
+        actual = torch.autograd.grad(out, inputs, grad)
+    expected = torch.autograd.grad(high_precision(module, x), inputs, grad)
+    for a, b in zip(actual, expected, strict=True):
+        error = ((a - b).norm() / b.norm()).item()
+        assert 1e-3 < error < 0.12, "FP8 is neither exact nor far off"
+
+
+def test_delayed_scaling_quantizes_the_norm_without_rounding_it_to_bfloat16():
+    module = mlp_with_norm(torch.bfloat16)[0]
+    x = torch.randn(16, 128).bfloat16()
+    exact = rms_norm(x.float(), module.layer_norm_weight.float())
+    with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        module(x)
+        delayed = module.fp8_meta["scaling_fwd"].amax_history[0, 0].item()
+    assert delayed == pytest.approx(exact.abs().max().item(), rel=1e-6)
+    assert delayed != exact.bfloat16().abs().max().item()
+
+
+def test_current_scaling_rounds_the_norm_to_bfloat16_first():
+    module = mlp_with_norm(torch.bfloat16)[0]
+    x = torch.randn(16, 128).bfloat16()
+    rounded = rms_norm(x.float(), module.layer_norm_weight.float()).bfloat16()
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        out = module(x)
+    expected = one_scale(rounded) @ one_scale(module.weight.detach()).T
+    torch.testing.assert_close(out, expected.bfloat16(), rtol=8e-3, atol=1e-3)
+
+
+def test_swiglu_gates_with_the_first_half():
+    module = mlp_with_norm()[1]
+    with torch.no_grad():
+        module.fc1_weight[:64] = 0
+        assert module(torch.randn(8, 128)).abs().max() == 0, "silu(0) * up"
+        module.fc1_weight[:64].normal_()
+        module.fc1_weight[64:] = 0
+        assert module(torch.randn(8, 128)).abs().max() == 0
+
+
+def test_the_two_gemms_of_the_mlp_have_their_own_columns():
+    module = mlp_with_norm()[1]
+    with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+        out = module(torch.randn(16, 128))
+    out.backward(torch.full_like(out, 0.5))
+    forward, backward = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
+    assert module.fp8_meta["num_gemms"] == 2
+    assert forward.scale.shape == (6,) and backward.scale.shape == (4,)
+    assert forward.scale[1] == 448 / module.fc1_weight.abs().max()
+    assert forward.scale[4] == 448 / module.fc2_weight.abs().max()
+    assert forward.scale[2] == forward.scale[5] == 1, "outputs are not quantized"
+    assert backward.scale[2] == 57344 / 0.5, "the gradient of the output belongs to the second GEMM"
+    assert backward.scale[1] == backward.scale[3] == 1
+
+
+def test_split_parameters_are_one_gemm():
+    torch.manual_seed(0)
+    split = te.LayerNormLinear(
+        64, 96, bias=False, normalization="RMSNorm", parameters_split={"query": 64, "key": 16, "value": 16}
+    )
+    names = [name for name, _ in split.named_parameters()]
+    assert names == ["layer_norm_weight", "query_weight", "key_weight", "value_weight"]
+    whole = te.LayerNormLinear(64, 96, bias=False, normalization="RMSNorm")
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([split.query_weight, split.key_weight, split.value_weight]))
+    x = torch.randn(16, 64)
+    results = []
+    for module in (split, whole):
+        with te.autocast(recipe=Float8CurrentScaling()):
+            out = module(x)
+        out.square().sum().backward()
+        results.append(out)
+    assert torch.equal(*results)
+    assert torch.equal(split.key_weight.grad, whole.weight.grad[64:80])
+    with pytest.raises(ValueError, match="add up to"):
+        te.Linear(64, 96, bias=False, parameters_split={"query": 64})
+
+
+def test_rms_norm_module():
+    norm = te.RMSNorm(128, eps=1e-6, dtype=torch.bfloat16)
+    x = torch.randn(4, 3, 128)
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    expected = rms_norm(x.bfloat16().float(), torch.ones(128)).bfloat16()
+    assert torch.equal(out, expected)
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
+
+
+def test_default_initialization():
+    weight = te.Linear(256, 256, bias=False).weight
+    assert weight.std().item() == pytest.approx(0.023, rel=0.05)
+    filled = te.Linear(16, 16, bias=False, init_method=torch.nn.init.ones_).weight
+    assert filled.min() == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 32), (8, 24), (3, 5, 32)])
+def test_shapes_that_fp8_gemms_refuse(shape, training):
+    module = te.Linear(shape[-1], 48, bias=False)
+    with torch.set_grad_enabled(training), te.autocast(recipe=DelayedScaling()):
+        with pytest.raises(ValueError, match=r"divisible by 16.*" + str(shape[-1])):
+            module(torch.zeros(shape))
+
+
+def test_training_needs_rows_and_outputs_divisible_by_16():
+    x = torch.zeros(8, 32)
+    with te.autocast(recipe=DelayedScaling()):
+        with torch.no_grad():
+            assert te.Linear(32, 24, bias=False)(x).shape == (8, 24)
+        with pytest.raises(ValueError, match="rows"):
+            te.Linear(32, 48, bias=False)(x)
+        with pytest.raises(ValueError, match="out_features"):
+            te.Linear(32, 24, bias=False)(x.repeat(2, 1))
+
+
+def test_input_and_weights_must_have_one_dtype_outside_torch_autocast():
+    module, x = te.Linear(32, 48, bias=False), torch.randn(16, 32)
+    with pytest.raises(ValueError, match="same dtype"):
+        module(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=DelayedScaling()):
+        assert module(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: te.Linear(16, 16),
+        lambda: te.Linear(16, 16, bias=False, fuse_wgrad_accumulation=True),
+        lambda: te.LayerNormLinear(16, 16, bias=False),
+        lambda: te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm"),
+        lambda: te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm", activation="swiglu", tp_size=2),
+        lambda: te.RMSNorm(16, zero_centered_gamma=True),
+        lambda: te.TransformerLayer(16, 16, 1),
+        lambda: te.DotProductAttention(1, 16, attn_mask_type="padding"),
+        lambda: te.RotaryPositionEmbedding(16, interleaved=True),
+    ],
+)
+def test_unsupported_arguments_name_what_is_supported(make):
+    with pytest.raises(ValueError, match="the CPU reference supports only"):
+        make()
+
+
+def test_unknown_arguments_are_errors():
+    with pytest.raises(TypeError, match="no argument 'biass'"):
+        te.Linear(16, 16, bias=False, biass=True)

@@ -1,0 +1,321 @@
+"""run_training.sh and what it sources: set-up that says what is missing, launchers, states of a run.
+
+The programs that would be started are stood in for by scripts that write down their arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import check_requirements
+import run_info
+
+from train.arguments import load_arguments
+
+TOOLS = "bash dirname basename df awk grep sed head nproc tr flock env cat mkdir rm".split()
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with a compiler, an active virtual environment that has everything, no GPU, and no
+    package index. Starting a training process there writes its arguments to started.txt and fails with status 7."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in TOOLS:
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    executable(tools / "c++", "exit 0")
+    started = f'echo "$0 $*" > "{tmp_path}/started.txt"; exit 7'
+    executable(
+        tmp_path / "venv/bin/python",
+        f'[[ "$*" == *distributed.run* ]] && {{ {started}; }}\nexec {sys.executable} "$@"',
+    )
+    executable(tmp_path / "venv/bin/ninja", "exit 0")
+    for name in ("venv/bin/deepspeed", "slurm/srun"):
+        executable(tmp_path / name, started)
+    executable(tmp_path / "slurm/scontrol", "echo node-a; echo node-b")
+    return {
+        "PATH": str(tools),
+        "HOME": str(tmp_path),
+        "VIRTUAL_ENV": str(tmp_path / "venv"),
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {"model": {"config": "tiny"}, "data": {"sources": {"x": str(tmp_path / "x")}}, "max_steps": 10}
+        )
+    )
+    return path
+
+
+def run_training(
+    machine: dict[str, str], tmp_path: Path, *arguments: str | Path
+) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "run_training.sh"), *map(str, arguments)]
+    return subprocess.run(command, env=machine, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """setup_env in a copy of the repository's root."""
+    root = tmp_path / "root"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    for file in ROOT.glob("requirements*.txt"):
+        shutil.copy(file, root)
+    script = 'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; setup_env; echo "PY=$PY"'
+    return subprocess.run(
+        ["bash", "-c", script], env=machine, cwd=root, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Path) -> None:
+    run = set_up(machine, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"PY={tmp_path}/venv/bin/python\n", "nothing to install, nothing to say"
+    assert not (tmp_path / "root" / ".venv").exists()
+
+
+def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "tools" / "c++").unlink()
+
+
+def break_python(machine: dict[str, str], tmp_path: Path) -> None:
+    del machine["VIRTUAL_ENV"]
+    executable(tmp_path / "tools/python3", '[[ "$1" == --version ]] && echo "Python 3.9.2"; exit 1')
+
+
+def break_active_python(machine: dict[str, str], tmp_path: Path) -> None:
+    executable(tmp_path / "venv/bin/python", '[[ "$1" == --version ]] && echo "Python 3.8.1" || exit 1')
+
+
+def break_disk(machine: dict[str, str], tmp_path: Path) -> None:
+    del machine["VIRTUAL_ENV"]
+    # a Python that is new enough and has no packages
+    executable(tmp_path / "tools/python3", f'exec {sys._base_executable} -S "$@"')  # type: ignore[attr-defined]
+    (tmp_path / "tools" / "df").unlink()
+    executable(tmp_path / "tools/df", 'echo head; echo "/dev/x 100 98 2097152 99% /"')
+
+
+def break_ninja(machine: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "venv/bin/ninja").unlink()
+
+
+def break_pip(machine: dict[str, str], tmp_path: Path) -> None:
+    no_torch = '[[ "$*" == *find_spec* ]] && exit 1'
+    failing_pip = '[[ "$*" == *"pip install"* ]] && { echo "no network" >&2; exit 1; }'
+    executable(tmp_path / "venv/bin/python", f'{no_torch}\n{failing_pip}\nexec {sys.executable} "$@"')
+
+
+@pytest.mark.parametrize(
+    ("breaking", "message"),
+    [
+        (break_compiler, "a C++ compiler is needed"),
+        (break_python, "Python >= 3.11 is needed (found: Python 3.9.2)"),
+        (break_active_python, "the active environment has Python 3.8.1; Python >= 3.11"),
+        (break_disk, "6 GiB of free disk are needed"),
+        (break_ninja, "ninja is missing"),
+        (break_pip, "pip could not install: torch=="),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_set_up_says_what_is_missing(
+    machine: dict[str, str], tmp_path: Path, breaking: object, message: str
+) -> None:
+    breaking(machine, tmp_path)  # type: ignore[operator]
+    run = set_up(machine, tmp_path)
+    assert run.returncode == 1
+    assert message in run.stderr and "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1].startswith("set-up: ")
+
+
+def test_a_wrong_key_stops_before_anything_starts(
+    machine: dict[str, str], tmp_path: Path, config: Path
+) -> None:
+    run = run_training(machine, tmp_path, config, "--max_stepz", "3")
+    assert run.returncode == 1
+    assert "did you mean max_steps" in run.stderr
+    assert not (tmp_path / "started.txt").exists()
+
+
+def started(tmp_path: Path) -> str:
+    return (tmp_path / "started.txt").read_text()
+
+
+def test_two_processes_on_a_cpu(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
+    run = run_training(machine, tmp_path, config, "--learning_rate", "1e-4")
+    assert run.returncode == 7, run.stderr
+    words = started(tmp_path).split()
+    assert words[0].endswith("/deepspeed") and words[1:3] == ["--num_gpus", "2"]
+    assert words[-4:] == [f"{ROOT}/train/train.py", str(config), "--learning_rate", "1e-4"]
+
+
+def test_process_count(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
+    assert run_training({**machine, "NPROC": "3"}, tmp_path, config).returncode == 7
+    assert "--num_gpus 3" in started(tmp_path)
+    run = run_training({**machine, "NPROC": "two"}, tmp_path, config)
+    assert run.returncode == 1 and "NPROC=two" in run.stderr
+
+
+def test_slurm_starts_one_launcher_a_node(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
+    job = {"SLURM_JOB_ID": "41234", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]", "NPROC": "8"}
+    path = f"{tmp_path}/slurm:{machine['PATH']}"
+    run = run_training({**machine, **job, "PATH": path}, tmp_path, config)
+    assert run.returncode == 7, run.stderr
+    command = started(tmp_path)
+    assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in command
+    assert "torch.distributed.run --nproc_per_node 8 --nnodes 2" in command
+    assert "--rdzv_id 41234 --rdzv_backend c10d --rdzv_endpoint node-a:21234" in command
+    assert command.endswith(f"{ROOT}/train/train.py {config}\n")
+
+
+def test_nodes_without_slurm(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "4"}
+    run = run_training({**machine, **nodes}, tmp_path, config)
+    assert run.returncode == 1 and "MASTER_ADDR" in run.stderr
+    run = run_training({**machine, **nodes, "MASTER_ADDR": "node-a"}, tmp_path, config)
+    assert run.returncode == 7, run.stderr
+    assert "--nnodes 2 --node_rank 1 --master_addr node-a --master_port 29500" in started(tmp_path)
+
+
+def test_chosen_gpus_are_left_to_torchrun(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
+    run = run_training({**machine, "CUDA_VISIBLE_DEVICES": "GPU-1234", "NPROC": "1"}, tmp_path, config)
+    assert run.returncode == 7, run.stderr
+    assert "torch.distributed.run --nproc_per_node 1 --standalone" in started(tmp_path)
+
+
+def test_help() -> None:
+    for script in ("run_training.sh", "run_tests.sh"):
+        run = subprocess.run([str(ROOT / script), "--help"], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0
+        assert f"./{script}" in run.stdout and "set -euo" not in run.stdout
+
+
+def commit(run: Path, step: int) -> None:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def state(*overrides: str) -> tuple[str, str]:
+        return run_info.run_state(load_arguments([str(config), "--output_dir", str(run), *overrides]))
+
+    assert state() == ("new", "")
+    commit(run, 5)
+    (run / "checkpoints" / "step-00000007").mkdir()  # died in its save: no manifest
+    assert state() == ("resume", "step-00000005")
+    assert state("--resume_from_checkpoint", "never") == ("new", "")
+    commit(run, 10)
+    assert state() == ("resume", "step-00000010"), "all steps done, but not exported"
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    assert state() == ("finished", "step-00000010")
+    assert state("--max_steps", "20") == ("resume", "step-00000010")
+    assert state("--resume_from_checkpoint", "never") == ("new", "")
+
+
+def test_embedded_corpus_is_prepared_once(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "python-stdlib"
+    arguments = load_arguments([str(config), "--data.sources.text", str(folder)])
+    assert run_info.missing_corpus(arguments) == str(folder)
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    assert run_info.missing_corpus(arguments) == ""
+    assert run_info.missing_corpus(load_arguments([str(config)])) == "", (
+        "the user's own data is not ours to make"
+    )
+
+
+def test_default_configuration_uses_the_embedded_corpus() -> None:
+    arguments = load_arguments([str(ROOT / "train_args" / "train_config_tiny.json")])
+    assert [Path(folder).name for folder in arguments.data.sources.values()] == [run_info.EMBEDDED_CORPUS]
+
+
+REQUIREMENTS = """
+# a comment
+exact==1.2.3
+lenient[extra]==2.0  # from 1.5, optional: for this
+plain==3.0  # from 2.9
+"""
+
+
+@pytest.mark.parametrize(
+    ("installed", "exact", "wanted"),
+    [
+        ({}, True, ["exact==1.2.3", "lenient[extra]==2.0", "plain==3.0"]),
+        ({}, False, ["exact==1.2.3", "plain==3.0"]),
+        ({"exact": "1.2.3", "lenient": "1.10", "plain": "2.10.1"}, False, []),
+        ({"exact": "1.2.3", "lenient": "1.10", "plain": "2.10.1"}, True, ["lenient[extra]==2.0", "plain==3.0"]),
+        ({"exact": "1.2.4", "lenient": "1.10", "plain": "2.8"}, False, ["exact==1.2.3", "plain==3.0"]),
+        ({"exact": "1.2.3", "lenient": "1.4.9", "plain": "3.0"}, False, ["lenient[extra]==2.0"]),
+    ],
+)  # fmt: skip
+def test_what_pip_has_to_install(
+    installed: dict[str, str], exact: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_requirements, "installed_version", installed.get)
+    specs, remarks = check_requirements.to_install(check_requirements.parse(REQUIREMENTS), exact)
+    assert specs == wanted
+    assert any("lenient" in remark for remark in remarks) == (
+        not exact and "lenient[extra]==2.0" not in wanted
+    )
+
+
+def test_the_repositorys_requirements_are_pinned() -> None:
+    files = sorted(ROOT.glob("requirements*.txt"))
+    assert [f.name for f in files] == ["requirements-dev.txt", "requirements-gpu.txt", "requirements.txt"]
+    names = [r.name for file in files for r in check_requirements.parse(file.read_text())]
+    assert len(names) == len(set(names)) > 10
+    assert "torch" not in names, "torch is chosen by the machine"
+    with pytest.raises(ValueError, match="line 2"):
+        check_requirements.parse("a==1\nb>=2\n")
+
+
+def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_requirements.metadata, "version", lambda name: "2.13.0+cpu")
+    assert check_requirements.installed_version("torch") == "2.13.0"
+
+
+def test_skipped_gpu_tests_fail_the_run(tmp_path: Path) -> None:
+    test = tmp_path / "test_x.py"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pytest_fail_on_skip",
+        "-p",
+        "no:cacheprovider",
+        str(test),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    for body, status in (("pass", 0), ('import pytest; pytest.skip("no device")', 1)):
+        test.write_text(f"def test_a():\n    {body}\n")
+        run = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert run.returncode == status, run.stdout
+    assert "counts as failed" in run.stdout

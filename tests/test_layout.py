@@ -1,0 +1,59 @@
+"""Who may import what (docs: README, "Where things are"). Read from the sources, so that a slip shows at once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    p for folder in ("model", "train", "fp8_inference_demo", "test_fp8") for p in (ROOT / folder).rglob("*.py")
+)
+
+ONLY_IN = {
+    "transformer_engine": {"model/te_backend.py"},
+    "transformer_engine_torch": {"model/te_backend.py"},
+    "wandb": {"train/metrics.py"},
+    "deepspeed": {"train/train.py", "train/ds_config.py", "train/checkpoint.py", "train/loop.py"},
+    "sentencepiece": {"train/train_tokenizer.py", "train/prepare_data.py"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names that a file imports, also by importlib.import_module("...")."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "find_spec"):
+            names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+    return {name.split(".")[0] for name in names}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_packages_are_imported_only_where_they_belong(package: str) -> None:
+    users = {relative(p) for p in SOURCES if package in imports(p)}
+    assert users, f"nothing imports {package}; is this rule still about something?"
+    assert users <= ONLY_IN[package]
+
+
+def test_model_and_demo_do_not_know_training() -> None:
+    for path in SOURCES:
+        if relative(path).startswith(("model/", "fp8_inference_demo/")):
+            assert "train" not in imports(path), relative(path)
+
+
+def test_the_loop_receives_built_objects() -> None:
+    """loop.py imports nothing of the model but what it asks about precision."""
+    tree = ast.parse((ROOT / "train/loop.py").read_text())
+    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    assert {m for m in modules if m.startswith("model")} == {"model.precision"}

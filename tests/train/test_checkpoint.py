@@ -1,0 +1,103 @@
+"""Only what a manifest names and whose hashes hold is a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from train import checkpoint
+from train.checkpoint import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(root: Path, step: int) -> Path:
+    """A committed checkpoint of two files."""
+    path = root / checkpoint.name_of(step)
+    path.mkdir(parents=True)
+    (path / "weights.pt").write_bytes(bytes(range(256)) * step)
+    state = checkpoint.RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
+    (path / checkpoint.RUN_STATE).write_text(json.dumps(vars(state)))
+    checkpoint._commit(path, step)
+    return path
+
+
+def choose(root: Path, setting: str = "auto") -> tuple[Path | None, list[str]]:
+    log: list[str] = []
+    return checkpoint.choose(root, setting, log.append), log
+
+
+def test_a_whole_checkpoint_has_no_problems(tmp_path: Path) -> None:
+    path = make(tmp_path, 3)
+    assert checkpoint.problems(path) == []
+    assert checkpoint.read_state(path).consumed_samples == 24
+
+
+def test_the_newest_is_chosen(tmp_path: Path) -> None:
+    make(tmp_path, 9), make(tmp_path, 10)
+    assert choose(tmp_path) == (tmp_path / "step-00000010", [])
+    assert choose(tmp_path, "never") == (None, [])
+    assert choose(tmp_path / "empty") == (None, [])
+
+
+def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    (make(tmp_path, 2) / checkpoint.MANIFEST).unlink()
+    assert choose(tmp_path)[0] == tmp_path / "step-00000001"
+    with pytest.raises(CheckpointError, match="never committed"):
+        choose(tmp_path, str(tmp_path / "step-00000002"))
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing"),
+        (lambda p: (p / "weights.pt").write_bytes(b"x"), "weights.pt has 1 bytes, the manifest says 512"),
+        (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt is altered"),
+        (lambda p: (p / checkpoint.MANIFEST).write_text("{"), "manifest.json is damaged"),
+        (lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
+    ],
+)
+def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, message: str) -> None:
+    make(tmp_path, 1)
+    damage(make(tmp_path, 2))
+    path, log = choose(tmp_path)
+    assert path == tmp_path / "step-00000001"
+    assert len(log) == 1 and message in log[0]
+    with pytest.raises(CheckpointError, match=message):
+        choose(tmp_path, str(tmp_path / "step-00000002"))
+
+
+def test_nothing_usable_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    (make(tmp_path, 2) / "weights.pt").unlink()
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints .* verifies.*--resume_from_checkpoint never"):
+        choose(tmp_path)
+
+
+def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    for file in [f for f in path.iterdir() if f.name != checkpoint.MANIFEST]:
+        whole = file.read_bytes()
+        for byte in (0, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
+            assert checkpoint.problems(path) == [f"{file} is altered: its sha256 is not the manifest's"]
+        file.write_bytes(whole)
+    assert checkpoint.problems(path) == []
+
+
+def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        make(root, step)
+    aside = checkpoint.set_aside(root, after_step=1)
+    assert [p.name for p in checkpoint.committed(root)] == ["step-00000001"]
+    assert aside is not None and [p.name for p in checkpoint.committed(aside)] == ["step-00000002", "step-00000003"]
+    assert checkpoint.set_aside(root, after_step=1) is None

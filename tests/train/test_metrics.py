@@ -1,0 +1,163 @@
+"""metrics.jsonl, what a resume leaves of it, the printed lines, wandb without a key, the plot, MFU."""
+
+import json
+import sys
+
+import pytest
+
+from train import metrics as metrics_module
+from train.metrics import METRICS, MetricsLogger, mfu, peak_tflops, plot_loss
+
+
+def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100):
+    return MetricsLogger(folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def test_each_line_is_on_disk_at_once_and_printed(tmp_path, capsys):
+    log = logger(tmp_path)
+    log.log({"step": 10, "tokens": 640, "loss": 5.25, "tokens_per_second": 12345.6, "learning_rate": 1e-3})
+    assert lines(tmp_path) == [
+        {"step": 10, "tokens": 640, "loss": 5.25, "tokens_per_second": 12345.6, "learning_rate": 1e-3}
+    ]
+    log.message("hello")
+    log.close()
+    log.close()
+    out = capsys.readouterr().out
+    assert "step 10/100  loss 5.2500  lr 1.00e-03  12,346 tokens/s" in out and "left" in out
+    assert "hello" in out
+    assert len(lines(tmp_path)) == 1  # messages are for people
+
+
+def test_nan_stays_valid_json_and_visible(tmp_path, capsys):
+    log = logger(tmp_path)
+    log.log({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    log.close()
+    assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    log = logger(tmp_path / "run", is_main=False)
+    log.log({"step": 1, "loss": 1.0})
+    log.message("hello")
+    log.close()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_resume_moves_later_lines_aside(tmp_path):
+    log = logger(tmp_path)
+    for step in (10, 20, 30, 40):
+        log.log({"step": step, "loss": 1.0 * step})
+    log.close()
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 50, "lo')  # cut off by a crash
+    log = logger(tmp_path, start_step=20)
+    log.log({"step": 30, "loss": 3.5})
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20, 30]
+    assert lines(tmp_path)[-1]["loss"] == 3.5
+    (aside,) = tmp_path.glob(f"{METRICS}.discarded-*")
+    assert aside.read_text().splitlines()[-1] == '{"step": 50, "lo'
+    assert len(aside.read_text().splitlines()) == 3
+
+
+def test_a_new_run_in_the_same_folder_starts_empty_and_loses_nothing(tmp_path):
+    for _ in range(3):
+        log = logger(tmp_path)
+        log.log({"step": 10, "loss": 1.0})
+        log.close()
+    assert len(lines(tmp_path)) == 1
+    assert len(list(tmp_path.glob(f"{METRICS}.discarded-*"))) == 2
+
+
+def test_time_left_follows_the_recent_speed(tmp_path, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    log = logger(tmp_path, start_step=50, total_steps=3700)
+    now[0] = 100.0
+    log.log({"step": 100, "loss": 1.0})
+    log.close()
+    assert "2:00:00 left" in capsys.readouterr().out  # 3600 steps at 2 s
+
+
+def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = logger(tmp_path)
+    log.log({"step": 50, "loss": 2.5})
+    log.log({"step": 50, "eval_loss": 2.75})
+    log.close()
+    captured = capsys.readouterr()
+    assert "50/100" in captured.err and "loss 2.5000" in captured.err and "eval_loss 2.7500" in captured.err
+    assert captured.out == ""
+
+
+def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_id = tmp_path / "wandb_run_id"
+    ids = []
+    for start_step in (0, 10, 0):
+        log = logger(tmp_path, start_step=start_step, report_to="wandb")
+        log.log({"step": start_step + 10, "loss": 1.0})
+        log.close()
+        ids.append(run_id.read_text())
+    assert ids[0] == ids[1] != ids[2]  # a resumed run goes on, a new one does not
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
+    assert "no API key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("key", "in_netrc", "has"), [("x", False, True), (None, True, True), (None, False, False)]
+)
+def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    assert metrics_module._has_wandb_key() is has
+
+
+def test_plot_needs_a_loss(tmp_path):
+    log = logger(tmp_path)
+    assert plot_loss(tmp_path) is None
+    log.log({"step": 1, "tokens": 64, "loss": 5.0})
+    log.log({"step": 2, "tokens": 128, "loss": float("nan")})
+    log.log({"step": 2, "tokens": 128, "eval_loss": 4.0, "unigram_loss": 6.0})
+    log.close()
+    path = plot_loss(tmp_path)
+    assert path == tmp_path / "loss.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989.0),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.0),
+        ("NVIDIA H800", "fp8", 1979.0),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA GH200 480GB", "bf16", None),
+        ("NVIDIA A100-SXM4-80GB", "bf16", None),
+        ("NVIDIA H200", "fp32", None),
+    ],
+)
+def test_peaks_are_given_only_for_known_parts(name, dtype, peak):
+    assert peak_tflops(name, dtype) == peak
+
+
+def test_mfu_is_the_fraction_of_the_peak():
+    assert mfu(100_000, 6.9e9, 989.0) == pytest.approx(0.6977, abs=1e-4)
+    assert mfu(100_000, 6.9e9, None) is None

@@ -1,0 +1,99 @@
+"""Which values of the training configuration are allowed; what they are is in train/arguments.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from train.strict_json import get
+
+VARIANTS = ("hf", "te_linear", "te_layer")
+ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
+SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
+
+# Rows (micro-batch x sequence) of an FP8 layer. TE's forward asks for 8; the weight gradient's operands are
+# transposed, so that rows become the leading dimension, and cuBLAS wants 16 FP8 values there.
+FP8_TRAIN_ROW_MULTIPLE = 16
+
+
+def value_problems(a: Any, bad: set[str]) -> list[str]:
+    """Values of the right type that are not allowed. Checks that need a key in `bad` are left out."""
+    problems: list[str] = []
+    # Conditions are callables: one whose key has no usable value must not run.
+
+    def check(keys: str, allowed: Callable[[], bool], message: str) -> None:
+        if bad.isdisjoint(keys.split()) and not allowed():
+            given = ", ".join(f"{key} {json.dumps(get(a, key))}" for key in keys.split())
+            problems.append(f"{given}: {message}")
+
+    def numbers(keys: str, allowed: Callable[[Any], bool], message: str) -> None:
+        for key in keys.split():
+            value = get(a, key)
+            check(key, partial(lambda v: v is None or (math.isfinite(v) and allowed(v)), value), message)
+
+    numbers(
+        "max_steps max_seq_length per_device_train_batch_size per_device_eval_batch_size "
+        "gradient_accumulation_steps train_batch_size_tokens learning_rate adam_epsilon logging_steps "
+        "max_eval_samples save_total_limit decay_steps",
+        lambda v: v > 0,
+        "must be positive",
+    )
+    numbers(
+        "warmup_steps weight_decay max_grad_norm seed eval_steps save_steps",
+        lambda v: v >= 0,
+        "must not be negative",
+    )
+    numbers("min_lr_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
+    numbers("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1")
+    for key, choices in (
+        ("lr_scheduler_type", SCHEDULES),
+        ("report_to", ("none", "wandb")),
+        ("model.variant", VARIANTS),
+        ("model.attention_backend", ATTENTION_BACKENDS),
+    ):
+        check(key, partial(lambda k, c: get(a, k) in c, key, choices), f"must be one of {', '.join(choices)}")
+
+    wsd = a.lr_scheduler_type == "warmup_stable_decay"
+    check("warmup_steps max_steps", lambda: a.warmup_steps <= a.max_steps, "warmup is longer than the run")
+    check(
+        "lr_scheduler_type decay_steps",
+        lambda: (a.decay_steps is not None) == wsd,
+        "decay_steps belongs to warmup_stable_decay: give it there, remove it elsewhere",
+    )
+    check(
+        "warmup_steps decay_steps max_steps",
+        lambda: not (wsd and a.decay_steps) or a.warmup_steps + a.decay_steps <= a.max_steps,
+        "warmup and decay together are longer than the run",
+    )
+    sources, weights = a.data.sources, a.data.weights
+    check("data.sources", lambda: bool(sources), 'name at least one: {"name": "folder"}')
+    check(
+        "data.sources data.weights",
+        lambda: weights is None or weights.keys() == sources.keys(),
+        "weights must name exactly the sources",
+    )
+    check(
+        "data.weights",
+        lambda: weights is None or all(math.isfinite(w) and w > 0 for w in weights.values()),
+        "each weight must be positive; remove a source instead of giving it none",
+    )
+    if not any(key.startswith("precision.") for key in bad):
+        problems += a.precision.validate()
+    fp8 = a.precision.compute == "fp8"
+    check(
+        "model.variant precision.compute",
+        lambda: not (fp8 and a.model.variant == "hf"),
+        'transformers\' own model has no FP8; set precision.compute to "bf16", or variant to te_layer',
+    )
+    for batch in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        check(
+            f"{batch} max_seq_length precision.compute",
+            partial(
+                lambda k: not fp8 or (get(a, k) or 0) * a.max_seq_length % FP8_TRAIN_ROW_MULTIPLE == 0, batch
+            ),
+            f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
+        )
+    return problems

@@ -1,0 +1,220 @@
+"""The prepared data on disk: token shards and the manifest that commits them.
+
+    DATA/
+      train_00000.ds          token ids, little-endian uint16 (vocabulary <= 65536) or uint32
+      train_00000.ds.index    uint64 little-endian: where each document ends, in tokens from the shard's start
+      eval_00000.ds ...
+      tokenizer/              the tokenizer that made the ids
+      manifest.json           written last: a folder without it holds no data
+
+The shard layout is the one datatrove writes. Readers open what the manifest lists and nothing else.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEMA = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_FOLDER = "tokenizer"
+SPLITS = ("train", "eval")
+INDEX_DTYPE = np.dtype("<u8")
+UINT16_MAX_VOCABULARY = 1 << 16
+
+
+class DataError(ValueError):
+    """Prepared data (or what was asked of it) cannot be used; the message names the file and the next step."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The on-disk type of token ids below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size <= UINT16_MAX_VOCABULARY else np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One `*.ds` file. `bytes` and `sha256` are of the tokens, `index_sha256` of its `*.ds.index`."""
+
+    name: str
+    split: str
+    tokens: int
+    documents: int
+    bytes: int
+    sha256: str
+    index_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds.
+
+    `documents` counts {"in", "out", "dropped": {reason: count}}; `text_bytes` is the UTF-8 size of the documents kept.
+    `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
+    tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
+    add-one-smoothed unigram distribution of the train tokens; null when a split is empty.
+    """
+
+    schema: int
+    dtype: str
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    tokenizer_sha256: str
+    tokenizer_files: list[str]
+    inputs: list[str]
+    text_key: str
+    eval_fraction: float
+    documents: dict[str, Any]
+    text_bytes: int
+    unigram_loss: float | None
+    shards: list[Shard]
+
+    def split_shards(self, split: str) -> list[Shard]:
+        """The shards of one split, in the order of their tokens."""
+        return [shard for shard in self.shards if shard.split == split]
+
+    def split_tokens(self, split: str) -> int:
+        """Tokens in one split."""
+        return sum(shard.tokens for shard in self.split_shards(split))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Commit the folder: write the manifest beside its place, flush it to the disk, rename it there."""
+    temporary = folder / (MANIFEST_NAME + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(asdict(manifest), file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST_NAME)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check `folder/manifest.json`.
+
+    Raises:
+        DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema.
+    """
+    folder = Path(folder)
+    remedy = "prepare it with: python train/prepare_data.py --input PATH... --tokenizer DIR --output " + str(
+        folder
+    )
+    if not folder.is_dir():
+        raise DataError(f"data folder {folder} does not exist; {remedy}")
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        state = (
+            "has no manifest.json (unfinished or not prepared data)" if any(folder.iterdir()) else "is empty"
+        )
+        raise DataError(f"data folder {folder} {state}; {remedy}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is corrupt: not JSON ({error}); {remedy} --overwrite") from error
+    try:
+        return _parse_manifest(values)
+    except DataError as error:
+        raise DataError(f"{path} is corrupt: {error}; {remedy} --overwrite") from error
+
+
+def _parse_manifest(values: Any) -> Manifest:
+    _check_keys("manifest", values, Manifest)
+    if values["schema"] != SCHEMA:
+        raise DataError(f"its schema is {values['schema']!r}, this version reads {SCHEMA}")
+    if not isinstance(values["shards"], list):
+        raise DataError("'shards' is not a list")
+    for index, shard in enumerate(values["shards"]):
+        _check_keys(f"shard {index}", shard, Shard)
+    manifest = Manifest(**{**values, "shards": [Shard(**shard) for shard in values["shards"]]})
+    _check_values(manifest)
+    return manifest
+
+
+def _check_keys(what: str, values: Any, kind: type) -> None:
+    if not isinstance(values, dict):
+        raise DataError(f"{what} is not a JSON object")
+    names = {field.name for field in fields(kind)}
+    if missing := sorted(names - values.keys()):
+        raise DataError(f"{what} lacks {', '.join(missing)}")
+    if unknown := sorted(values.keys() - names):
+        raise DataError(f"{what} has unknown keys {', '.join(unknown)}")
+    scalars: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), float: (int, float)}
+    for field in fields(kind):
+        allowed = scalars.get(field.type)
+        value = values[field.name]
+        if allowed and (not isinstance(value, allowed) or isinstance(value, bool)):
+            raise DataError(f"{what}: '{field.name}' is {value!r}, not a {field.type.__name__}")  # type: ignore[union-attr]
+
+
+def _check_values(manifest: Manifest) -> None:
+    expected = token_dtype(manifest.vocab_size).name
+    if manifest.dtype != expected:
+        raise DataError(
+            f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})"
+        )
+    itemsize = np.dtype(manifest.dtype).itemsize
+    for shard in manifest.shards:
+        if shard.split not in SPLITS or shard.name != os.path.basename(shard.name):
+            raise DataError(
+                f"shard {shard.name!r} of split {shard.split!r}: not a file of this folder and {SPLITS}"
+            )
+        if shard.tokens < 1 or shard.bytes != shard.tokens * itemsize:
+            raise DataError(
+                f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}"
+            )
+
+
+def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: bool = False) -> None:
+    """Check that every shard of a split is there in full; with `verify`, also every hash and token id.
+
+    Raises:
+        DataError: a shard is missing, has another size, another hash, or ids outside the vocabulary.
+    """
+    folder = Path(folder)
+    for shard in manifest.split_shards(split):
+        index_name = shard.name + ".index"
+        index_bytes = shard.documents * INDEX_DTYPE.itemsize
+        for name, size in ((shard.name, shard.bytes), (index_name, index_bytes)):
+            if not (folder / name).is_file():
+                raise DataError(
+                    f"{folder / name} is missing but the manifest lists it; prepare or copy the data again"
+                )
+            if (found := (folder / name).stat().st_size) != size:
+                raise DataError(
+                    f"{folder / name} has {found} bytes, the manifest says {size}: truncated or not the file that "
+                    "was prepared; prepare or copy the data again"
+                )
+        if verify:
+            _verify_shard(folder, manifest, shard)
+
+
+def _verify_shard(folder: Path, manifest: Manifest, shard: Shard) -> None:
+    for name, sha256 in ((shard.name, shard.sha256), (shard.name + ".index", shard.index_sha256)):
+        if sha256_file(folder / name) != sha256:
+            raise DataError(f"{folder / name} does not have the sha256 of the manifest: its content changed; "
+                            "prepare or copy the data again")  # fmt: skip
+    tokens = np.memmap(folder / shard.name, dtype=np.dtype(manifest.dtype).newbyteorder("<"), mode="r")
+    if int(tokens.max()) >= manifest.vocab_size:
+        raise DataError(f"{folder / shard.name} holds token id {int(tokens.max())}, beyond the vocabulary of "
+                        f"{manifest.vocab_size}: prepare the data again")  # fmt: skip
+
+
+def sha256_file(path: str | Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,160 @@
+"""The training loop: data -> forward and backward -> step -> log -> evaluate -> save, top to bottom.
+
+Everything arrives built (train.py). Nothing here waits for the GPU outside logging, evaluation and saving.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.precision import Precision, fp8_modules, fp8_state, snapshot_fp8_state
+from train import checkpoint
+from train.arguments import TrainingArguments
+from train.dataset import MicroBatches, SampleStream
+from train.metrics import MetricsLogger, mfu, peak_tflops
+from train.optimizer import learning_rate_at
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says at which step and what to do."""
+
+
+@dataclass
+class Run:
+    """What the loop needs, built by train.py."""
+
+    arguments: TrainingArguments
+    engine: Any  # deepspeed.DeepSpeedEngine
+    precision: Precision
+    train_stream: SampleStream
+    eval_stream: SampleStream
+    metrics: MetricsLogger
+    state: checkpoint.RunState
+    flops_per_token: float
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.arguments.output_dir) / "checkpoints"
+
+
+def train(run: Run) -> None:
+    """Train from `run.state.step` to max_steps; leaves a checkpoint of the last step.
+
+    Raises TrainingError: the loss of a logged step is not finite, or FP8 stopped running.
+    """
+    args, engine, state = run.arguments, run.engine, run.state
+    world = dist.get_world_size()
+    accumulation = args.gradient_accumulation_steps
+    samples_per_step = args.per_device_train_batch_size * accumulation * world
+    tokens_per_step = samples_per_step * args.max_seq_length
+    batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, dist.get_rank(), world)
+    # With accumulation the FP8 copy of the weights is made once a step. Not at ZeRO 3, which frees the weights.
+    cache_weights = run.precision.fp8 and accumulation > 1 and state.zero_stage < 3
+    peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
+
+    engine.train()
+    clock, clock_step = time.perf_counter(), state.step
+    while state.step < args.max_steps:
+        learning_rate = learning_rate_at(state.step, args)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss_sum = torch.zeros((), device=engine.device)
+        for micro_step in range(accumulation):
+            input_ids, labels = batches.get(state.consumed_samples, micro_step)
+            loss = engine(
+                input_ids.to(engine.device, non_blocking=True),
+                labels=labels.to(engine.device, non_blocking=True),
+                is_first_microbatch=micro_step == 0 if cache_weights else None,
+            ).loss
+            engine.backward(loss)  # divides by the accumulation steps
+            engine.step()  # acts at the last micro-batch
+            loss_sum += loss.detach()
+        state.step += 1
+        state.consumed_samples += samples_per_step
+        state.consumed_tokens += tokens_per_step
+
+        last = state.step == args.max_steps
+        record: dict[str, Any] = {}
+        if state.step % args.logging_steps == 0 or last:
+            record["loss"] = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
+            _check_finite(record["loss"], run)
+            now = time.perf_counter()
+            rate = (state.step - clock_step) * tokens_per_step / (now - clock)
+            norm = engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
+            record["grad_norm"] = None if norm is None else float(norm)
+            record["learning_rate"] = learning_rate
+            record["tokens_per_second"] = rate
+            record["mfu"] = mfu(rate / world, run.flops_per_token, peak)
+            record["memory_gib"] = _peak_memory_gib()
+            clock, clock_step = now, state.step
+        if last or (args.eval_steps and state.step % args.eval_steps == 0):
+            record["eval_loss"], record["unigram_loss"] = evaluate(run), run.train_stream.unigram_loss
+            clock, clock_step = time.perf_counter(), state.step
+        if record:
+            run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
+        if last or (args.save_steps and state.step % args.save_steps == 0):
+            start = time.perf_counter()
+            path = checkpoint.save(engine, run.checkpoints, state, run.precision, args.save_total_limit)
+            run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
+            clock, clock_step = time.perf_counter(), state.step
+    batches.close()
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
+
+    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank makes the
+    same number of forwards (collectives of ZeRO 3 and FP8 would hang otherwise); rows beyond the last sample are masked.
+    """
+    args, engine = run.arguments, run.engine
+    rank, world, batch = dist.get_rank(), dist.get_world_size(), args.per_device_eval_batch_size
+    samples = min(args.max_eval_samples, run.eval_stream.num_samples)
+    before = snapshot_fp8_state(engine.module, run.precision)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
+    engine.eval()
+    for start in range(rank * batch, math.ceil(samples / (batch * world)) * batch * world, batch * world):
+        rows = max(0, min(batch, samples - start))
+        input_ids, labels = run.eval_stream.batch(start if rows else 0, max(rows, 1))
+        missing = batch - input_ids.shape[0]
+        input_ids = torch.cat([input_ids, input_ids[:1].expand(missing, -1)])
+        labels = torch.cat([labels, torch.full_like(labels[:1], -100).expand(missing, -1)])
+        if not rows:
+            labels = torch.full_like(labels, -100)
+        loss = engine(input_ids.to(engine.device), labels=labels.to(engine.device)).loss
+        tokens = rows * args.max_seq_length
+        if tokens:  # the mean over no label is nan
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+    engine.train()
+    for key, tensor in fp8_state(engine.module, run.precision).items():
+        tensor.copy_(before[key])
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def _mean_over_ranks(value: torch.Tensor) -> float:
+    """Every rank has the same number of tokens, so the mean over ranks is the mean over tokens."""
+    value = value.clone()
+    dist.all_reduce(value)
+    return float(value / dist.get_world_size())
+
+
+def _check_finite(loss: float, run: Run) -> None:
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the loss of step {run.state.step} is {loss}; the checkpoints before it are intact. Lower learning_rate, "
+            "or try another precision.recipe, and start again: the run resumes from the newest checkpoint"
+        )
+    if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
+        raise TrainingError(f"at step {run.state.step} no module runs FP8 any more")
+
+
+def _peak_memory_gib() -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

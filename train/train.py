@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Train a Mistral: arguments -> model -> proof -> data -> engine -> resume -> loop -> export.
+
+    deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
+    torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
+    python train/train.py train_config_tiny.json          (one process)
+
+`--help` lists every key of the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import random
+import socket
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model import accounting, te_backend
+from model.build import build_model, load_config
+from model.precision import Precision
+from model.proof import ProofError, prove
+from train import checkpoint
+from train.arguments import TrainingArguments, load_arguments, resume_differences
+from train.dataset import open_stream
+from train.ds_config import resolve_ds_config
+from train.export import export, tokenizer_of
+from train.loop import Run, TrainingError, train
+from train.metrics import MetricsLogger, plot_loss
+from train.optimizer import build_optimizer
+
+# What a user can mend: shown as one message, without a traceback.
+USER_ERRORS = (ValueError, ProofError, TrainingError, checkpoint.CheckpointError, te_backend.BackendError)
+
+
+def main(argv: list[str]) -> int:
+    try:
+        arguments = load_arguments(argv)
+        init_distributed()
+        run_training(arguments.resolve(dist.get_world_size()))
+    except USER_ERRORS as error:
+        if os.environ.get("FP8_TRACEBACK") == "1":
+            raise
+        # every rank finds the same error; rank 0 tells it
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}\n(FP8_TRACEBACK=1 shows where)", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def init_distributed() -> None:
+    """Join the process group that deepspeed or torchrun describes; alone, make one of one process."""
+    if "RANK" not in os.environ:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # DeepSpeed's notes on its own memory, and torch's on DeepSpeed's calls, drown what a user should read
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def run_training(args: TrainingArguments) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    random.seed(args.seed + rank)
+    np.random.seed(args.seed + rank)
+    torch.manual_seed(args.seed + rank)
+
+    # model
+    te_backend.choose_attention_backend(args.model.attention_backend)
+    precision = Precision(args.precision)
+    config = load_config(args.model.config)
+    model = build_model(
+        config,
+        args.model.variant,
+        precision,
+        seed=args.seed,
+        init_from=args.model.init_from,
+        gradient_checkpointing=args.gradient_checkpointing,
+    )
+
+    # data
+    def stream(split: str) -> Any:
+        return open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
+
+    train_stream, eval_stream = stream("train"), stream("eval")
+    train_stream.check_vocabulary(config.vocab_size)
+    if args.max_seq_length > config.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_length {args.max_seq_length} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings}; lower the one or raise the other"
+        )
+
+    # what to resume from, decided before anything is written
+    ds_config, notes = resolve_ds_config(args, world)
+    output_dir = Path(args.output_dir or "output")
+    state = checkpoint.RunState(
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        world_size=world,
+        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
+        train_config=args.to_dict(),
+        model_config=config.to_dict(),
+        data_fingerprint=train_stream.fingerprint(),
+    )
+    messages: list[str] = []
+    resume_from = checkpoint.choose(output_dir / "checkpoints", args.resume_from_checkpoint, messages.append)
+    if resume_from is not None:
+        resume_state(state, checkpoint.read_state(resume_from), resume_from)
+    metrics = MetricsLogger(
+        output_dir,
+        args.to_dict(),
+        args.report_to,
+        run_name=args.run_name,
+        project=args.wandb_project,
+        total_steps=args.max_steps,
+        start_step=state.step,
+        is_main=rank == 0,
+    )
+    if rank == 0:
+        write_configurations(output_dir, args, ds_config)
+        aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
+        if aside is not None:
+            messages.append(f"checkpoints of later steps were moved to {aside}")
+
+    # proof, before the first step
+    flops = accounting.flops_per_token(config, args.max_seq_length)
+    report = start_report(args, model, precision, flops, train_stream, state)
+    for line in [*report, *(f"DeepSpeed: {note}" for note in notes), *messages]:
+        metrics.message(line)
+    for line in prove(model, precision, args.model.attention_backend, args.seed):
+        metrics.message(line)
+    report_attention_of_all_ranks(precision, metrics)
+
+    # engine
+    engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model, args), config=ds_config)
+    if resume_from is not None:
+        checkpoint.load(engine, resume_from, precision)
+        metrics.message(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
+    else:
+        metrics.message(
+            "starting from scratch"
+            if args.model.init_from is None
+            else f"starting from {args.model.init_from}"
+        )
+
+    # loop
+    if state.step >= args.max_steps:
+        metrics.message(f"this run has its {args.max_steps} steps already; nothing to train")
+    else:
+        train(Run(args, engine, precision, train_stream, eval_stream, metrics, state, flops))
+
+    # what it leaves
+    if rank == 0:
+        last = output_dir / "checkpoints" / checkpoint.name_of(state.step)
+        export(last, output_dir / "hf", tokenizer_of(args.data.sources))
+        metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
+    metrics.close()
+    dist.barrier()
+
+
+def resume_state(state: checkpoint.RunState, saved: checkpoint.RunState, path: Path) -> None:
+    """Continue `state` where `saved` stopped.
+
+    Raises CheckpointError: the run that wrote `path` was configured differently, or trained on other data.
+    """
+    differences = resume_differences(saved.train_config, state.train_config)
+    for what, old, new in (
+        ("ZeRO stage", saved.zero_stage, state.zero_stage),
+        ("model configuration", saved.model_config, state.model_config),
+        ("data", saved.data_fingerprint, state.data_fingerprint),
+    ):
+        differences += difference(what, json.loads(json.dumps(old)), json.loads(json.dumps(new)))
+    if differences:
+        raise checkpoint.CheckpointError(
+            f"{path} is of a run that was configured differently:\n  " + "\n  ".join(differences) + "\n"
+            "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"
+        )
+    state.step = saved.step
+    state.consumed_samples = saved.consumed_samples
+    state.consumed_tokens = saved.consumed_tokens
+
+
+def difference(what: str, old: Any, new: Any) -> list[str]:
+    """What differs between two JSON values, a line a leaf: "what.key: old -> new"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line for key in {**old, **new} for line in difference(f"{what}.{key}", old.get(key), new.get(key))
+        ]
+    return [] if old == new else [f"{what}: {old} -> {new}"]
+
+
+def write_configurations(output_dir: Path, args: TrainingArguments, ds_config: dict[str, Any]) -> None:
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name, content in (("train_config.json", args.to_dict()), ("ds_config.json", ds_config)):
+        (output_dir / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def start_report(
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    flops: float,
+    train_stream: Any,
+    state: checkpoint.RunState,
+) -> list[str]:
+    """The lines that say what is about to run."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
+    tokens_per_step = args.train_batch_size_tokens or 0
+    parameters = accounting.num_parameters(model.config)
+    memory = accounting.state_memory_gib(model.config, state.zero_stage, state.world_size)
+    lines = [
+        args.table(),
+        f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, {precision.te.version}",
+        f"model: {args.model.variant}, {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP a token at "
+        f"{args.max_seq_length} tokens; about {memory:.2f} GiB of weights, gradients and optimizer a rank",
+        f"data: {train_stream.describe()}; a unigram model of these tokens has an evaluation loss of "
+        f"{train_stream.unigram_loss:.4f}",
+        f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
+        f"{args.max_steps * tokens_per_step / train_stream.num_tokens:.2f} times the training data",
+    ]
+    if precision.te.name == "reference":
+        lines.append(
+            "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"
+        )
+    return lines
+
+
+def report_attention_of_all_ranks(precision: Precision, metrics: MetricsLogger) -> None:
+    """One line that names each rank's attention, so that one odd node shows."""
+    mine = te_backend.attention_backend_in_use(precision.te)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
+    metrics.message("attention by rank: " + "; ".join(f"{b}: ranks {rs}" for b, rs in ranks.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
