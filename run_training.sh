@@ -60,7 +60,8 @@ prepare_corpus() {
   if [[ ! -f "$tokenizer/tokenizer_config.json" ]]; then
     "$PY" "$ROOT/train/train_tokenizer.py" --input python-stdlib --vocab_size 4096 --output "$tokenizer"
   fi
-  "$PY" "$ROOT/train/prepare_data.py" --input python-stdlib --tokenizer "$tokenizer" --output "$folder"
+  "$PY" "$ROOT/train/prepare_data.py" --input python-stdlib --tokenizer "$tokenizer" --output "$folder" \
+    --eval_fraction 0.05 # of about 600 files: enough of them for the evaluation to mean something
 }
 
 # Of several nodes that start on one shared folder, one prepares and the others wait.
@@ -94,11 +95,7 @@ processes_per_node() {
 }
 
 train() {
-  local processes cores torchrun
-  processes="$(processes_per_node)"
-  cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"
-  export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+  local processes="$1" torchrun
   torchrun=("$PY" -m torch.distributed.run --nproc_per_node "$processes")
 
   if [[ -n "${SLURM_JOB_ID:-}" && "${SLURM_NNODES:-1}" -gt 1 && -z "${NNODES:-}" ]]; then
@@ -121,7 +118,8 @@ train() {
     "${torchrun[@]}" --standalone "$ROOT/train/train.py" "${ARGUMENTS[@]}"
   else
     say "training: $processes processes (deepspeed)"
-    deepspeed --num_gpus "$processes" --master_port "${MASTER_PORT:-$(free_port)}" \
+    # quiet: the launcher's own messages; train.py's stay
+    deepspeed --quiet --num_gpus "$processes" --master_port "${MASTER_PORT:-$(free_port)}" \
       "$ROOT/train/train.py" "${ARGUMENTS[@]}"
   fi
 }
@@ -138,6 +136,11 @@ generate() {
 if [[ "$CONFIG" == "$ROOT/train_args/train_config_tiny.json" ]]; then cd "$ROOT"; fi
 setup_env
 read_run_info
+PROCESSES="$(processes_per_node)"
+cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
+# Each process would otherwise start a thread a core; with several of them that is many times slower.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > PROCESSES ? cores / PROCESSES : 1))}"
+export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 if [[ -n "${RUN[missing_corpus]}" ]]; then prepare_corpus_once "${RUN[missing_corpus]}"; fi
 case "${RUN[state]}" in
   finished)
@@ -147,8 +150,8 @@ case "${RUN[state]}" in
   resume)
     say "training: ${RUN[output_dir]} goes on from ${RUN[resumes_from]}" \
       "(to start anew: --resume_from_checkpoint never)"
-    train
+    train "$PROCESSES"
     ;;
-  *) train ;;
+  *) train "$PROCESSES" ;;
 esac
 if [[ "${NODE_RANK:-0}" == 0 ]]; then generate; fi

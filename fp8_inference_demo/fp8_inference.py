@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from model.build import build_model, load_config
 from model.precision import Precision, PrecisionConfig, fp8_modules
@@ -314,6 +315,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
+    transformers_logging.disable_progress_bar()
     failed = False
     try:
         folder = find_model_folder(arguments.model)

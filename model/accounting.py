@@ -42,7 +42,7 @@ def flops_per_token(config: MistralConfig, seq_length: int) -> float:
 def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, dtype_bytes: int = 2) -> float:
     """GiB a rank of weights, float32 gradients and AdamW state (master weights and two moments in float32) under a
     ZeRO stage (Rajbhandari et al. 2020, table 1); activations come on top."""
-    n = num_parameters(config)
+    n = float(num_parameters(config))
     weights, gradients, optimizer = dtype_bytes * n, 4 * n, 12 * n
     optimizer /= world_size if zero_stage >= 1 else 1
     gradients /= world_size if zero_stage >= 2 else 1

@@ -1,4 +1,4 @@
-"""What the two Transformer Engine variants share: embedding, rotary frequencies, the stack of layers, head, loss, cache.
+"""What the two Transformer Engine variants share: embedding, rotary frequencies, stack of layers, head, loss, cache.
 
 Shape suffixes: B batch, T tokens of this call, S tokens in the cache, H hidden, N query heads, K key/value heads,
 D head dimension, V vocabulary.
@@ -143,8 +143,8 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """A Mistral causal language model whose layers are made by `make_layer(config, precision, index)`, with Hugging Face's
-    names around them."""
+    """A Mistral causal language model whose layers are made by `make_layer(config, precision, index)`, with
+    Hugging Face's names around them."""
 
     variant: ClassVar[str]
     make_layer: ClassVar[Any]

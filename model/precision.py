@@ -150,7 +150,9 @@ class Precision:
             else torch.device("cpu")
         )
         if config.compute == "fp16" and self.device.type == "cpu":
-            raise PrecisionError("precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32")
+            raise PrecisionError(
+                "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"
+            )
         try:
             self.te = te_backend.load(config.backend)
             if self.fp8:
@@ -226,8 +228,9 @@ class Precision:
             for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
                 if p.dim() == 2 and any(size % FP8_FEATURE_MULTIPLE for size in p.shape):
                     raise PrecisionError(
-                        f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}, and "
-                        f"these are {tuple(p.shape)}; change the model's sizes or add {name!r} to precision.bf16_modules"
+                        f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by "
+                        f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "
+                        f"{name!r} to precision.bf16_modules"
                     )
 
 

@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(
-    p for folder in ("model", "train", "fp8_inference_demo", "test_fp8") for p in (ROOT / folder).rglob("*.py")
+    p
+    for folder in ("model", "train", "fp8_inference_demo", "test_fp8")
+    for p in (ROOT / folder).rglob("*.py")
 )
 
 ONLY_IN = {

@@ -6,8 +6,9 @@
         run_state.json                                   step, consumed samples, world size, resolved configuration
         manifest.json                                    written last: every file with its size and sha256
 
-A folder without a manifest is not a checkpoint: whoever dies in a save leaves none, and the one before stays the newest.
-Every file's hash is checked before anything is loaded, because DeepSpeed loads a shard with flipped bits without a word.
+A folder without a manifest is not a checkpoint: whoever dies in a save leaves none, and the one before stays
+the newest. Every file's hash is checked before anything is loaded, because DeepSpeed loads a shard with flipped
+bits without a word.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class TrainingError(RuntimeError):
 class Run:
     """What the loop needs, built by train.py."""
 
-    arguments: TrainingArguments
+    arguments: TrainingArguments  # resolved
+    output_dir: Path
     engine: Any  # deepspeed.DeepSpeedEngine
     precision: Precision
     train_stream: SampleStream
@@ -38,10 +39,6 @@ class Run:
     metrics: MetricsLogger
     state: checkpoint.RunState
     flops_per_token: float
-
-    @property
-    def checkpoints(self) -> Path:
-        return Path(self.arguments.output_dir) / "checkpoints"
 
 
 def train(run: Run) -> None:
@@ -51,7 +48,7 @@ def train(run: Run) -> None:
     """
     args, engine, state = run.arguments, run.engine, run.state
     world = dist.get_world_size()
-    accumulation = args.gradient_accumulation_steps
+    accumulation = args.gradient_accumulation_steps or 1
     samples_per_step = args.per_device_train_batch_size * accumulation * world
     tokens_per_step = samples_per_step * args.max_seq_length
     batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, dist.get_rank(), world)
@@ -101,7 +98,9 @@ def train(run: Run) -> None:
             run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
         if last or (args.save_steps and state.step % args.save_steps == 0):
             start = time.perf_counter()
-            path = checkpoint.save(engine, run.checkpoints, state, run.precision, args.save_total_limit)
+            path = checkpoint.save(
+                engine, run.output_dir / "checkpoints", state, run.precision, args.save_total_limit
+            )
             run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
             clock, clock_step = time.perf_counter(), state.step
     batches.close()
@@ -111,11 +110,13 @@ def train(run: Run) -> None:
 def evaluate(run: Run) -> float:
     """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
 
-    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank makes the
-    same number of forwards (collectives of ZeRO 3 and FP8 would hang otherwise); rows beyond the last sample are masked.
+    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank
+    makes the same number of forwards (the collectives of ZeRO 3 would hang otherwise); rows beyond the last
+    sample are masked.
     """
     args, engine = run.arguments, run.engine
-    rank, world, batch = dist.get_rank(), dist.get_world_size(), args.per_device_eval_batch_size
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
     samples = min(args.max_eval_samples, run.eval_stream.num_samples)
     before = snapshot_fp8_state(engine.module, run.precision)
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens

@@ -41,7 +41,7 @@ from train.ds_config import resolve_ds_config
 from train.export import export, tokenizer_of
 from train.loop import Run, TrainingError, train
 from train.metrics import MetricsLogger, plot_loss
-from train.optimizer import build_optimizer
+from train.optimizer import build_optimizer, undo_initial_step
 
 # What a user can mend: shown as one message, without a traceback.
 USER_ERRORS = (ValueError, ProofError, TrainingError, checkpoint.CheckpointError, te_backend.BackendError)
@@ -158,6 +158,7 @@ def run_training(args: TrainingArguments) -> None:
 
     # engine
     engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model, args), config=ds_config)
+    undo_initial_step(engine)
     if resume_from is not None:
         checkpoint.load(engine, resume_from, precision)
         metrics.message(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
@@ -172,7 +173,7 @@ def run_training(args: TrainingArguments) -> None:
     if state.step >= args.max_steps:
         metrics.message(f"this run has its {args.max_steps} steps already; nothing to train")
     else:
-        train(Run(args, engine, precision, train_stream, eval_stream, metrics, state, flops))
+        train(Run(args, output_dir, engine, precision, train_stream, eval_stream, metrics, state, flops))
 
     # what it leaves
     if rank == 0:

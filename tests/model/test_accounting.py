@@ -8,7 +8,9 @@ from model.build import load_config
 from tests.conftest import small_config
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 64, "num_key_value_heads": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 64, "num_key_value_heads": 1}]
+)
 def test_parameters_are_what_transformers_has(changes: dict) -> None:
     config = small_config(**changes)
     model = MistralForCausalLM(config)

@@ -56,7 +56,9 @@ def test_recipes_change_the_numbers_a_little(backend: str, recipe: str) -> None:
     """FP8 differs from bf16 (it is on) but not by much (it is right)."""
     losses = {}
     for compute in ("fp8", "bf16"):
-        model = build_model(small_config(), "te_layer", precision_of(backend, compute=compute, recipe=recipe), seed=1)
+        model = build_model(
+            small_config(), "te_layer", precision_of(backend, compute=compute, recipe=recipe), seed=1
+        )
         step(model)  # delayed scaling learns its scales
         model.zero_grad()
         losses[compute] = step(model)

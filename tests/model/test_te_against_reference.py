@@ -40,7 +40,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     "keys",
     [
         dict(recipe="delayed"),
-        dict(recipe="delayed", amax_history_len=2, amax_compute_algo="most_recent", margin=1, fp8_format="e4m3"),
+        dict(
+            recipe="delayed", amax_history_len=2, amax_compute_algo="most_recent", margin=1, fp8_format="e4m3"
+        ),
         dict(recipe="current"),
         dict(recipe="current", power_2_scales=True),
         dict(recipe="block"),

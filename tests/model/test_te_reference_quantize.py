@@ -55,11 +55,15 @@ def as_bytes(data):
 def test_cast_rounds_to_nearest_even_and_saturates(dtype):
     points = grid(dtype)
     midpoints = (points[1:] + points[:-1]) / 2
-    random = np.random.default_rng(0).normal(size=2000) * np.exp2(np.random.default_rng(1).integers(-20, 18, 2000))
+    random = np.random.default_rng(0).normal(size=2000) * np.exp2(
+        np.random.default_rng(1).integers(-20, 18, 2000)
+    )
     values = np.concatenate([points, midpoints, random, [1e30, 500.0, 60000.0, INF]])
     values = np.concatenate([values, -values]).astype(np.float32)
     quantized = quantize_per_tensor(torch.from_numpy(values), torch.tensor(1.0), dtype)
-    np.testing.assert_array_equal(as_bytes(quantized.rows), nearest_even_bytes(values.astype(np.float64), dtype))
+    np.testing.assert_array_equal(
+        as_bytes(quantized.rows), nearest_even_bytes(values.astype(np.float64), dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -176,9 +180,14 @@ def test_dequantize_recovers_values_on_the_grid_in_every_layout():
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_fp8_matmul_is_the_product_of_the_dequantized_matrices(layout):
-    shapes = {"nt": ((32, 256), (48, 256)), "nn": ((32, 256), (256, 48)), "tn": ((256, 32), (256, 48))}[layout]
+    shapes = {"nt": ((32, 256), (48, 256)), "nn": ((32, 256), (256, 48)), "tn": ((256, 32), (256, 48))}[
+        layout
+    ]
     left, right = (torch.randn(shape) for shape in shapes)
-    for quantize in (lambda x: _pair(quantize_current(x, E4M3)), lambda x: quantize_blocks(x, (1, 128), E4M3)):
+    for quantize in (
+        lambda x: _pair(quantize_current(x, E4M3)),
+        lambda x: quantize_blocks(x, (1, 128), E4M3),
+    ):
         a, b = quantize(left), quantize(right)
         x, y = dequantize(*a).double(), dequantize(*b).double()
         expected = (x.T if layout == "tn" else x) @ (y.T if layout == "nt" else y)

@@ -11,6 +11,7 @@ from model import te_reference as te
 from model.te_reference import state
 from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 
+E4M3_MAX = torch.tensor(448.0)
 RECIPES = [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
 
 
@@ -38,8 +39,9 @@ def test_delayed_scales_move_after_the_forward_and_after_the_backward():
         history = module.fp8_meta["scaling_fwd"].amax_history
         assert history.shape == (4, 3)
         assert history[0].tolist() == [x.abs().max().item(), module.weight.abs().max().item(), 0]
-    expected = [448 / x.abs().max(), 448 / module.weight.abs().max(), 1]
-    torch.testing.assert_close(scales(module), torch.tensor(expected), rtol=0, atol=0)
+    assert scales(module)[0] == E4M3_MAX / x.abs().max()
+    assert scales(module)[1] == E4M3_MAX / module.weight.abs().max()
+    assert scales(module)[2] == 1
     assert history[0].tolist() == [0, 0, 0] and history[3, 0] == x.abs().max()
     assert scales(module, "scaling_bwd").tolist() == [1, 1]
     out.backward(torch.full_like(out, 2.0))
@@ -70,7 +72,7 @@ def test_a_forward_without_gradients_moves_no_scale_but_leaves_its_amax():
         module(3 * x)
     assert scales(module).tolist() == [1, 1, 1]
     step(module, x)
-    assert scales(module)[0] == 448 / (3 * x).abs().max()
+    assert scales(module)[0] == E4M3_MAX / (3 * x).abs().max()
 
 
 def test_an_exception_in_the_autocast_moves_no_scale():
@@ -93,7 +95,7 @@ def test_autocasts_nest():
         after(x)
     assert (outer.fp8, inner.fp8, after.fp8) == (True, False, True)
     assert torch.equal(high_precision, torch.nn.functional.linear(x, inner.weight))
-    assert scales(outer)[0] == scales(after)[0] == 448 / x.abs().max()
+    assert scales(outer)[0] == scales(after)[0] == E4M3_MAX / x.abs().max()
     outer(x)
     assert outer.fp8 is False, "no autocast, no FP8"
 
@@ -168,7 +170,7 @@ def test_a_copied_module_has_its_own_state():
     before = scales(module).clone()
     step(twin, 2 * x)
     assert torch.equal(scales(module), before)
-    assert scales(twin)[0] == 448 / (2 * x).abs().max()
+    assert scales(twin)[0] == E4M3_MAX / (2 * x).abs().max()
 
 
 def test_conversion_to_bfloat16_keeps_the_state_in_float32():
@@ -196,7 +198,7 @@ def test_the_history_length_can_change():
     for length in (4, 6, 2):
         step(module, x, DelayedScaling(amax_history_len=length))
         assert module.fp8_meta["scaling_fwd"].amax_history.shape == (length, 3)
-    assert scales(module)[0] == 448 / x.abs().max()
+    assert scales(module)[0] == E4M3_MAX / x.abs().max()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
@@ -251,7 +253,9 @@ def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
         mp.spawn(_reduce_worker, (str(tmp_path / "rendezvous"), results), nprocs=2)
         for rank in range(2):
             calls, (forward, backward) = results[rank][True]
-            assert calls == [6, 4], "one reduction for the forward tensors of both modules, one for the backward"
+            assert calls == [6, 4], (
+                "one reduction for the forward tensors of both modules, one for the backward"
+            )
             assert (forward, backward) == (448 / 2, 57344 / 2)
             calls, (forward, backward) = results[rank][False]
             assert calls == []

@@ -165,7 +165,7 @@ def test_two_processes_on_a_cpu(machine: dict[str, str], tmp_path: Path, config:
     run = run_training(machine, tmp_path, config, "--learning_rate", "1e-4")
     assert run.returncode == 7, run.stderr
     words = started(tmp_path).split()
-    assert words[0].endswith("/deepspeed") and words[1:3] == ["--num_gpus", "2"]
+    assert words[0].endswith("/deepspeed") and words[1:4] == ["--quiet", "--num_gpus", "2"]
     assert words[-4:] == [f"{ROOT}/train/train.py", str(config), "--learning_rate", "1e-4"]
 
 

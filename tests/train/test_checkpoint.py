@@ -78,7 +78,9 @@ def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, messa
 
 def test_nothing_usable_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     (make(tmp_path, 2) / "weights.pt").unlink()
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints .* verifies.*--resume_from_checkpoint never"):
+    with pytest.raises(
+        CheckpointError, match="none of the 1 checkpoints .* verifies.*--resume_from_checkpoint never"
+    ):
         choose(tmp_path)
 
 
@@ -99,5 +101,8 @@ def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
         make(root, step)
     aside = checkpoint.set_aside(root, after_step=1)
     assert [p.name for p in checkpoint.committed(root)] == ["step-00000001"]
-    assert aside is not None and [p.name for p in checkpoint.committed(aside)] == ["step-00000002", "step-00000003"]
+    assert aside is not None and [p.name for p in checkpoint.committed(aside)] == [
+        "step-00000002",
+        "step-00000003",
+    ]
     assert checkpoint.set_aside(root, after_step=1) is None

@@ -105,11 +105,6 @@ def test_standard_library(tmp_path, prepare):
     assert 50_000 < manifest.text_bytes <= 300_000 and not manifest.documents["dropped"]
 
 
-def write_bad(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
-
-
 GOOD = lines(["good text"])
 CUT_ZST = zstandard.compress(lines([os.urandom(50).hex() for _ in range(2000)]))[:-50]
 CUT_GZ = gzip.compress(lines([os.urandom(50).hex() for _ in range(2000)]))[:-50]
@@ -188,13 +183,13 @@ def test_bytes_do_not_depend_on_workers(tmp_path, prepare, monkeypatch, corpus):
     monkeypatch.setattr("train.prepare_counts.BATCH_BYTES", 5000)
     for workers in (1, 2):
         assert (
-            prepare(tmp_path / str(workers), corpus, workers=workers, eval_fraction=0.1, shard_tokens=9000)
+            prepare(tmp_path / str(workers), corpus, workers=workers, eval_fraction=0.1, shard_tokens=3000)
             == 0
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     manifest = read_manifest(tmp_path / "1")
     assert len(manifest.split_shards("train")) > 2
-    assert all(shard.tokens <= 9000 for shard in manifest.shards)
+    assert all(shard.tokens <= 3000 for shard in manifest.shards)
 
 
 def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir):

@@ -1,0 +1,157 @@
+"""Recomputed activations change nothing: neither gradients nor FP8 state, bit for bit."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from model import te_reference as te
+from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+
+def make_layers():
+    torch.manual_seed(0)
+    return nn.ModuleList(
+        te.TransformerLayer(
+            32,
+            64,
+            2,
+            kv_channels=16,
+            hidden_dropout=0.1,  # random numbers have to be replayed, too
+            attention_dropout=0.0,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            fuse_qkv_params=True,
+            qkv_weight_interleaved=False,
+            attn_input_format="bshd",
+            params_dtype=torch.bfloat16,
+        )
+        for _ in range(2)
+    )
+
+
+def reentrant(layer, x, recipe, **kwargs):
+    return te.checkpoint(layer, x, use_reentrant=True, **kwargs)
+
+
+def not_reentrant(layer, x, recipe, **kwargs):
+    return te.checkpoint(layer, x, use_reentrant=False, **kwargs)
+
+
+def nested(layer, x, recipe, **kwargs):
+    return te.checkpoint(lambda y: te.checkpoint(layer, y, use_reentrant=False, **kwargs), x)
+
+
+def own_autocast(layer, x, recipe, **kwargs):
+    def function(y):
+        with te.autocast(recipe=recipe):
+            return layer(y, **kwargs)
+
+    return te.checkpoint(function, x)
+
+
+def plain(layer, x, recipe, **kwargs):
+    return layer(x, **kwargs)
+
+
+def train(run, recipe):
+    """Three steps of two micro-batches; everything that a step computes."""
+    layers, freqs = make_layers(), te.RotaryPositionEmbedding(16)(16)
+    torch.manual_seed(1)
+    results = []
+    for _ in range(3):
+        x = torch.randn(2, 16, 32).bfloat16().requires_grad_()
+        for micro_batch in range(2):
+            hidden = x
+            with nullcontext() if run is own_autocast else te.autocast(recipe=recipe):
+                for layer in layers:
+                    hidden = run(
+                        layer, hidden, recipe, rotary_pos_emb=freqs, is_first_microbatch=micro_batch == 0
+                    )
+            hidden.float().square().sum().backward()
+        results += [hidden.detach(), x.grad]
+        with torch.no_grad():
+            for parameter in layers.parameters():
+                results.append(parameter.grad)
+                parameter -= 1e-3 * parameter.grad
+                parameter.grad = None
+    for module in layers.modules():
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            if recipe.delayed() and direction in getattr(module, "fp8_meta", {}):
+                results += [module.fp8_meta[direction].scale, module.fp8_meta[direction].amax_history]
+    return results
+
+
+@pytest.mark.parametrize("run", [reentrant, not_reentrant, nested, own_autocast])
+def test_gradients_and_state_equal_those_without_recomputation(run):
+    recipe = DelayedScaling(amax_history_len=3)
+    expected, actual = train(plain, recipe), train(run, recipe)
+    assert len(expected) > 40
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()])
+def test_recipes_without_state(recipe):
+    for a, b in zip(train(reentrant, recipe), train(plain, recipe), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_recomputation_with_the_scales_of_today_would_differ():
+    """The property is not vacuous: torch's checkpoint recomputes with scales that have moved."""
+
+    def torchs(layer, x, recipe, **kwargs):
+        def function(y):
+            with te.autocast(recipe=recipe):
+                return layer(y, **kwargs)
+
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=True)
+
+    recipe = DelayedScaling(amax_history_len=3)
+    pairs = zip(train(torchs, recipe), train(plain, recipe), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_without_gradients_it_is_a_plain_call():
+    calls = []
+    with torch.no_grad():
+        assert te.checkpoint(lambda x: calls.append(1) or x + 1, torch.zeros(2)).tolist() == [1, 1]
+    assert calls == [1]
+
+
+def test_activations_are_not_kept():
+    layer = make_layers()[0]
+    x = torch.randn(2, 16, 32).bfloat16().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with te.autocast(recipe=DelayedScaling()):
+            out = te.checkpoint(layer, x)
+    assert len(kept) == 1 and kept[0].data_ptr() == x.data_ptr()
+    out.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_function_that_does_more_the_second_time_is_an_error():
+    modules = [te.Linear(32, 32, bias=False) for _ in range(2)]
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        for module in modules[: len(calls)]:
+            x = module(x)
+        return x
+
+    x = torch.randn(16, 32, requires_grad=True)
+    with te.autocast(recipe=DelayedScaling()):
+        out = te.checkpoint(function, x)
+    with pytest.raises(RuntimeError, match="more FP8 modules"):
+        out.sum().backward()
+    with te.autocast(recipe=DelayedScaling()):
+        assert modules[0](x).shape == x.shape, "the running state is as before"
+
+
+def test_unsupported_arguments_are_refused():
+    with pytest.raises(ValueError, match="distribute_saved_activations"):
+        te.checkpoint(lambda x: x, torch.zeros(1), distribute_saved_activations=True)

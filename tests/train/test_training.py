@@ -1,0 +1,324 @@
+"""Whole runs: real text, real DeepSpeed, real checkpoints, tiny models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model.build import load_config
+from train import train
+from train.arguments import ConfigurationError, TrainingArguments
+from train.checkpoint import CheckpointError
+from train.data_format import DataError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and prepared data, by the project's own tools, from the standard library's sources."""
+    folder = tmp_path_factory.mktemp("data")
+    source = [
+        "--input",
+        os.path.dirname(json.__file__),
+        os.path.dirname(subprocess.__file__) + "/argparse.py",
+    ]
+    tools = [
+        ["train_tokenizer.py", *source, "--vocab_size", "512", "--output", str(folder / "tokenizer")],
+        [
+            "prepare_data.py",
+            *source,
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--output",
+            str(folder / "text"),
+        ],
+    ]
+    tools[1] += ["--eval_fraction", "0.2"]
+    for tool in tools:
+        subprocess.run(
+            [sys.executable, str(ROOT / "train" / tool[0]), *tool[1:]], check=True, capture_output=True
+        )
+    return folder / "text"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """One process group for all runs of this module."""
+    saved = dict(os.environ)
+    train.init_distributed()
+    yield
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration that every recipe takes on every backend."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    config = load_config("tiny")
+    config.vocab_size, config.num_hidden_layers, config.intermediate_size = 512, 2, 256
+    path.write_text(json.dumps(config.to_dict()))
+    return path
+
+
+@pytest.fixture
+def settings(data: Path, small_model: Path, tmp_path: Path) -> dict:
+    return {
+        "model": {"config": str(small_model)},
+        "data": {"sources": {"text": str(data)}},
+        "precision": {},
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 6,
+        "max_seq_length": 64,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "max_eval_samples": 5,
+    }
+
+
+def run(settings: dict, **changes: object) -> Path:
+    """Train in this process, with a model and an engine of its own."""
+    merged = {**settings, **changes}
+    train.run_training(TrainingArguments.from_dict(merged).resolve(dist.get_world_size()))
+    return Path(merged["output_dir"])
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(output_dir: Path) -> list[tuple]:
+    """What must be equal, bit for bit, of two runs with the same numbers."""
+    return [
+        (m["step"], m["loss"], m["grad_norm"], m["learning_rate"], m.get("eval_loss"))
+        for m in metrics(output_dir)
+    ]
+
+
+PRECISIONS = {
+    "bf16": {"compute": "bf16"},
+    "delayed": {"recipe": "delayed", "amax_history_len": 4},
+    "current": {"recipe": "current"},
+    "block": {"recipe": "block"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_resume_is_bit_exact_on_the_gpu(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
+    check_resume(settings, tmp_path, variant, PRECISIONS[precision])
+
+
+@pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
+@pytest.mark.parametrize(
+    "variant,precision",
+    [("te_layer", "bf16"), ("te_layer", "delayed"), ("te_linear", "delayed"), ("te_layer", "current")]
+    + [("te_linear", "block"), ("hf", "bf16")],
+)
+def test_resume_is_bit_exact(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
+    check_resume(settings, tmp_path, variant, PRECISIONS[precision])
+
+
+def check_resume(settings: dict, tmp_path: Path, variant: str, precision: dict) -> None:
+    """n steps = k steps + resume, and the rest of what a run leaves."""
+    settings = {**settings, "precision": precision, "model": {**settings["model"], "variant": variant}}
+    whole = run(settings, save_steps=3)
+    losses = curve(whole)
+    assert [step for step, *_ in losses] == [1, 2, 3, 4, 5, 6]
+    assert losses[-1][1] < losses[0][1] - 0.3  # it learns
+
+    # as if it had been stopped after step 4, its last committed checkpoint being that of step 3
+    (whole / "checkpoints/step-00000006/manifest.json").unlink()
+    assert curve(run(settings, save_steps=3)) == losses
+    assert (whole / "checkpoints/step-00000006/manifest.json").exists()
+
+    # evaluating more often changes nothing in training
+    often = curve(run(settings, output_dir=str(tmp_path / "often"), eval_steps=2))
+    assert [entry[:4] for entry in often] == [entry[:4] for entry in losses]
+    check_export(whole, metrics(whole)[-1]["eval_loss"], settings)
+
+
+def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
+    """hf/ is a model that plain transformers loads, with the same evaluation loss and the tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(output_dir / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(output_dir / "hf")
+    assert tokenizer.decode(
+        tokenizer("def f(x):\n    return 1").input_ids, skip_special_tokens=True
+    ).endswith("return 1")
+    from train.dataset import open_stream
+
+    stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval")
+    ids, labels = stream.batch(0, 5)
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert float(loss) == pytest.approx(eval_loss, abs=1e-2)
+
+
+@pytest.mark.skipif(GPU, reason="needs a machine without CUDA: the launcher would start one process a GPU")
+def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
+    """The launcher, two ranks, ZeRO 1, FP8: as many samples as one rank, so nearly the same losses; and a resume."""
+    alone = curve(run(settings, gradient_accumulation_steps=None, train_batch_size_tokens=256))
+    config = tmp_path / "config.json"
+    settings.update(output_dir=str(tmp_path / "two"), train_batch_size_tokens=256, save_steps=4)
+    del settings["gradient_accumulation_steps"]
+    config.write_text(json.dumps(settings))
+
+    def launch(*arguments: str) -> subprocess.CompletedProcess:
+        port = str(20000 + os.getpid() % 20000)
+        command = [
+            "deepspeed",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            port,
+            str(ROOT / "train/train.py"),
+            str(config),
+        ]
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        return subprocess.run(command + list(arguments), capture_output=True, text=True, env=environment)
+
+    first = launch()
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in first.stdout
+    assert "torch SDPA: ranks [0, 1]" in first.stdout
+    two = curve(tmp_path / "two")
+    assert [entry[1] for entry in two] == pytest.approx([entry[1] for entry in alone], rel=5e-3)
+
+    (tmp_path / "two/checkpoints/step-00000006/manifest.json").unlink()
+    second = launch()
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert curve(tmp_path / "two") == two
+
+    other = launch("--learning_rate", "1e-3")
+    assert other.returncode != 0
+    assert "learning_rate: 0.005 -> 0.001" in other.stderr
+    assert (
+        other.stderr.count("is of a run that was configured differently") == 1
+    )  # told once, not by each rank
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_stages_train_alike(settings: dict, tmp_path: Path, stage: int) -> None:
+    """ZeRO 0, 2 and 3 follow ZeRO 1, resume bit-exactly and export."""
+    one = curve(run(settings, output_dir=str(tmp_path / "one")))
+    deepspeed = f"ds_config_zero{stage}.json"
+    output_dir = run(settings, deepspeed=deepspeed, save_steps=3)
+    losses = curve(output_dir)
+    # the stages accumulate and reduce gradients in another order and precision
+    assert [entry[1] for entry in losses] == pytest.approx([entry[1] for entry in one], rel=1e-3)
+    (output_dir / "checkpoints/step-00000006/manifest.json").unlink()
+    run(settings, deepspeed=deepspeed, save_steps=3)
+    assert curve(output_dir) == losses
+    check_export(output_dir, losses[-1][-1], settings)
+
+
+def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small_model: Path) -> None:
+    config = json.loads(small_model.read_text()) | {"tie_word_embeddings": True}
+    tied = tmp_path / "tied.json"
+    tied.write_text(json.dumps(config))
+    settings = {**settings, "model": {"config": str(tied)}}
+    plain = run(settings)
+    again = run(settings, output_dir=str(tmp_path / "again"), gradient_checkpointing=True)
+    assert curve(plain) == curve(again)
+    check_export(plain, metrics(plain)[-1]["eval_loss"], settings)
+
+
+def test_from_a_pretrained_folder(settings: dict, tmp_path: Path) -> None:
+    """init_from starts where the exported model stopped."""
+    first = run(settings)
+    model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
+    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6)
+    assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.3
+    assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
+
+
+def test_what_a_run_leaves(settings: dict) -> None:
+    output_dir = run(settings, save_steps=1, save_total_limit=2)
+    names = {p.name for p in output_dir.iterdir()}
+    assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "checkpoints", "hf", "loss.png"}
+    assert [p.name for p in sorted((output_dir / "checkpoints").glob("step-*"))] == [
+        "step-00000005",
+        "step-00000006",
+    ]
+    resolved = json.loads((output_dir / "train_config.json").read_text())
+    assert resolved["train_batch_size_tokens"] == 2 * 2 * 64
+    last = metrics(output_dir)[-1]
+    assert last["tokens"] == 6 * 256 and last["tokens_per_second"] > 0
+    assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
+
+
+def test_a_finished_run_has_nothing_to_train(settings: dict, capsys: pytest.CaptureFixture) -> None:
+    output_dir = run(settings)
+    before = curve(output_dir)
+    run(settings)
+    assert "this run has its 6 steps already; nothing to train" in capsys.readouterr().out
+    assert curve(output_dir) == before
+
+
+def test_starting_anew_keeps_what_was(settings: dict) -> None:
+    output_dir = run(settings)
+    run(settings, resume_from_checkpoint="never", max_steps=2)
+    assert [m["step"] for m in metrics(output_dir)] == [1, 2]
+    assert list(output_dir.glob("checkpoints.discarded-*/step-00000006/manifest.json"))
+    assert list(output_dir.glob("metrics.jsonl.discarded-*"))
+
+
+def test_resume_with_another_configuration_is_refused(settings: dict, data: Path, tmp_path: Path) -> None:
+    output_dir = run(settings)
+    with pytest.raises(CheckpointError, match=r"learning_rate: 0\.005 -> 0\.01(?s:.)*seed: 42 -> 7"):
+        run(settings, learning_rate=0.01, seed=7)
+    with pytest.raises(CheckpointError, match=r"precision\.recipe: \"delayed\" -> \"current\""):
+        run(settings, precision={"recipe": "current"})
+    other = tmp_path / "other"
+    source = ["--input", os.path.dirname(json.__file__), "--tokenizer", str(data / "tokenizer")]
+    tool = [sys.executable, str(ROOT / "train/prepare_data.py"), *source, "--output", str(other)]
+    subprocess.run([*tool, "--eval_fraction", "0.3"], check=True, capture_output=True)
+    with pytest.raises(CheckpointError, match="data.sources.text.shards_sha256"):
+        run(settings, data={"sources": {"text": str(other)}})
+    run(settings, logging_steps=3)  # what does not change the numbers may change
+    assert output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "changes,error,message",
+    [
+        (dict(data={"sources": {"x": "nowhere"}}), DataError, "nowhere"),
+        (dict(train_batch_size_tokens=100), ConfigurationError, "not divisible by"),
+        (dict(max_seq_length=4096), ValueError, "tokens, one sample needs 4097|max_position_embeddings 2048"),
+        (dict(model={"config": "nonsense"}), ValueError, "'nonsense' is neither a file"),
+        (dict(precision={"bf16_modules": ["layer.*"]}), ValueError, "matches no module"),
+        (dict(resume_from_checkpoint="nowhere/step-1"), CheckpointError, "nowhere/step-1 is not a folder"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(
+    settings: dict, changes: dict, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run({k: v for k, v in settings.items() if k != "gradient_accumulation_steps"}, **changes)
+    assert not Path(settings["output_dir"]).exists()
+
+
+def test_a_vocabulary_that_does_not_fit(settings: dict, tmp_path: Path, small_model: Path) -> None:
+    config = json.loads(small_model.read_text()) | {"vocab_size": 256}
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="has a vocabulary of 512, the model one of 256"):
+        run(settings, model={"config": str(path)})
