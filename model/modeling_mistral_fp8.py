@@ -29,7 +29,6 @@ class MistralAttention(nn.Module):
         te = precision.te
         self.index, self.head_dim = index, head_dim(config)
         self.apply_rotary_pos_emb = te.apply_rotary_pos_emb
-        self.fused_rope = te.name == "transformer_engine"
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = _linear(precision, config.hidden_size, queries)
         self.k_proj = _linear(precision, config.hidden_size, keys)
@@ -47,7 +46,7 @@ class MistralAttention(nn.Module):
         )
 
     def _rotate(self, x_BTND: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=self.fused_rope)
+        return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=True)
 
     def forward(
         self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, cache: KVCache | None

@@ -121,7 +121,8 @@ class FP8Report:
     def lines(self, recipe: str | None) -> list[str]:
         """The log's statement: one line for FP8, one a reason for what stays in high precision."""
         total = len(self.planned) + len(self.kept)
-        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8 ({recipe} scaling)"]
+        how = f" ({recipe} scaling)" if recipe else ""
+        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8{how}"]
         for reason in dict.fromkeys(self.kept.values()):
             names = [name for name, why in self.kept.items() if why == reason]
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")

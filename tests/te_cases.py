@@ -221,7 +221,7 @@ def sample(tensor: Tensor) -> np.ndarray:
 
 
 def fp8_tensors(te: SimpleNamespace, layer: nn.Module) -> dict[str, np.ndarray]:
-    """Scales and histories of delayed scaling, by "<module>.<direction>.<what>"."""
+    """Copies of the scales and histories of delayed scaling, by "<module>.<direction>.<what>"."""
     found = {}
     for name, module in layer.named_modules():
         if not isinstance(module, te.Linear | te.LayerNormLinear | te.LayerNormMLP):
@@ -230,7 +230,8 @@ def fp8_tensors(te: SimpleNamespace, layer: nn.Module) -> dict[str, np.ndarray]:
             state = module.fp8_meta.get(direction)
             if getattr(state, "scale", None) is not None:
                 for what in ("scale", "amax_history"):
-                    found[f"{name}.{direction}.{what}"] = getattr(state, what).detach().float().cpu().numpy()
+                    # modules update them in place, and numpy() of a CPU tensor shares its memory
+                    found[f"{name}.{direction}.{what}"] = getattr(state, what).detach().cpu().numpy().copy()
     return found
 
 

@@ -97,6 +97,10 @@ class TrainingArguments:
     adam_epsilon: float = option("AdamW's epsilon", 1e-8)
     max_grad_norm: float = option("gradients are clipped to this global norm; 0: no clipping", 1.0)
     seed: int = option("seed of initial weights and of the order of samples", 42)
+    full_determinism: bool = option(
+        "same numbers to the last bit in each run and after a resume, by deterministic kernels on the GPU too",
+        True,
+    )
 
     output_dir: str | None = option("folder of the run; null: output/<name of the config file>", None)
     logging_steps: int = option("steps between log lines", 10)

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import logging
 import os
 import platform
 import random
@@ -77,10 +78,19 @@ def init_distributed() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # DeepSpeed's notes on its own memory, and torch's on DeepSpeed's calls, drown what a user should read
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # torch's remarks on how DeepSpeed calls it drown what a user should read
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def make_deterministic() -> None:
+    """Kernels that give the same bits each time: cuBLAS with workspaces of its own, cuDNN's attention backward without
+    atomic additions (Transformer Engine follows torch's switch), and an error from what torch cannot make so."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # not needed for equal results, and it would fill every buffer that is allocated
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def run_training(args: TrainingArguments) -> None:
@@ -88,6 +98,8 @@ def run_training(args: TrainingArguments) -> None:
     random.seed(args.seed + rank)
     np.random.seed(args.seed + rank)
     torch.manual_seed(args.seed + rank)
+    if args.full_determinism:
+        make_deterministic()
 
     # model
     te_backend.choose_attention_backend(args.model.attention_backend)
@@ -157,10 +169,14 @@ def run_training(args: TrainingArguments) -> None:
     report_attention_of_all_ranks(precision, metrics)
 
     # engine
-    engine, *_ = deepspeed.initialize(model=model, optimizer=build_optimizer(model, args), config=ds_config)
-    undo_initial_step(engine)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own memory readings, unasked
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, args), config=ds_config
+        )
+        undo_initial_step(engine)
+        if resume_from is not None:
+            checkpoint.load(engine, resume_from, precision)
     if resume_from is not None:
-        checkpoint.load(engine, resume_from, precision)
         metrics.message(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
     else:
         metrics.message(

@@ -4,24 +4,21 @@ GPU.
 Written from what Transformer Engine 2.20.2 does on a Hopper GPU; tests/model/test_te_recorded.py compares it
 with tensors recorded there. It is for development, tests and checking numbers, not for speed.
 
-Everything quantized is computed in float32 from exact FP8 values, so a result differs from the GPU's only by
-the order of float32 sums. FP8 attention, biases, LayerNorm, other activations, tensor parallelism and MXFP8
-or NVFP4 recipes are
-not here: asking for them raises an error.
+FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU: single values of a layer's output round
+differently, and where FP8 rounds them again, its steps enlarge that. Inside `tensor_core.emulated()` they
+accumulate as the GPU does, and whole layers, with their gradients and FP8 state, equal the GPU's bit for bit but
+for a rare rounding; that takes many times the work. FP8 attention, biases, LayerNorm, other activations, tensor
+parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an error.
 """
 
-from model.te_reference import recipe
-from model.te_reference.attention import (
-    DotProductAttention,
-    MultiheadAttention,
-    RotaryPositionEmbedding,
-    apply_rotary_pos_emb,
-)
+from model.te_reference import recipe, tensor_core
+from model.te_reference.attention import DotProductAttention, MultiheadAttention
 from model.te_reference.layernorm_linear import LayerNormLinear
 from model.te_reference.layernorm_mlp import LayerNormMLP
 from model.te_reference.linear import Linear
 from model.te_reference.norm import RMSNorm
 from model.te_reference.recompute import checkpoint
+from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.state import autocast
 from model.te_reference.transformer import TransformerLayer
 
@@ -41,4 +38,5 @@ __all__ = [
     "autocast",
     "checkpoint",
     "recipe",
+    "tensor_core",
 ]

@@ -1,4 +1,4 @@
-"""Rotary positions, scaled dot-product attention and the attention block of TransformerLayer.
+"""Scaled dot-product attention and the attention block of TransformerLayer.
 
 Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H hidden.
 """
@@ -13,83 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.te_reference.base import check_arguments
+from model.te_reference.cudnn_attention import attention as cudnn_attention
 from model.te_reference.layernorm_linear import LayerNormLinear
 from model.te_reference.linear import Linear
+from model.te_reference.rotary import apply_rotary_pos_emb
+from model.te_reference.tensor_core import emulating
 
 CAUSAL = ("causal", "causal_bottom_right")
 """Mask types: the diagonal starts at the top left, or ends at the bottom right; the same for equal lengths.
 
 """
-
-
-class RotaryPositionEmbedding(nn.Module):
-    """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864), first half of the channels
-    with second.
-
-    dim: channels to rotate. rotary_base: the base of the geometric sequence of frequencies.
-    """
-
-    inv_freq: Tensor
-
-    def __init__(self, dim: int, rotary_base: float = 10000.0, **others: Any):
-        super().__init__()
-        check_arguments(
-            "RotaryPositionEmbedding",
-            others,
-            {
-                "rotary_percent": (1.0,),
-                "seq_len_interpolation_factor": (None,),
-                "pretrained_max_position_embeddings": (None,),
-                "interleaved": (False,),
-            },
-        )
-        self.rotary_base = rotary_base
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
-
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """float32 [max_seq_len, 1, 1, dim]: angles of the positions from `offset` on."""
-        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
-        angles = torch.outer(positions, self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
-
-
-def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
-    fused: bool = False,
-) -> Tensor:
-    """Rotate t, [B, S, N, D] ("bshd") or [S, B, N, D] ("sbhd"), by freqs [>= S, 1, 1, <= D].
-
-    start_positions: int [B], the position of each sequence's first token (default 0). fused: compute in
-    float32 and round once, as the fused kernel does; otherwise cos and sin are rounded to t's dtype first, as
-    in transformers.
-    Raises ValueError: interleaved=True, another format, or freqs too short.
-    """
-    if interleaved or tensor_format not in ("bshd", "sbhd"):
-        raise ValueError(
-            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, interleaved={interleaved}): the CPU "
-            "reference supports 'bshd' and 'sbhd', not interleaved."
-        )
-    length = t.shape[1] if tensor_format == "bshd" else t.shape[0]
-    last = length + (0 if start_positions is None else int(start_positions.max()))
-    if last > freqs.shape[0]:
-        raise ValueError(f"rotary frequencies for {freqs.shape[0]} positions, but {last} are needed.")
-    if start_positions is None:
-        freqs = freqs[:length]
-    else:
-        freqs = torch.cat([freqs[start : start + length] for start in start_positions.tolist()], dim=1)
-    if tensor_format == "bshd":
-        freqs = freqs.transpose(0, 1)
-    compute_dtype = torch.float32 if fused else t.dtype
-    cos, sin = freqs.cos().to(compute_dtype), freqs.sin().to(compute_dtype)
-    rotated, passed = t[..., : freqs.shape[-1]].to(compute_dtype), t[..., freqs.shape[-1] :]
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = (rotated * cos + torch.cat((-second, first), dim=-1) * sin).to(t.dtype)
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
 def causal_mask(queries: int, keys: int, window: int, mask_type: str, device: torch.device) -> Tensor:
@@ -107,7 +40,8 @@ class DotProductAttention(nn.Module):
     """te.DotProductAttention for causal attention with grouped queries and a sliding window; never in FP8.
 
     window_size: (left, 0), a query sees itself and `left` keys before it; None and (-1, 0): all of them. A
-    Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" or "sbhd".
+    Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" or "sbhd". Inside
+    `tensor_core.emulated()` it rounds where cuDNN's bfloat16 kernels do (cudnn_attention.py).
     """
 
     def __init__(
@@ -194,20 +128,20 @@ class DotProductAttention(nn.Module):
         window = self.window if window_size is None else self._window(window_size)
         to_heads_first = (0, 2, 1, 3) if self.qkv_format == "bshd" else (1, 2, 0, 3)
         q, k, v = (t.permute(to_heads_first) for t in (query_layer, key_layer, value_layer))
-        queries, keys = q.shape[2], k.shape[2]
-        plain = window < 0 or window >= keys - 1
-        plain = plain and (queries == keys or mask_type == "causal")
-        mask = None if plain else causal_mask(queries, keys, window, mask_type, q.device)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=plain,
-            scale=self.softmax_scale,
-            enable_gqa=self.num_gqa_groups != self.num_attention_heads,
-        )
+        visible = causal_mask(q.shape[2], k.shape[2], window, mask_type, q.device)
+        dropout = self.attention_dropout if self.training else 0.0
+        if emulating() and q.dtype in (torch.bfloat16, torch.float16) and not dropout:
+            out = cudnn_attention(q, k, v, visible, self.softmax_scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=visible,
+                dropout_p=dropout,
+                scale=self.softmax_scale,
+                enable_gqa=self.num_gqa_groups != self.num_attention_heads,
+            )
         back = (0, 2, 1, 3) if self.qkv_format == "bshd" else (2, 0, 1, 3)
         return out.permute(back).flatten(2)
 

@@ -129,6 +129,16 @@ class FP8Call:
             block_dim = recipe.grad_block_scaling_dim
         return Quantizer(self.backward_state, column, qparams, block_dim)
 
+    def accumulates_fast(self, gemm: str) -> bool:
+        """Whether the recipe has use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
+
+        Transformer Engine's default for a recipe without such a field, DelayedScaling, is that of
+        Float8CurrentScaling.
+        """
+        recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
+        params = getattr(recipe, name, getattr(Float8CurrentScaling, name))
+        return not params.use_split_accumulator
+
 
 class FP8Module(nn.Module):
     """Base of the modules with GEMMs.

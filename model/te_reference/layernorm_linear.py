@@ -55,7 +55,7 @@ class _LayerNormLinearFP8(torch.autograd.Function):
         y_fp8 = call.quantizer(INPUT).fused(y, inp.dtype, columnwise=ctx.needs_input_grad[2])
         ctx.save_for_backward(inp, norm_weight, inverse_rms, *saved_input(y_fp8), *saved_weight(weight_fp8))
         ctx.call, ctx.dtype, ctx.weight_dtype = call, dtype, weight.dtype
-        return forward_gemm(y_fp8, weight_fp8, dtype)
+        return forward_gemm(call, y_fp8, weight_fp8, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -65,10 +65,10 @@ class _LayerNormLinearFP8(torch.autograd.Function):
         grad = ctx.call.grad_quantizer(GRAD_OUTPUT)(grad_output, rowwise=needs_norm, columnwise=needs_weight)
         grad_input = grad_norm = grad_weight = None
         if needs_norm:
-            grad_y = input_gradient_gemm(grad, (weight, weight_scale_inv), ctx.dtype)
+            grad_y = input_gradient_gemm(ctx.call, grad, (weight, weight_scale_inv), ctx.dtype)
             grad_input, grad_norm = rms_norm_backward(grad_y, inp, norm_weight, inverse_rms)
         if needs_weight:
-            grad_weight = weight_gradient_gemm(grad, (y, y_scale_inv), ctx.weight_dtype)
+            grad_weight = weight_gradient_gemm(ctx.call, grad, (y, y_scale_inv), ctx.weight_dtype)
         if ctx.call.moves_backward_scales:
             update_scales(forward=False)
         return grad_input, grad_norm, grad_weight, None, None, None, None

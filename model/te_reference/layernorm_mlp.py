@@ -88,7 +88,7 @@ class _LayerNormMLPFP8(torch.autograd.Function):
         fc1_fp8, fc2_fp8 = weights_fp8
         y, inverse_rms = rms_norm_forward(inp, norm_weight, eps)
         y_fp8 = call.quantizer(INPUT).fused(y, inp.dtype, columnwise=ctx.needs_input_grad[2])
-        fc1_out = forward_gemm(y_fp8, fc1_fp8, dtype)
+        fc1_out = forward_gemm(call, y_fp8, fc1_fp8, dtype)
         activation = swiglu_forward(fc1_out)
         activation_fp8 = call.quantizer(FC2 + INPUT).fused(
             activation, dtype, columnwise=ctx.needs_input_grad[3], amax_before_rounding=True
@@ -105,7 +105,7 @@ class _LayerNormMLPFP8(torch.autograd.Function):
         )
         ctx.call, ctx.dtype = call, dtype
         ctx.weight_dtypes = fc1_weight.dtype, fc2_weight.dtype
-        return forward_gemm(activation_fp8, fc2_fp8, dtype)
+        return forward_gemm(call, activation_fp8, fc2_fp8, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -116,17 +116,17 @@ class _LayerNormMLPFP8(torch.autograd.Function):
         grad_input = grad_norm = grad_fc1 = grad_fc2 = None
         grad = ctx.call.grad_quantizer(GRAD_FC2 + GRAD_OUTPUT)(grad_output, columnwise=needs_fc2)
         if needs_fc2:
-            grad_fc2 = weight_gradient_gemm(grad, activation, ctx.weight_dtypes[1])
+            grad_fc2 = weight_gradient_gemm(ctx.call, grad, activation, ctx.weight_dtypes[1])
         if needs_norm or needs_fc1:
-            grad_activation = input_gradient_gemm(grad, fc2, ctx.dtype)
+            grad_activation = input_gradient_gemm(ctx.call, grad, fc2, ctx.dtype)
             grad_fc1_out = swiglu_backward(grad_activation, fc1_out)
             grad = ctx.call.grad_quantizer(GRAD_OUTPUT)(
                 grad_fc1_out, rowwise=needs_norm, columnwise=needs_fc1
             )
         if needs_fc1:
-            grad_fc1 = weight_gradient_gemm(grad, y, ctx.weight_dtypes[0])
+            grad_fc1 = weight_gradient_gemm(ctx.call, grad, y, ctx.weight_dtypes[0])
         if needs_norm:
-            grad_y = input_gradient_gemm(grad, fc1, ctx.dtype)
+            grad_y = input_gradient_gemm(ctx.call, grad, fc1, ctx.dtype)
             grad_input, grad_norm = rms_norm_backward(grad_y, inp, norm_weight, inverse_rms)
         if ctx.call.moves_backward_scales:
             update_scales(forward=False)

@@ -28,19 +28,22 @@ Operand = Sequence[Tensor | None]
 """FP8 data and its inverse scales; None where no GEMM is going to use them."""
 
 
-def forward_gemm(x: QuantizedMatrix, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+def forward_gemm(call: FP8Call, x: QuantizedMatrix, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """[M, K] x [N, K] -> [M, N]."""
-    return fp8_matmul((x.rows, x.rows_scale_inv), (weight.rows, weight.rows_scale_inv), dtype, layout="nt")
+    left, right = (x.rows, x.rows_scale_inv), (weight.rows, weight.rows_scale_inv)
+    return fp8_matmul(left, right, dtype, layout="nt", fast=call.accumulates_fast("fprop"))
 
 
-def input_gradient_gemm(grad: QuantizedMatrix, weight: Operand, dtype: torch.dtype) -> Tensor:
+def input_gradient_gemm(call: FP8Call, grad: QuantizedMatrix, weight: Operand, dtype: torch.dtype) -> Tensor:
     """[M, N] x [N, K] -> [M, K]; `weight` as `saved_weight` gives it."""
-    return fp8_matmul((grad.rows, grad.rows_scale_inv), weight, dtype, layout="nn")
+    left = grad.rows, grad.rows_scale_inv
+    return fp8_matmul(left, weight, dtype, layout="nn", fast=call.accumulates_fast("dgrad"))
 
 
-def weight_gradient_gemm(grad: QuantizedMatrix, x: Operand, dtype: torch.dtype) -> Tensor:
+def weight_gradient_gemm(call: FP8Call, grad: QuantizedMatrix, x: Operand, dtype: torch.dtype) -> Tensor:
     """[M, N] x [M, K] -> [N, K]; `x` as `saved_input` gives it."""
-    return fp8_matmul((grad.columns, grad.columns_scale_inv), x, dtype, layout="tn")
+    left = grad.columns, grad.columns_scale_inv
+    return fp8_matmul(left, x, dtype, layout="tn", fast=call.accumulates_fast("wgrad"))
 
 
 def saved_input(x: QuantizedMatrix) -> Operand:
@@ -64,7 +67,7 @@ class _LinearFP8(torch.autograd.Function):
         x = call.quantizer(INPUT)(inp, columnwise=needs_weight_gradient)
         ctx.save_for_backward(*saved_input(x), *saved_weight(weight_fp8))
         ctx.call, ctx.dtypes = call, (inp.dtype, weight.dtype)
-        return forward_gemm(x, weight_fp8, dtype)
+        return forward_gemm(call, x, weight_fp8, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -73,9 +76,11 @@ class _LinearFP8(torch.autograd.Function):
         *x, weight, weight_scale_inv = ctx.saved_tensors
         grad = ctx.call.grad_quantizer(GRAD_OUTPUT)(grad_output, rowwise=needs_input, columnwise=needs_weight)
         grad_input = (
-            input_gradient_gemm(grad, (weight, weight_scale_inv), input_dtype) if needs_input else None
+            input_gradient_gemm(ctx.call, grad, (weight, weight_scale_inv), input_dtype)
+            if needs_input
+            else None
         )
-        grad_weight = weight_gradient_gemm(grad, x, weight_dtype) if needs_weight else None
+        grad_weight = weight_gradient_gemm(ctx.call, grad, x, weight_dtype) if needs_weight else None
         if ctx.call.moves_backward_scales:
             update_scales(forward=False)
         return grad_input, grad_weight, None, None, None

@@ -1,9 +1,9 @@
 """FP8 quantization as the kernels of Transformer Engine 2.20.2 do it, in float32 operations on any device.
 
 An FP8 tensor is `q = cast(clamp(x * scale))`; its values stand for `q * scale_inv` with `scale_inv = 1 /
-scale`. Casts round to nearest even and saturate at the largest finite value of the format (448 for e4m3,
-57344 for e5m2), for infinities too; NaN stays NaN. An amax, the largest magnitude of a tensor or tile, passes
-over NaN.
+scale`. Casts round to nearest even and saturate at the largest finite value of the format (448 for e4m3, 57344
+for e5m2), for infinities too; NaN becomes the byte 0x7F. An amax, the largest magnitude of a tensor or tile,
+passes over NaN.
 
 What Transformer Engine calls "columnwise" data is quantized in tiles that run down the columns; it is kept
 here in the orientation of its source, not transposed.
@@ -16,16 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.te_reference import tensor_core
+
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+NAN_BYTE = 0x7F
+"""The NaN that the hardware's casts write, in both formats."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 BLOCK = 128
 """Side of a tile in block scaling."""
 
 
 def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """cast(clamp(x * scale)) in float32 -> FP8; torch's own cast to e5m2 gives inf where the hardware saturates."""
+    """cast(clamp(x * scale)) in float32 -> FP8, every NaN as the byte 0x7F.
+
+    torch's own cast to e5m2 gives inf where the hardware saturates, and keeps the sign of a NaN, which the
+    hardware drops.
+    """
     limit = FP8_MAX[dtype]
-    return (x.float() * scale).clamp_(-limit, limit).to(dtype)
+    scaled = x.float() * scale
+    data = scaled.clamp(-limit, limit).to(dtype)
+    data.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_BYTE)
+    return data
 
 
 def amax(x: Tensor) -> Tensor:
@@ -191,19 +202,29 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
 
 
 def fp8_matmul(
-    left: Sequence[Tensor | None], right: Sequence[Tensor | None], out_dtype: torch.dtype, *, layout: str
+    left: Sequence[Tensor | None],
+    right: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    *,
+    layout: str,
+    fast: bool = False,
 ) -> Tensor:
     """Product of two FP8 matrices (data, inverse scales), accumulated in float32, rounded once to
     `out_dtype`.
 
     layout: "nt" left @ right.T (forward), "nn" left @ right (gradient of the input), "tn" left.T @ right
     (gradient of the weight). FP8 products are exact in float32. Per-tensor scales multiply the result; tile
-    scales multiply the operands, as they change along the contraction.
+    scales multiply the operands, as they change along the contraction. Inside tensor_core.emulated() the sums
+    are the GPU's, where `fast` means without use_split_accumulator; float32 sums have no such difference.
     """
     (a, a_scale_inv), (b, b_scale_inv) = left, right
     assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
-    per_tensor = a_scale_inv.dim() == 0
-    x = a.float() if per_tensor else dequantize(a, a_scale_inv)
-    y = b.float() if per_tensor else dequantize(b, b_scale_inv)
-    out = (x.t() if layout == "tn" else x) @ (y.t() if layout == "nt" else y)
-    return out.mul_(a_scale_inv * b_scale_inv).to(out_dtype) if per_tensor else out.to(out_dtype)
+    if layout == "tn":
+        a, a_scale_inv = a.t(), a_scale_inv.t()
+    if layout != "nt":
+        b, b_scale_inv = b.t(), b_scale_inv.t()
+    if tensor_core.emulating():
+        return tensor_core.matmul(a, a_scale_inv, b, b_scale_inv, fast=fast).to(out_dtype)
+    if a_scale_inv.dim() == 0:
+        return (a.float() @ b.float().t()).mul_(a_scale_inv * b_scale_inv).to(out_dtype)
+    return (dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()).to(out_dtype)

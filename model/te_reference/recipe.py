@@ -37,7 +37,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options. The reference always accumulates in float32, so it ignores them."""
+    """Matrix multiplication options, which matter inside tensor_core.emulated() only."""
 
     use_split_accumulator: bool = True
 

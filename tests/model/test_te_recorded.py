@@ -1,8 +1,8 @@
 """The CPU reference against tensors that Transformer Engine computed on an H200.
 
-tests/record_te_tensors.py makes the file. Quantization and scale updates must agree bit for bit. The layers
-differ by the order and precision of sums, which moves single roundings. They are compared within tolerances below
-the distance to a layer without FP8, which is 4 to 12 percent.
+tests/record_te_tensors.py makes the file. Quantization and scale updates must agree bit for bit. Layers are run
+with the sums of the GPU's tensor cores and are equal but for a rare rounding: what is left is the last bit of
+float32 sums and functions, and a value that it moves to another bfloat16 changes what follows by steps of FP8.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from model import te_backend
+from model.te_reference import tensor_core
 from model.te_reference.quantize import (
     FP8_MAX,
     amax,
@@ -30,10 +31,12 @@ from tests import te_cases as cases
 RECORDED = Path(__file__).parents[1] / "data" / "te_2_20_2_h200.npz"
 RECIPES = ("delayed", "delayed_e4m3", "current", "current_power_2", "block", "block_float32")
 CASES = list(cases.quantization_cases())
-TOLERANCE, STATE_TOLERANCE = 1e-2, 2.5e-2
-"""Relative to the norm of a sample; relative for each scale and amax, which hang on one element."""
-LAYER_TOLERANCE, LAYER_STATE_TOLERANCE = 2.5e-2, 6e-2
-"""The same with attention: its bfloat16 kernels differ by 2e-3, which flips FP8 roundings after it."""
+TOLERANCE = 1e-2
+"""Relative to the norm of a sample of an output or gradient; relative for each scale and amax."""
+EQUAL = 0.9
+"""Part of all elements of a layer's samples that must be equal bit for bit; here all or all but four are."""
+FLOAT32_TOLERANCE = {"Linear": 5e-3, "LayerNormLinear": 5e-3, "LayerNormMLP": 2e-2}
+"""The same as TOLERANCE where sums are float32: a module with two GEMMs rounds to FP8 what the first one gave."""
 
 
 @pytest.fixture(scope="module")
@@ -111,34 +114,54 @@ def test_scale_updates_are_equal(recorded: dict[str, np.ndarray], options: dict[
 
 
 def compare(
-    actual: dict[str, np.ndarray], recorded: dict[str, np.ndarray], prefix: str, attention: bool
+    actual: dict[str, np.ndarray],
+    recorded: dict[str, np.ndarray],
+    prefix: str,
+    *,
+    tolerance: float = TOLERANCE,
+    equal: float = EQUAL,
 ) -> None:
-    """Same names under `prefix`, the same values within the tolerances."""
-    tolerance = LAYER_TOLERANCE if attention else TOLERANCE
-    state_tolerance = LAYER_STATE_TOLERANCE if attention else STATE_TOLERANCE
+    """Same names under `prefix`, the same values within the tolerance, and that part of them bit for bit."""
     assert {name for name in recorded if name.startswith(prefix)} == {prefix + name for name in actual}
+    same = []
     for name, array in actual.items():
         expected = recorded[prefix + name]
         if "scaling_" in name:
-            np.testing.assert_allclose(array, expected, rtol=state_tolerance, err_msg=name)
+            np.testing.assert_allclose(array, expected, rtol=tolerance, err_msg=name)
         else:
             error = np.linalg.norm(array - expected) / np.linalg.norm(expected)
             assert error < tolerance, f"{name}: relative error {error}"
+        same.append((array == expected).ravel())
+    assert np.concatenate(same).mean() >= equal
 
 
 @pytest.mark.parametrize("kind", cases.LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_agree(recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str) -> None:
     chosen = cases.recipes(te)[recipe]
+    with tensor_core.emulated():
+        actual = cases.run_layer(te, kind, chosen, "cpu", steps=3 if chosen.delayed() else 1)
+    compare(actual, recorded, f"layer/{recipe}/{kind}/")
+
+
+@pytest.mark.parametrize("kind", FLOAT32_TOLERANCE)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modules_with_float32_sums_stay_close(
+    recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str
+) -> None:
+    chosen = cases.recipes(te)[recipe]
     actual = cases.run_layer(te, kind, chosen, "cpu", steps=3 if chosen.delayed() else 1)
-    compare(actual, recorded, f"layer/{recipe}/{kind}/", attention=kind == "TransformerLayer")
+    compare(actual, recorded, f"layer/{recipe}/{kind}/", tolerance=FLOAT32_TOLERANCE[kind], equal=0.6)
 
 
 def test_recomputation_agrees(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
     recipe = cases.recipes(te)["delayed"]
-    actual = cases.run_layer(te, "TransformerLayer", recipe, "cpu", recompute=True)
-    compare(actual, recorded, "recompute/", attention=True)
+    with tensor_core.emulated():
+        actual = cases.run_layer(te, "TransformerLayer", recipe, "cpu", recompute=True)
+    compare(actual, recorded, "recompute/")
 
 
 def test_the_state_moves_at_the_same_moments(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
-    compare(cases.run_sequence(te, "cpu"), recorded, "sequence/", attention=False)
+    with tensor_core.emulated():
+        actual = cases.run_sequence(te, "cpu")
+    compare(actual, recorded, "sequence/")

@@ -46,6 +46,44 @@ def test_later_queries_align_at_the_bottom_right():
     torch.testing.assert_close(tail, attention(q, k, v)[:, -3:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_sixteen_bit_attention_and_its_gradients(groups, dtype):
+    attention = te.DotProductAttention(4, 8, num_gqa_groups=groups, qkv_format="bshd", window_size=(5, 0))
+    inputs = [torch.randn(2, 24, heads, 8).to(dtype).requires_grad_() for heads in (4, groups, groups)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    grad = torch.randn(2, 24, 32).to(dtype)
+    out, expected = attention(*inputs), dense_attention(*exact, 5)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert out.dtype == dtype
+    rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    pairs = [(out, expected), *((t.grad, e.grad) for t, e in zip(inputs, exact, strict=True))]
+    for actual, right in pairs:
+        assert (actual.double() - right).norm() < 1.5 * rounding * right.norm()
+
+
+def test_attention_rounds_the_exponentials_before_it_divides_by_their_sum():
+    """64 sequences of two tokens: the second sees scores s < 0 and 0 with values 1 and 0, exp(s) / (1 + exp(s))."""
+    scores = -torch.linspace(0.1, 3, 64).bfloat16()
+    q, k, v = torch.zeros(3, 64, 2, 1, 16, dtype=torch.bfloat16)
+    q[:, 1, 0, 0], k[:, 0, 0, 0], v[:, 0, 0, 0] = 4.0, scores, 1.0
+    out = te.DotProductAttention(1, 16, qkv_format="bshd")(q, k, v)[:, 1, 0]
+    exponentials = scores.float().exp()
+    total = 1 + exponentials
+    assert torch.equal(out, (exponentials.bfloat16() / total).bfloat16())
+    assert not torch.equal(out, (exponentials / total).bfloat16())
+
+
+def test_a_query_without_keys_gives_zeros():
+    q, k = (torch.randn(1, length, 1, 8).bfloat16().requires_grad_() for length in (6, 4))
+    attention = te.DotProductAttention(1, 8, qkv_format="bshd", attn_mask_type="causal_bottom_right")
+    out = attention(q, k, k)
+    out.sum().backward()
+    assert torch.equal(out[:, :2], torch.zeros(1, 2, 8)) and out[:, 2:].any()
+    assert torch.equal(q.grad[:, :2], torch.zeros(1, 2, 1, 8)) and q.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("window", [(-2, 0), (3, 1), (3, -1)])
 def test_windows_that_are_not_causal_are_refused(window):
     with pytest.raises(ValueError, match="window_size"):
@@ -94,6 +132,16 @@ def test_start_positions_shift_each_sequence():
         torch.testing.assert_close(out[row : row + 1], expected)
     with pytest.raises(ValueError, match="17 are needed"):
         te.apply_rotary_pos_emb(t, freqs, tensor_format="bshd", start_positions=torch.tensor([0, 13]))
+
+
+def test_the_fused_rotation_has_the_gradient_of_the_other():
+    freqs, t = te.RotaryPositionEmbedding(8)(6), torch.randn(2, 6, 3, 12)
+    grads = []
+    for fused in (False, True):
+        x = t.clone().requires_grad_()
+        (te.apply_rotary_pos_emb(x, freqs, tensor_format="bshd", fused=fused) * t.cos()).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
 
 
 def test_fused_rotation_of_bfloat16_rounds_once():

@@ -67,9 +67,12 @@ def test_cast_rounds_to_nearest_even_and_saturates(dtype):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_nan_stays_nan_and_zero_keeps_its_sign(dtype):
-    x = torch.tensor([NAN, 0.0, -0.0])
-    assert as_bytes(quantize_per_tensor(x, torch.tensor(3.0), dtype).rows).tolist() == [0x7F, 0x00, 0x80]
+def test_nan_loses_its_sign_and_zero_keeps_it(dtype):
+    x = torch.tensor([NAN, -NAN, 0.0, -0.0]).copysign(torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    expected = [0x7F, 0x7F, 0x00, 0x80]
+    assert as_bytes(quantize_per_tensor(x, torch.tensor(3.0), dtype).rows).tolist() == expected
+    rows, _ = quantize_blocks(x[None], (1, 128), dtype)
+    assert as_bytes(rows).tolist() == [expected]
 
 
 def test_per_tensor_multiplies_in_float32_and_returns_the_inverse_scale():

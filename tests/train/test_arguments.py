@@ -198,7 +198,7 @@ def test_broken_json_is_located(text, words, tmp_path):
 
 def test_bare_names_are_looked_up_here_first_then_in_train_args(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_arguments(["train_config_tiny.json"]).max_steps == 300
+    assert load_arguments(["train_config_tiny.json"]).max_steps == 250
     assert load_arguments(["train_config_tiny"]).output_dir == "output/train_config_tiny"
     write(tmp_path, MINIMAL, "train_config_tiny.json")
     assert load_arguments(["train_config_tiny.json"]).max_steps == 100

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.build import load_config
+from model.proof import ProofError
 from train import train
 from train.arguments import ConfigurationError, TrainingArguments
 from train.checkpoint import CheckpointError
@@ -133,6 +134,23 @@ def test_resume_is_bit_exact_on_the_gpu(settings: dict, tmp_path: Path, variant:
 )
 def test_resume_is_bit_exact(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
     check_resume(settings, tmp_path, variant, PRECISIONS[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute,attention", [("fp16", "auto"), ("fp32", "unfused")])
+def test_fp16_and_fp32_train_on_the_gpu(settings: dict, compute: str, attention: str) -> None:
+    """fp16 with DeepSpeed's loss scaling; no fused attention takes float32, so it must be asked for by name."""
+    settings["model"]["attention_backend"] = attention
+    settings["precision"] = {"compute": compute}
+    losses = [m["loss"] for m in metrics(run(settings))]
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.gpu
+def test_an_unfused_attention_is_an_error_unless_asked_for(settings: dict) -> None:
+    settings["precision"] = {"compute": "fp32"}
+    with pytest.raises(ProofError, match="chose its unfused attention"):
+        run(settings)
 
 
 def check_resume(settings: dict, tmp_path: Path, variant: str, precision: dict) -> None:

@@ -1,0 +1,114 @@
+"""The sums of a Hopper GPU's FP8 tensor cores, bit for bit.
+
+An FP8 GEMM on Hopper does not accumulate in float32. A tensor core adds STEP products and the running sum at
+once: all are aligned to the largest exponent among them and cut off (towards zero) after FRACTION_BITS bits below
+it, and so is their sum. That is 2**-13 of the largest term, about a 30th of a bfloat16 rounding, so one in 30
+outputs rounds to another bfloat16 than a float32 sum does; where it is quantized again that may be another FP8
+value, a step of 6 to 25 percent. With `use_split_accumulator` the sum moves to a float32 register every PROMOTION
+products; tile scales are applied there too. The model of one such addition is that of
+https://arxiv.org/abs/2511.10909 (MMA-Sim); tests/model/test_te_recorded.py checks the whole against an H200.
+
+It costs tens of operations a product, so modules accumulate in float32 unless they run inside `emulated()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+STEP = 32
+"""Products that one instruction adds."""
+PROMOTION = 128
+"""Products between two additions in float32; also the tiles of block scaling."""
+FRACTION_BITS = 13
+SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
+"""Exponent of the subnormal numbers, which are not normalized before they are aligned."""
+CHUNK = 2**21
+"""Products held in memory at once."""
+
+_emulating = False
+
+
+@contextmanager
+def emulated() -> Iterator[None]:
+    """Context in which the FP8 modules, forward and backward, accumulate as the tensor cores do, and the attention
+    rounds where cuDNN's does."""
+    global _emulating
+    outer, _emulating = _emulating, True
+    try:
+        yield
+    finally:
+        _emulating = outer
+
+
+def emulating() -> bool:
+    return _emulating
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """2**exponent of float32 numbers, 0 for 0."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _magnitudes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """2**exponent of FP8 numbers given in float32, 0 for 0."""
+    power = _power_of_two(x)
+    return torch.where(power > 0, power.clamp(min=2.0 ** SMALLEST_EXPONENT[dtype]), power)
+
+
+def _add_products(products: Tensor, largest: Tensor, running: Tensor) -> Tensor:
+    """One instruction: products [M, N, <= STEP] with the largest of their powers of two [M, N], plus a running sum."""
+    largest = torch.maximum(largest, _power_of_two(running)).clamp_(min=2.0**-90)
+    unit = largest * 2.0**-FRACTION_BITS
+    in_units = unit.reciprocal()
+    total = (products * in_units[..., None]).trunc_().sum(-1).add_((running * in_units).trunc_())
+    # float32 has 23 bits of fraction: whole units of at most 2**20, so that the sum above is exact
+    total = (total.view(torch.int32) & -(1 << (23 - FRACTION_BITS))).view(torch.float32)
+    return total * unit
+
+
+def _accumulate(a: Tensor, b: Tensor, powers_a: Tensor, powers_b: Tensor) -> Tensor:
+    """float32 [M, K] x [N, K] of FP8 values and their powers of two -> [M, N], all in one accumulator."""
+    running = a.new_zeros(a.shape[0], b.shape[0])
+    for k in range(0, a.shape[1], STEP):
+        part = slice(k, k + STEP)
+        largest = (powers_a[:, None, part] * powers_b[None, :, part]).amax(-1)
+        running = _add_products(a[:, None, part] * b[None, :, part], largest, running)
+    return running
+
+
+def _rows_of_scales(scale_inv: Tensor, rows: int, tile: int) -> Tensor:
+    """[rows or row tiles, K tiles] -> the scales of one tile of K, [rows]; one for the whole tensor as it is."""
+    if scale_inv.dim() == 0:
+        return scale_inv
+    column = scale_inv[:, tile]
+    return column if len(column) == rows else column.repeat_interleave(PROMOTION)[:rows]
+
+
+def matmul(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, fast: bool) -> Tensor:
+    """FP8 [M, K] x [N, K] -> float32 [M, N].
+
+    Inverse scales: both [], or tile scales [M or ceil(M/128), ceil(K/128)] and [N or ceil(N/128), ceil(K/128)].
+    fast: one accumulator for all products (use_split_accumulator=False); not for tile scales.
+    """
+    values = a.float(), b.float()
+    operands = *values, _magnitudes(values[0], a.dtype), _magnitudes(values[1], b.dtype)
+    per_tensor = a_scale_inv.dim() == 0
+    rows, columns, length = a.shape[0], b.shape[0], a.shape[1]
+    promotion = length if fast and per_tensor else PROMOTION
+    height = max(1, CHUNK // (columns * STEP))
+    out = values[0].new_zeros(rows, columns)
+    for tile, k in enumerate(range(0, length, promotion)):
+        part = slice(k, k + promotion)
+        x, y, powers_x, powers_y = (operand[:, part] for operand in operands)
+        for row in range(0, rows, height):
+            chunk = slice(row, row + height)
+            product = _accumulate(x[chunk], y, powers_x[chunk], powers_y)
+            if not per_tensor:
+                row_scales = _rows_of_scales(a_scale_inv, rows, tile)[chunk]
+                product *= row_scales[:, None] * _rows_of_scales(b_scale_inv, columns, tile)
+            out[chunk] += product
+    return out.mul_(a_scale_inv * b_scale_inv) if per_tensor else out
