@@ -216,14 +216,18 @@ def find_model_folder(given: Path) -> Path:
 def load(folder: Path, precision: Precision, sampling: Sampling, seed: int, ignore_eos: bool) -> Generator:
     """The model of a Hugging Face folder as te.Linear variant, with its tokenizer.
 
-    Raises DemoError: no tokenizer. ValueError, OSError: not a Mistral, no weights (model.build says which).
+    Raises DemoError: no tokenizer, or a broken one. ValueError: not a Mistral, weights that are missing, damaged or of
+    another model (model.build says which).
     """
     config = load_config(str(folder))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise DemoError(
             f"--model {folder}: no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's into it"
         )
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # tokenizers raises plain Exception for a broken file
+        raise DemoError(f"--model {folder}: its tokenizer cannot be read: {error}") from error
     model = build_model(config, "te_linear", precision, init_from=str(folder)).eval()
     return Generator(model, tokenizer, precision, sampling, seed, ignore_eos)
 

@@ -39,12 +39,21 @@ def flops_per_token(config: MistralConfig, seq_length: int) -> float:
     return 6 * matmul_parameters(config) + attention * attention_pairs(config, seq_length)
 
 
-def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, dtype_bytes: int = 2) -> float:
-    """GiB a rank of weights, float32 gradients and AdamW state (master weights and two moments in float32) under a
-    ZeRO stage (Rajbhandari et al. 2020, table 1); activations come on top."""
-    n = float(num_parameters(config))
-    weights, gradients, optimizer = dtype_bytes * n, 4 * n, 12 * n
-    optimizer /= world_size if zero_stage >= 1 else 1
-    gradients /= world_size if zero_stage >= 2 else 1
-    weights /= world_size if zero_stage >= 3 else 1
-    return (weights + gradients + optimizer) / GIB
+def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16") -> float:
+    """GiB a rank of weights, gradients and AdamW state under a ZeRO stage (Rajbhandari et al. 2020, table 1);
+    activations, buckets and FP8 copies of weights come on top.
+
+    compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
+    (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments; gradients are 4 at ZeRO 1,
+    where the shipped DeepSpeed configuration accumulates them in float32.
+    """
+    if compute == "fp32":
+        weight_bytes, gradient_bytes, optimizer_bytes = 4, 4, 8
+    else:
+        weight_bytes, gradient_bytes, optimizer_bytes = 2, 4 if zero_stage == 1 else 2, 12
+    bytes_per_parameter = (
+        weight_bytes / (world_size if zero_stage >= 3 else 1)
+        + gradient_bytes / (world_size if zero_stage >= 2 else 1)
+        + optimizer_bytes / (world_size if zero_stage >= 1 else 1)
+    )
+    return num_parameters(config) * bytes_per_parameter / GIB

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, MistralConfig
+from transformers import MistralConfig
 from transformers import MistralForCausalLM as TransformersMistral
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -33,11 +36,29 @@ ARCHITECTURE = (
     "tie_word_embeddings",
 )
 
+POSITIVE = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "max_position_embeddings".split()
+)
+# Keys of a config.json that MistralConfig takes besides its fields (older names, options of transformers), and keys of
+# other tools and models that resemble a field's name and change nothing here.
+LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
+ORDINARY_KEYS = frozenset(
+    "attention_bias attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder "
+    "mask_token_id mlp_bias model_name name_or_path num_labels partial_rotary_factor pretraining_tp "
+    "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
+    "transformers.js_config unk_token_id use_return_dict".split()
+)
+# How alike (difflib's ratio) an unknown key and a field are when the one must be meant to be the other: 0.7 finds
+# num_layers and hidden_dim.
+MISSPELT = 0.7
+
 
 def load_config(name_or_path: str) -> MistralConfig:
     """A MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
 
-    Raises ValueError: nothing there, or not a Mistral.
+    Raises ValueError: nothing there, not JSON, not a Mistral, a key that looks like a misspelt one (transformers would
+    ignore it and take the default of what was meant), a value of another type or one that no model has.
     """
     path = Path(name_or_path)
     if not path.exists():
@@ -49,13 +70,44 @@ def load_config(name_or_path: str) -> MistralConfig:
         )
     if path.is_dir() and not (path / "config.json").exists():
         raise ValueError(f"model.config: the folder {name_or_path!r} has no config.json")
-    config = AutoConfig.from_pretrained(str(path))
-    if not isinstance(config, MistralConfig):
-        raise ValueError(
-            f"model.config: {name_or_path!r} is a {config.model_type!r} model; only mistral is supported"
-        )
-    check_config(config)
+    _check_file(path / "config.json" if path.is_dir() else path)
+    try:
+        config = MistralConfig.from_pretrained(str(path))
+        check_config(config)
+    except (
+        Exception
+    ) as error:  # transformers checks types with classes of its own, and other things not at all
+        problem = " ".join(str(error).split()).removeprefix("model.config: ")
+        raise ValueError(f"model.config: {path}: {problem}") from error
     return config
+
+
+def _check_file(path: Path) -> None:
+    """Raises ValueError for a config.json with something that MistralConfig would let through."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.config: {path} is not a JSON file that can be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"model.config: {path} holds no JSON object")
+    if values.get("model_type") != "mistral":
+        raise ValueError(
+            f"model.config: {path} has the model_type {values.get('model_type')!r}; only mistral is supported"
+        )
+    fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
+    problems = []
+    for key in values:
+        if key in fields or key in ORDINARY_KEYS or key.startswith("_"):
+            continue
+        if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
+            problems.append(f"{key}: unknown key (did you mean {close[0]}?)")
+    problems += [
+        f"{key}: {values[key]} must be positive"
+        for key in POSITIVE
+        if isinstance(values.get(key), int) and values[key] < 1
+    ]
+    if problems:
+        raise ValueError(f"model.config: {path}: " + "; ".join(problems))
 
 
 class HuggingFaceMistral(TransformersMistral):
@@ -134,7 +186,8 @@ def _build_hf(config: MistralConfig, precision: Precision) -> HuggingFaceMistral
 def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor]:
     """The weights of a Hugging Face folder, which must be of the architecture `config`.
 
-    Raises ValueError: no such folder, or an architecture that differs (each difference is named).
+    Raises ValueError: no such folder, an architecture that differs (each difference is named), no weights or weights
+    that cannot be read; ConversionError: tensors missing, unknown or of another shape.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"model.init_from: {folder!r} is not a folder")
@@ -146,4 +199,38 @@ def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor
     ]
     if differences:
         raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
-    return TransformersMistral.from_pretrained(folder, dtype="auto").state_dict()
+    try:
+        # without ignore_mismatched_sizes transformers prints which tensors differ, and raises without naming them
+        model, found = TransformersMistral.from_pretrained(
+            folder, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except Exception as error:  # safetensors, pickle and json each raise classes of their own
+        what = "; ".join(_damaged_files(folder)) or " ".join(str(error).split())
+        raise ValueError(f"model.init_from: the weights of {folder!r} cannot be read: {what}") from error
+    # transformers fills with random numbers what it does not find
+    problems = [f"{name} is missing" for name in found["missing_keys"]]
+    problems += [f"{name} is unknown" for name in found["unexpected_keys"]]
+    problems += [
+        f"{name} has shape {tuple(theirs)}, config.json needs {tuple(ours)}"
+        for name, theirs, ours in found["mismatched_keys"]
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise conversion.ConversionError(
+            f"model.init_from: the weights of {folder!r} are not those of its config.json: "
+            + "; ".join(sorted(problems)[:5])
+            + more
+        )
+    return model.state_dict()
+
+
+def _damaged_files(folder: str) -> list[str]:
+    """The safetensors files of a folder that are no such files, or not whole, each with what is wrong."""
+    damaged = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            damaged.append(f"{path.name} is truncated or no safetensors file ({error})")
+    return damaged

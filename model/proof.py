@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MistralConfig
 
 from model import te_backend
 from model.mistral_base import head_dim, window_size
 from model.precision import Precision, fp8_modules, reset_fp8_state
 
 PROBE_TOKENS = 256
+FP8_ROWS = 16  # a backward's FP8 GEMMs take a multiple of this, block scaling's too
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's; FP8 attention within 1e-1
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
@@ -56,11 +58,16 @@ def _prove_cudnn() -> str:
     return f"cuDNN {theirs}, the same in Transformer Engine and torch"
 
 
+def probe_tokens(config: MistralConfig) -> int:
+    """Tokens of the probe's sequence: what the model's positions allow, in a number that FP8 GEMMs take."""
+    return max(FP8_ROWS, min(PROBE_TOKENS, config.max_position_embeddings) // FP8_ROWS * FP8_ROWS)
+
+
 def _probe(model: nn.Module, seed: int) -> None:
     """One forward and backward on random tokens; gradients are dropped."""
     config = model.config
     device = model.lm_head.weight.device
-    tokens = min(PROBE_TOKENS, config.max_position_embeddings)
+    tokens = probe_tokens(config)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=generator).to(device)
     model.train()
@@ -86,6 +93,11 @@ def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
 
 def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> str:
     backend = te_backend.attention_backend_in_use(precision.te)
+    if backend == te_backend.NO_ATTENTION_YET:
+        raise ProofError(
+            "the probe ran and Transformer Engine reports no attention: a version that this was not written for; "
+            "pip install -r requirements-gpu.txt"
+        )
     if backend == "unfused" and asked_for != "unfused":
         raise ProofError(
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
@@ -108,7 +120,7 @@ def attention_errors(model: nn.Module, precision: Precision, seed: int = 0) -> t
     """(forward, backward) relative error of the model's attention against SDPA in float32, on random inputs of the
     model's head counts, head dimension and window; |a - b| / |b| in the Frobenius norm."""
     c, te = model.config, precision.te
-    D, tokens = head_dim(c), min(PROBE_TOKENS, c.max_position_embeddings)
+    D, tokens = head_dim(c), probe_tokens(c)
     # a window longer than the probe would not be tested, so it is cut to half of it
     window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
     generator = torch.Generator().manual_seed(seed)

@@ -136,8 +136,12 @@ def choose_attention_backend(name: str) -> None:
     os.environ.update(ATTENTION_BACKENDS[name])
 
 
+NO_ATTENTION_YET = "none yet"
+
+
 def attention_backend_in_use(te: SimpleNamespace) -> str:
-    """The attention that the last forward used: "fused ...", "flash ...", "unfused" or the reference's SDPA."""
+    """The attention that the last forward used: "fused ...", "flash ...", "unfused", NO_ATTENTION_YET before the first
+    one, or the reference's SDPA."""
     if te.name == "reference":
         return "torch SDPA"
     dpa: Any = importlib.import_module(
@@ -148,4 +152,4 @@ def attention_backend_in_use(te: SimpleNamespace) -> str:
         return f"flash ({chosen['flash_attention_backend']})"
     if chosen["use_fused_attention"]:
         return f"fused (cuDNN, {chosen['fused_attention_backend']})"
-    return "unfused"
+    return "unfused" if chosen["use_unfused_attention"] else NO_ATTENTION_YET

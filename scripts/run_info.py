@@ -10,25 +10,16 @@
 - resumes_from: of a run to resume, the checkpoint it goes on from; of a finished one, the last
 """
 
-import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.checkpoint import committed, name_of
+from train.export import is_exported
 
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"
-
-
-def newest_checkpoint(output_dir: Path) -> tuple[int, str]:
-    """(step, name) of the newest checkpoint with a manifest, that is a committed one; (0, "") if there is none."""
-    found = [
-        (int(match.group(1)), match.group(0))
-        for manifest in output_dir.glob("checkpoints/step-*/manifest.json")
-        if (match := re.fullmatch(r"step-(\d+)", manifest.parent.name))
-    ]
-    return max(found, default=(0, ""))
 
 
 def run_state(arguments: TrainingArguments) -> tuple[str, str]:
@@ -38,10 +29,12 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     if arguments.resume_from_checkpoint != "auto":
         return "resume", arguments.resume_from_checkpoint
     output_dir = Path(str(arguments.output_dir))
-    step, name = newest_checkpoint(output_dir)
-    if step >= arguments.max_steps and (output_dir / "hf" / "config.json").is_file():
-        return "finished", name
-    return ("resume" if name else "new"), name
+    found = committed(output_dir / "checkpoints")
+    if not found:
+        return "new", ""
+    if found[-1].name >= name_of(arguments.max_steps) and is_exported(found[-1], output_dir / "hf"):
+        return "finished", found[-1].name
+    return "resume", found[-1].name
 
 
 def missing_corpus(arguments: TrainingArguments) -> str:

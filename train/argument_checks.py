@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from model.build import VARIANTS
+from model.te_backend import ATTENTION_BACKENDS
 from train.strict_json import get
 
-VARIANTS = ("hf", "te_linear", "te_layer")
-ATTENTION_BACKENDS = ("auto", "fused", "flash", "unfused")
+MAX_SEED = 2**32 - 1  # what numpy's generator takes
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 
 # Rows (micro-batch x sequence) of an FP8 layer. TE's forward asks for 8; the weight gradient's operands are
@@ -42,10 +43,11 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
         "must be positive",
     )
     numbers(
-        "warmup_steps weight_decay max_grad_norm seed eval_steps save_steps",
+        "warmup_steps weight_decay max_grad_norm eval_steps save_steps",
         lambda v: v >= 0,
         "must not be negative",
     )
+    numbers("seed", lambda v: 0 <= v <= MAX_SEED, f"must be between 0 and {MAX_SEED}")
     numbers("min_lr_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
     numbers("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1")
     for key, choices in (

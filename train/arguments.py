@@ -24,13 +24,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
-# What may differ between a run and its resumption: none of it changes the numbers of a step. Everything else
-# must stay. gradient_accumulation_steps follows from train_batch_size_tokens, which must stay, and the number
-# of ranks; the content of data folders is compared by fingerprint, not by path.
+# What may differ between a run and its resumption: none of it changes what a step computes. All else must stay,
+# precision.backend too: the reference rounds a little differently. gradient_accumulation_steps follows from
+# train_batch_size_tokens, which must stay, and the number of ranks; the content of data folders and
+# of model.config is compared, not their paths, and the weights of model.init_from are in the checkpoint.
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
     "output_dir logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint report_to "
-    "run_name wandb_project precision.backend".split()
+    "run_name wandb_project model.config model.init_from".split()
 )
 
 

@@ -99,9 +99,11 @@ def _rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
 
 def _commit(path: Path, step: int) -> None:
     """Hash all files, the work shared among the ranks; rank 0 writes the manifest."""
-    files = sorted(f for f in path.rglob("*") if f.is_file())
     rank, world = dist.get_rank(), dist.get_world_size()
-    mine = [describe_file(f, path) for f in files[rank::world]] if world > 1 else _describe_all(files, path)
+    # rank 0's listing is the one that counts: on network file systems another node's may be stale
+    listing: list[Any] = [sorted(f for f in path.rglob("*") if f.is_file()) if rank == 0 else None]
+    dist.broadcast_object_list(listing, src=0)
+    mine = _describe_all(listing[0][rank::world], path)
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, mine)
     if rank == 0:
@@ -128,6 +130,11 @@ def describe_file(file: Path, root: Path) -> dict[str, Any]:
         "bytes": file.stat().st_size,
         "sha256": digest.hexdigest(),
     }
+
+
+def identity(path: Path) -> str:
+    """What tells this checkpoint from any other: the sha256 of its manifest, which holds those of all its files."""
+    return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
 
 
 def _write_durably(file: Path, text: str) -> None:
@@ -160,27 +167,29 @@ def problems(path: Path) -> list[str]:
         return [f"{path} is not a folder"]
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        entries = {e["name"]: e for e in manifest["files"]}
+        expected = {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in manifest["files"]}
         schema = manifest["schema"]
     except FileNotFoundError:
         return [f"{path} has no {MANIFEST}: it was never committed"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"{path / MANIFEST} is damaged: {error!r}"]
     if schema != SCHEMA:
         return [f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA}"]
     found, present = [], []
-    for name, entry in entries.items():
+    for name, (size, _) in expected.items():
         file = path / name
         if not file.is_file():
             found.append(f"{file} is missing")
-        elif file.stat().st_size != entry["bytes"]:
-            found.append(f"{file} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}")
+        elif file.stat().st_size != size:
+            found.append(f"{file} has {file.stat().st_size} bytes, the manifest says {size}")
         else:
             present.append(file)
-    for entry in _describe_all(present, path):
-        if entry["sha256"] != entries[entry["name"]]["sha256"]:
-            found.append(f"{path / entry['name']} is altered: its sha256 is not the manifest's")
-    return found
+    try:
+        hashed = _describe_all(present, path)
+    except OSError as error:
+        return [*found, f"{path} cannot be read: {error}"]
+    altered = [e["name"] for e in hashed if e["sha256"] != expected[e["name"]][1]]
+    return found + [f"{path / name} is altered: its sha256 is not the manifest's" for name in altered]
 
 
 def choose(root: Path, setting: str, log: Any) -> Path | None:
@@ -226,8 +235,12 @@ def _choose_on_rank_0(root: Path, setting: str, log: Any) -> Path | None:
 
 def set_aside(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints of steps after `after_step` out of the way, into a folder beside `root`, so that a later
-    "auto" does not continue a future that this run has left. Returns the folder, None if there was nothing to move."""
-    newer = [p for p in root.glob("step-*") if p.is_dir() and p.name > name_of(after_step)]
+    "auto" does not continue a future that this run has left; what a killed save left is deleted. Returns the folder,
+    None if there was nothing to move."""
+    for path in root.glob("step-*"):
+        if path.is_dir() and not (path / MANIFEST).exists():
+            shutil.rmtree(path)
+    newer = [p for p in committed(root) if p.name > name_of(after_step)]
     if not newer:
         return None
     aside = root.with_name(f"{root.name}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -254,13 +267,10 @@ def read_state(path: Path) -> RunState:
 def load(engine: Any, path: Path, precision: Precision) -> None:
     """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
 
-    Raises CheckpointError: another number of ranks, or DeepSpeed could not load it.
+    The number of ranks must be the one that wrote it (train.py compares).
+
+    Raises CheckpointError: DeepSpeed could not load it.
     """
-    state, world = read_state(path), dist.get_world_size()
-    if state.world_size != world:
-        raise CheckpointError(
-            f"{path} was written by {state.world_size} ranks and {world} run now; start {state.world_size} ranks"
-        )
     loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
     if loaded is None:
         raise CheckpointError(f"DeepSpeed found nothing to load in {path}")

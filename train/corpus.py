@@ -70,7 +70,8 @@ def list_files(inputs: Iterable[str]) -> list[Path]:
     Files of other kinds inside a folder are left out, as are hidden ones; a file named itself must be of a known kind.
 
     Raises:
-        ValueError: a path does not exist, is of an unknown kind or comes twice, or a folder has nothing to read.
+        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or the
+            package that reads .zst is not installed.
     """
     files: list[Path] = []
     for name in inputs:
@@ -92,6 +93,11 @@ def list_files(inputs: Iterable[str]) -> list[Path]:
         if real in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
+    zst = next((file for file in files if _kind(file) == ".jsonl.zst"), None)
+    if zst is not None and importlib.util.find_spec("zstandard") is None:
+        raise ValueError(
+            f"{zst} needs the package zstandard, which is not installed; pip install zstandard, or decompress the file"
+        )
     return files
 
 

@@ -167,6 +167,9 @@ def _check_values(manifest: Manifest) -> None:
         raise DataError(
             f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})"
         )
+    names = manifest.tokenizer_files
+    if not isinstance(names, list) or not names or any(n != os.path.basename(str(n)) for n in names):
+        raise DataError(f"'tokenizer_files' is {names!r}, not a list of at least one file name")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.split not in SPLITS or shard.name != os.path.basename(shard.name):
@@ -201,6 +204,25 @@ def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: boo
                 )
         if verify:
             _verify_shard(folder, manifest, shard)
+
+
+def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
+    """Check that the tokenizer beside the shards is the one that made their ids.
+
+    Raises:
+        DataError: its file is missing or has another hash than the manifest says.
+    """
+    path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
+    if not path.is_file():
+        raise DataError(
+            f"{path} is missing: the tokenizer that made the data; prepare or copy the data again"
+        )
+    if (found := sha256_file(path)) != manifest.tokenizer_sha256:
+        raise DataError(
+            f"{path} is not the tokenizer that made the data: its sha256 is {found}, that of "
+            f"{Path(folder) / MANIFEST_NAME} is {manifest.tokenizer_sha256}; put the tokenizer back, or prepare the "
+            "data again with the new one"
+        )
 
 
 def _verify_shard(folder: Path, manifest: Manifest, shard: Shard) -> None:

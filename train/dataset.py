@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data_format import SPLITS, TOKENIZER_FOLDER, DataError, check_shards, read_manifest
+from train.data_format import SPLITS, DataError, check_shards, check_tokenizer, read_manifest
 from train.sampler import Mixture, permutation_key, permute
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -34,7 +34,8 @@ class TokenSource:
     Attributes: `manifest`, `num_tokens` in the split, `num_windows`, `folder`.
 
     Raises:
-        DataError: no such prepared folder, a corrupt manifest, a missing or truncated shard, or less than one window.
+        DataError: no such prepared folder, a corrupt manifest, a missing or truncated shard, another tokenizer than
+            the one that made the ids, or less than one window.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TokenSource:
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
         self.manifest = read_manifest(self.folder)
         check_shards(self.folder, self.manifest, split, verify)
+        check_tokenizer(self.folder, self.manifest)
         self.shards = self.manifest.split_shards(split)
         self.num_tokens = sum(shard.tokens for shard in self.shards)
         self.num_windows = max(0, (self.num_tokens - 1) // seq_length)
@@ -65,7 +67,11 @@ class TokenSource:
         return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
 
     def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Fill one sample: input_ids [T] and labels [T], labels one token ahead."""
+        """Fill one sample: input_ids [T] and labels [T], labels one token ahead.
+
+        Raises:
+            DataError: a token id beyond the vocabulary, which an embedding would answer with an error of its own.
+        """
         start = window * self.seq_length
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         offset = start - int(self._starts[shard])
@@ -77,8 +83,20 @@ class TokenSource:
                 parts.append(self._map(shard)[:missing])
                 missing -= len(parts[-1])
             tokens = np.concatenate(parts)
+        if tokens.max() >= self.manifest.vocab_size:
+            raise self._bad_token(start, tokens)
         input_ids[:] = tokens[:-1]
         labels[:] = tokens[1:]
+
+    def _bad_token(self, start: int, tokens: np.ndarray) -> DataError:
+        """The error for the first id beyond the vocabulary in `tokens`, of which the first is the split's `start`th."""
+        first = int(np.argmax(tokens >= self.manifest.vocab_size))
+        shard = int(np.searchsorted(self._starts, start + first, side="right")) - 1
+        return DataError(
+            f"{self.folder / self.shards[shard].name}: token {start + first - int(self._starts[shard])} has the id "
+            f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
+            "prepare or copy the data again"
+        )
 
     def digest(self) -> str:
         """A hash of the hashes of the split's shards, in order: the identity of its tokens."""
@@ -170,7 +188,7 @@ class SampleStream:
         """Samples start..start+count-1 of the global order: (input_ids, labels), int64 [count, seq_length] each.
 
         Raises:
-            DataError: a negative start, a count below 1, or samples beyond the end of an eval split.
+            DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt tokens.
         """
         if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
             end = f"of {self.num_samples}" if self.split == "eval" else "of an endless stream"
@@ -189,11 +207,6 @@ class SampleStream:
                 f"{self.vocab_size}, the model one of {vocab_size}; raise the model's vocab_size, or prepare the data "
                 "with the model's tokenizer"
             )
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """The tokenizer that all sources were prepared with."""
-        return self.sources[0].folder / TOKENIZER_FOLDER
 
     def fingerprint(self) -> dict[str, Any]:
         """What must not change between a run and its resume, as JSON values: all that the order depends on."""

@@ -9,6 +9,7 @@ OUT loads with transformers' AutoModelForCausalLM.from_pretrained, and so in wha
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -23,17 +24,48 @@ from transformers.utils import logging as transformers_logging
 
 from model.precision import DTYPES
 from train import checkpoint
+from train.data_format import TOKENIZER_FOLDER
+
+ORIGIN = "exported_from.json"
 
 
-def export(path: Path, out: Path, tokenizer: Path | None = None) -> None:
+def export(path: Path, out: Path, tokenizer: Path) -> None:
     """Write the Hugging Face folder `out` from the committed checkpoint `path`, with the files of the folder
-    `tokenizer`.
+    `tokenizer`. It is written beside `out` and then renamed, so that `out` is whole or absent; an older one is
+    replaced. exported_from.json in it names the checkpoint.
 
-    Raises CheckpointError: `path` does not verify, or holds weights that do not fit its configuration.
+    Raises CheckpointError: `path` does not verify, or holds weights that do not fit its configuration; `tokenizer` is
+    not a folder; `out` is a folder that no export wrote.
     """
     found = checkpoint.problems(path)
+    if not tokenizer.is_dir():
+        found.append(f"tokenizer: {tokenizer} is not a folder; --tokenizer DIR names it")
+    if out.exists() and not (out / ORIGIN).exists():
+        found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
     if found:
         raise checkpoint.CheckpointError("; ".join(found))
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _write_model(path, partial)
+    for file in sorted(tokenizer.iterdir()):
+        shutil.copy2(file, partial / file.name)
+    origin = {"checkpoint": path.name, "manifest_sha256": checkpoint.identity(path)}
+    (partial / ORIGIN).write_text(json.dumps(origin) + "\n")
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+
+
+def is_exported(path: Path, out: Path) -> bool:
+    """Whether the folder `out` is the export of exactly the checkpoint `path`."""
+    try:
+        return json.loads((out / ORIGIN).read_text())["manifest_sha256"] == checkpoint.identity(path)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write_model(path: Path, out: Path) -> None:
+    """config.json and weights, in the dtype of training."""
     state = checkpoint.read_state(path)
     config = MistralConfig.from_dict(state.model_config)
     weights = checkpoint.read_hf_weights(path, config)
@@ -50,9 +82,6 @@ def export(path: Path, out: Path, tokenizer: Path | None = None) -> None:
     model.config.dtype = dtype
     transformers_logging.disable_progress_bar()
     model.save_pretrained(out)
-    if tokenizer is not None:
-        for file in sorted(tokenizer.iterdir()):
-            shutil.copy2(file, out / file.name)
 
 
 def main() -> None:
@@ -68,18 +97,18 @@ def main() -> None:
     try:
         tokenizer = arguments.tokenizer
         if tokenizer is None:
-            sources = checkpoint.read_state(arguments.checkpoint).train_config["data"]["sources"]
-            tokenizer = tokenizer_of(sources)
+            tokenizer = tokenizer_of(
+                checkpoint.read_state(arguments.checkpoint).train_config["data"]["sources"]
+            )
         export(arguments.checkpoint, arguments.out, tokenizer)
-    except checkpoint.CheckpointError as error:
+    except (checkpoint.CheckpointError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
     print(f"wrote {arguments.out}")
 
 
-def tokenizer_of(sources: dict[str, str]) -> Path | None:
-    """The tokenizer that prepare_data.py left with the first of the data folders; None if it is not there."""
-    folders = [Path(folder) / "tokenizer" for folder in sources.values()]
-    return next((folder for folder in folders if folder.is_dir()), None)
+def tokenizer_of(sources: dict[str, str]) -> Path:
+    """The tokenizer that prepare_data.py left with the data; that of all sources is the same."""
+    return Path(next(iter(sources.values()))) / TOKENIZER_FOLDER
 
 
 if __name__ == "__main__":

@@ -21,6 +21,12 @@ from train.dataset import MicroBatches, SampleStream
 from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
 
+MAX_SKIPPED_STEPS = 10
+ADVICE = (
+    "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "
+    "folder for model.init_from, with a lower learning_rate or another precision.recipe"
+)
+
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says at which step and what to do."""
@@ -41,10 +47,11 @@ class Run:
     flops_per_token: float
 
 
-def train(run: Run) -> None:
-    """Train from `run.state.step` to max_steps; leaves a checkpoint of the last step.
+def train(run: Run) -> Path:
+    """Train from `run.state.step` to max_steps; returns the checkpoint of the last step.
 
-    Raises TrainingError: the loss of a logged step is not finite, or FP8 stopped running.
+    Raises TrainingError: a loss that is not finite at a logged or saved step, MAX_SKIPPED_STEPS skipped in a row, or
+    FP8 stopped running.
     """
     args, engine, state = run.arguments, run.engine, run.state
     world = dist.get_world_size()
@@ -56,6 +63,7 @@ def train(run: Run) -> None:
     cache_weights = run.precision.fp8 and accumulation > 1 and state.zero_stage < 3
     peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
 
+    skipped, skipped_in_a_row = engine.skipped_steps, 0
     engine.train()
     clock, clock_step = time.perf_counter(), state.step
     while state.step < args.max_steps:
@@ -65,23 +73,34 @@ def train(run: Run) -> None:
         loss_sum = torch.zeros((), device=engine.device)
         for micro_step in range(accumulation):
             input_ids, labels = batches.get(state.consumed_samples, micro_step)
-            loss = engine(
+            micro_loss = engine(
                 input_ids.to(engine.device, non_blocking=True),
                 labels=labels.to(engine.device, non_blocking=True),
                 is_first_microbatch=micro_step == 0 if cache_weights else None,
             ).loss
-            engine.backward(loss)  # divides by the accumulation steps
+            engine.backward(micro_loss)  # divides by the accumulation steps
             engine.step()  # acts at the last micro-batch
-            loss_sum += loss.detach()
+            loss_sum += micro_loss.detach()
         state.step += 1
         state.consumed_samples += samples_per_step
         state.consumed_tokens += tokens_per_step
+        # DeepSpeed leaves the weights as they are where a gradient is not finite, and says nothing
+        skipped_in_a_row = skipped_in_a_row + 1 if engine.skipped_steps > skipped else 0
+        skipped = engine.skipped_steps
+        if skipped_in_a_row == MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"the gradients of the last {MAX_SKIPPED_STEPS} steps, to step {state.step}, were not finite and no "
+                f"weight changed; {ADVICE}"
+            )
 
         last = state.step == args.max_steps
+        logs, saves = (last or (n and state.step % n == 0) for n in (args.logging_steps, args.save_steps))
         record: dict[str, Any] = {}
-        if state.step % args.logging_steps == 0 or last:
-            record["loss"] = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
-            _check_finite(record["loss"], run)
+        if logs or saves:
+            loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
+            _check(loss, run)
+        if logs:
+            record["loss"] = loss
             now = time.perf_counter()
             rate = (state.step - clock_step) * tokens_per_step / (now - clock)
             norm = engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
@@ -90,13 +109,14 @@ def train(run: Run) -> None:
             record["tokens_per_second"] = rate
             record["mfu"] = mfu(rate / world, run.flops_per_token, peak)
             record["memory_gib"] = _peak_memory_gib()
+            record["skipped_steps"] = skipped
             clock, clock_step = now, state.step
         if last or (args.eval_steps and state.step % args.eval_steps == 0):
             record["eval_loss"], record["unigram_loss"] = evaluate(run), run.train_stream.unigram_loss
             clock, clock_step = time.perf_counter(), state.step
         if record:
             run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
-        if last or (args.save_steps and state.step % args.save_steps == 0):
+        if saves:
             start = time.perf_counter()
             path = checkpoint.save(
                 engine, run.output_dir / "checkpoints", state, run.precision, args.save_total_limit
@@ -104,6 +124,7 @@ def train(run: Run) -> None:
             run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
             clock, clock_step = time.perf_counter(), state.step
     batches.close()
+    return run.output_dir / "checkpoints" / checkpoint.name_of(state.step)
 
 
 @torch.no_grad()
@@ -147,12 +168,9 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     return float(value / dist.get_world_size())
 
 
-def _check_finite(loss: float, run: Run) -> None:
+def _check(loss: float, run: Run) -> None:
     if not math.isfinite(loss):
-        raise TrainingError(
-            f"the loss of step {run.state.step} is {loss}; the checkpoints before it are intact. Lower learning_rate, "
-            "or try another precision.recipe, and start again: the run resumes from the newest checkpoint"
-        )
+        raise TrainingError(f"the loss of step {run.state.step} is {loss}; {ADVICE}")
     if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
         raise TrainingError(f"at step {run.state.step} no module runs FP8 any more")
 

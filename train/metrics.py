@@ -5,6 +5,7 @@ Only the main rank (rank 0) writes; on all others a logger does nothing.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import netrc
@@ -57,6 +58,8 @@ class MetricsLogger:
     `start_step`: steps that are already done. On a resume the lines of later steps leave metrics.jsonl, in a
     new run (0) all of them; they are kept in metrics.jsonl.discarded-<time>. `report_to`: none | wandb,
     online with a key (WANDB_API_KEY or netrc), offline without one.
+
+    Raises ValueError: wandb is asked for and not installed.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class MetricsLogger:
         is_main: bool,
         start_step: int = 0,
     ):
+        if report_to == "wandb":
+            check_wandb()  # on every rank, and before anything is written
         self.is_main = is_main
         if not is_main:
             return
@@ -168,6 +173,17 @@ class MetricsLogger:
         return run
 
 
+def check_wandb() -> None:
+    """Raises ValueError where wandb cannot be imported."""
+    spec = importlib.util.find_spec("wandb")
+    # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            'report_to "wandb" needs the package wandb, which is not installed; pip install wandb, or set report_to '
+            'to "none"'
+        )
+
+
 def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
     """Take the lines of steps after `step` (0: all) out of metrics.jsonl, and a line cut off by a crash.
 
@@ -250,6 +266,7 @@ def _brief(metrics: dict[str, Any]) -> str:
     formats = {
         "loss": "loss {:.4f}",
         "eval_loss": "eval_loss {:.4f}",
+        "unigram_loss": "(unigram model {:.4f})",
         "grad_norm": "grad_norm {:.3f}",
         "learning_rate": "lr {:.2e}",
         "tokens_per_second": "{:,.0f} tokens/s",

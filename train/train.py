@@ -18,6 +18,8 @@ import platform
 import random
 import socket
 import sys
+import time
+import traceback
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -30,9 +32,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import MistralConfig
 
 from model import accounting, te_backend
-from model.build import build_model, load_config
+from model.build import ARCHITECTURE, build_model, load_config
 from model.precision import Precision
 from model.proof import ProofError, prove
 from train import checkpoint
@@ -41,11 +44,18 @@ from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
 from train.export import export, tokenizer_of
 from train.loop import Run, TrainingError, train
-from train.metrics import MetricsLogger, plot_loss
+from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.optimizer import build_optimizer, undo_initial_step
 
 # What a user can mend: shown as one message, without a traceback.
-USER_ERRORS = (ValueError, ProofError, TrainingError, checkpoint.CheckpointError, te_backend.BackendError)
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    ProofError,
+    TrainingError,
+    checkpoint.CheckpointError,
+    te_backend.BackendError,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -55,15 +65,25 @@ def main(argv: list[str]) -> int:
         run_training(arguments.resolve(dist.get_world_size()))
     except USER_ERRORS as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
-            raise
-        # every rank finds the same error; rank 0 tells it
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}\n(FP8_TRACEBACK=1 shows where)", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            traceback.print_exc()
+        return fail(f"error: {error}\n(FP8_TRACEBACK=1 shows where)")
+    except Exception:
+        return fail(traceback.format_exc())
+    dist.destroy_process_group()
     return 0
+
+
+def fail(message: str) -> int:
+    """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
+    ends those. Rank 0 speaks first: what every rank finds is told once."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if rank:
+        time.sleep(2)
+    print(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr, flush=True)
+    if world > 1:
+        sys.stdout.flush()
+        os._exit(1)
+    return 1
 
 
 def init_distributed() -> None:
@@ -94,9 +114,11 @@ def make_deterministic() -> None:
 
 
 def run_training(args: TrainingArguments) -> None:
+    """One run from its resolved arguments; every rank calls it."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    say = print_line if rank == 0 else (lambda line: None)
     random.seed(args.seed + rank)
-    np.random.seed(args.seed + rank)
+    np.random.seed((args.seed + rank) % 2**32)
     torch.manual_seed(args.seed + rank)
     if args.full_determinism:
         make_deterministic()
@@ -115,10 +137,10 @@ def run_training(args: TrainingArguments) -> None:
     )
 
     # data
-    def stream(split: str) -> Any:
-        return open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
-
-    train_stream, eval_stream = stream("train"), stream("eval")
+    train_stream, eval_stream = (
+        open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
+        for split in ("train", "eval")
+    )
     train_stream.check_vocabulary(config.vocab_size)
     if args.max_seq_length > config.max_position_embeddings:
         raise ValueError(
@@ -126,7 +148,7 @@ def run_training(args: TrainingArguments) -> None:
             f"{config.max_position_embeddings}; lower the one or raise the other"
         )
 
-    # what to resume from, decided before anything is written
+    # what to resume from
     ds_config, notes = resolve_ds_config(args, world)
     output_dir = Path(args.output_dir or "output")
     state = checkpoint.RunState(
@@ -136,13 +158,35 @@ def run_training(args: TrainingArguments) -> None:
         world_size=world,
         zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
         train_config=args.to_dict(),
-        model_config=config.to_dict(),
+        model_config=model_description(config),
         data_fingerprint=train_stream.fingerprint(),
     )
-    messages: list[str] = []
-    resume_from = checkpoint.choose(output_dir / "checkpoints", args.resume_from_checkpoint, messages.append)
+    resume_from = checkpoint.choose(output_dir / "checkpoints", args.resume_from_checkpoint, say)
     if resume_from is not None:
         resume_state(state, checkpoint.read_state(resume_from), resume_from)
+
+    # proof, before the first step
+    flops = accounting.flops_per_token(config, args.max_seq_length)
+    for line in [*start_report(args, model, precision, flops, train_stream, state), *notes]:
+        say(line)
+    for line in prove(model, precision, args.model.attention_backend, args.seed):
+        say(line)
+    say(attention_of_all_ranks(model, precision))
+
+    # engine
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own memory readings, unasked
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, args), config=ds_config
+        )
+        undo_initial_step(engine)
+        if resume_from is not None:
+            checkpoint.load(engine, resume_from, precision)
+    if resume_from is not None:
+        say(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
+    else:
+        say(f"starting from {args.model.init_from or 'random weights'}")
+
+    # from here on the run writes: whatever could refuse it has had its say
     metrics = MetricsLogger(
         output_dir,
         args.to_dict(),
@@ -157,47 +201,36 @@ def run_training(args: TrainingArguments) -> None:
         write_configurations(output_dir, args, ds_config)
         aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
-            messages.append(f"checkpoints of later steps were moved to {aside}")
-
-    # proof, before the first step
-    flops = accounting.flops_per_token(config, args.max_seq_length)
-    report = start_report(args, model, precision, flops, train_stream, state)
-    for line in [*report, *(f"DeepSpeed: {note}" for note in notes), *messages]:
-        metrics.message(line)
-    for line in prove(model, precision, args.model.attention_backend, args.seed):
-        metrics.message(line)
-    report_attention_of_all_ranks(precision, metrics)
-
-    # engine
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own memory readings, unasked
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, args), config=ds_config
-        )
-        undo_initial_step(engine)
-        if resume_from is not None:
-            checkpoint.load(engine, resume_from, precision)
-    if resume_from is not None:
-        metrics.message(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
-    else:
-        metrics.message(
-            "starting from scratch"
-            if args.model.init_from is None
-            else f"starting from {args.model.init_from}"
-        )
-
-    # loop
+            metrics.message(f"checkpoints of later steps were moved to {aside}")
     if state.step >= args.max_steps:
         metrics.message(f"this run has its {args.max_steps} steps already; nothing to train")
+        last = resume_from
     else:
-        train(Run(args, output_dir, engine, precision, train_stream, eval_stream, metrics, state, flops))
-
-    # what it leaves
+        run = Run(args, output_dir, engine, precision, train_stream, eval_stream, metrics, state, flops)
+        last = train(run)
     if rank == 0:
-        last = output_dir / "checkpoints" / checkpoint.name_of(state.step)
+        assert last is not None
         export(last, output_dir / "hf", tokenizer_of(args.data.sources))
         metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
     metrics.close()
     dist.barrier()
+
+
+def print_line(line: str) -> None:
+    print(line, flush=True)
+
+
+def model_description(config: MistralConfig) -> dict[str, Any]:
+    """The configuration without what changes no number (where it was read, by which version)."""
+    keys = (
+        *ARCHITECTURE,
+        "max_position_embeddings",
+        "initializer_range",
+        "hidden_act",
+        "bos_token_id",
+        "eos_token_id",
+    )
+    return {key: getattr(config, key, None) for key in keys}
 
 
 def resume_state(state: checkpoint.RunState, saved: checkpoint.RunState, path: Path) -> None:
@@ -207,6 +240,7 @@ def resume_state(state: checkpoint.RunState, saved: checkpoint.RunState, path: P
     """
     differences = resume_differences(saved.train_config, state.train_config)
     for what, old, new in (
+        ("number of ranks", saved.world_size, state.world_size),
         ("ZeRO stage", saved.zero_stage, state.zero_stage),
         ("model configuration", saved.model_config, state.model_config),
         ("data", saved.data_fingerprint, state.data_fingerprint),
@@ -250,7 +284,9 @@ def start_report(
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
     parameters = accounting.num_parameters(model.config)
-    memory = accounting.state_memory_gib(model.config, state.zero_stage, state.world_size)
+    memory = accounting.state_memory_gib(
+        model.config, state.zero_stage, state.world_size, args.precision.compute
+    )
     lines = [
         args.table(),
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, {precision.te.version}",
@@ -261,6 +297,11 @@ def start_report(
         f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
         f"{args.max_steps * tokens_per_step / train_stream.num_tokens:.2f} times the training data",
     ]
+    peak = peak_tflops(device, "bf16")
+    if peak is not None:
+        lines.append(
+            f"mfu is of {peak:.0f} TFLOP/s, the dense bf16 peak of this GPU's data sheet, also for FP8"
+        )
     if precision.te.name == "reference":
         lines.append(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"
@@ -268,13 +309,13 @@ def start_report(
     return lines
 
 
-def report_attention_of_all_ranks(precision: Precision, metrics: MetricsLogger) -> None:
+def attention_of_all_ranks(model: nn.Module, precision: Precision) -> str:
     """One line that names each rank's attention, so that one odd node shows."""
-    mine = te_backend.attention_backend_in_use(precision.te)
+    mine = "torch SDPA" if model.variant == "hf" else te_backend.attention_backend_in_use(precision.te)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
-    metrics.message("attention by rank: " + "; ".join(f"{b}: ranks {rs}" for b, rs in ranks.items()))
+    return "attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items())
 
 
 if __name__ == "__main__":

@@ -55,21 +55,13 @@ class QParams:
 
 
 class Recipe:
-    """Base class; the class methods tell the kinds apart as in Transformer Engine."""
+    """Base class; `delayed` tells a kind as in Transformer Engine."""
 
     fp8_format: Format
 
     @classmethod
     def delayed(cls) -> bool:
         return issubclass(cls, DelayedScaling)
-
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        return issubclass(cls, Float8CurrentScaling)
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        return issubclass(cls, Float8BlockScaling)
 
     def _check(self) -> None:
         unsupported: dict[str, Any] = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}

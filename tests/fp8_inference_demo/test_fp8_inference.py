@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MistralForCausalLM, PreTrainedTokenizerFast
 
@@ -230,13 +231,44 @@ def test_folders_that_will_not_do(folder: Path, tmp_path: Path) -> None:
 
     with pytest.raises(demo.DemoError, match=r"no tokenizer \(tokenizer\.json"):
         load(copy_without(folder, tmp_path / "bare", "tokenizer.json"), "bf16")
-    with pytest.raises(OSError, match="model"):
+    with pytest.raises(ValueError, match="empty.*no file named model.safetensors"):
         load(copy_without(folder, tmp_path / "empty", "model.safetensors"), "bf16")
+    broken = copy_without(folder, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(demo.DemoError, match="broken: its tokenizer cannot be read"):
+        load(broken, "bf16")
     other = copy_without(folder, tmp_path / "llama")
     config = (other / "config.json").read_text().replace('"mistral"', '"llama"')
     (other / "config.json").write_text(config)
     with pytest.raises(ValueError, match="only mistral"):
         load(other, "bf16")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "incomplete", "misspelt"])
+def test_damaged_models_end_with_an_error_and_no_traceback(
+    damage: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = copy_without(folder, tmp_path / "damaged")
+    weights, config = model / "model.safetensors", model / "config.json"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-8])
+        words = "model.safetensors is truncated"
+    elif damage == "incomplete":
+        tensors = load_file(weights)
+        del tensors["lm_head.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+        words = "lm_head.weight is missing"
+    else:
+        config.write_text(config.read_text().replace("num_hidden_layers", "num_hiden_layers"))
+        words = "did you mean num_hidden_layers?"
+    monkeypatch.setattr(sys, "argv", ["demo", "--model", str(model), "--prompt", "x", "--precision", "fp32"])
+    assert demo.main() == 1
+    error = capfd.readouterr().err
+    assert "error: " in error and words in error and "damaged" in error
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,21 @@ def test_a_window_saves_attention() -> None:
     assert attention_pairs(small_config(), 64) == 32
 
 
-def test_zero_stages_share_state() -> None:
+@pytest.mark.parametrize(
+    ("compute", "zero_stage", "bytes_per_parameter"),
+    [
+        ("fp32", 0, 4 + 4 + 8),
+        ("fp32", 1, 4 + 4 + 8 / 8),
+        ("fp32", 2, 4 + (4 + 8) / 8),
+        ("fp32", 3, 16 / 8),
+        ("bf16", 0, 2 + 2 + 12),
+        ("bf16", 1, 2 + 4 + 12 / 8),  # gradients accumulate in float32
+        ("bf16", 2, 2 + (2 + 12) / 8),
+        ("bf16", 3, 16 / 8),
+        ("fp8", 1, 2 + 4 + 12 / 8),
+    ],
+)
+def test_zero_stages_share_state(compute: str, zero_stage: int, bytes_per_parameter: float) -> None:
     config = load_config("hare_1.1b")
-    n = num_parameters(config) / 2**30
-    assert state_memory_gib(config, 0, 8) == pytest.approx(18 * n)
-    assert state_memory_gib(config, 1, 8) == pytest.approx((2 + 4 + 12 / 8) * n)
-    assert state_memory_gib(config, 3, 8) == pytest.approx(18 / 8 * n)
+    expected = bytes_per_parameter * num_parameters(config) / 2**30
+    assert state_memory_gib(config, zero_stage, 8, compute) == pytest.approx(expected)

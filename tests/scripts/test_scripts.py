@@ -5,6 +5,7 @@ The programs that would be started are stood in for by scripts that write down t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -230,7 +231,10 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     commit(run, 10)
     assert state() == ("resume", "step-00000010"), "all steps done, but not exported"
     (run / "hf").mkdir()
-    (run / "hf" / "config.json").write_text("{}")
+    (run / "hf" / "exported_from.json").write_text('{"manifest_sha256": "that of another run"}')
+    assert state() == ("resume", "step-00000010"), "exported from another checkpoint"
+    digest = hashlib.sha256((run / "checkpoints/step-00000010/manifest.json").read_bytes()).hexdigest()
+    (run / "hf" / "exported_from.json").write_text(json.dumps({"manifest_sha256": digest}))
     assert state() == ("finished", "step-00000010")
     assert state("--max_steps", "20") == ("resume", "step-00000010")
     assert state("--resume_from_checkpoint", "never") == ("new", "")

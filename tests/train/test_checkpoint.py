@@ -64,6 +64,12 @@ def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
         (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt is altered"),
         (lambda p: (p / checkpoint.MANIFEST).write_text("{"), "manifest.json is damaged"),
         (lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
+        (
+            lambda p: (p / checkpoint.MANIFEST).write_text(
+                '{"schema": 1, "files": [{"name": "weights.pt"}]}'
+            ),
+            "manifest.json is damaged: KeyError",
+        ),
     ],
 )
 def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, message: str) -> None:
@@ -106,3 +112,10 @@ def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
         "step-00000003",
     ]
     assert checkpoint.set_aside(root, after_step=1) is None
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    (make(tmp_path, 2) / checkpoint.MANIFEST).unlink()
+    assert checkpoint.set_aside(tmp_path, after_step=1) is None
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]

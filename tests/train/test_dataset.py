@@ -184,7 +184,6 @@ def test_description_and_unigram_loss(data, second):
     assert first.startswith("a: ") and "75.00%" in first and last.startswith("b: ") and "25.00%" in last
     losses = [read_manifest(folder).unigram_loss for folder in (data, second)]
     assert min(losses) < stream.unigram_loss < max(losses)
-    assert (stream.tokenizer_folder / "tokenizer.json").is_file()
 
 
 def test_vocabulary_must_fit_the_model(data):
@@ -202,6 +201,17 @@ def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_d
     assert prepare(tmp_path / "b", corpus, tokenizer=other) == 0
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream({"a": data, "b": tmp_path / "b"}, None, T, seed=1)
+
+
+def test_a_replaced_or_lost_tokenizer_is_refused(data):
+    path = data / "tokenizer" / "tokenizer.model"
+    was = read_manifest(data).tokenizer_sha256
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DataError, match=f"tokenizer.model is not the tokenizer .*manifest.json is {was}"):
+        open_stream({"a": data}, None, T, seed=1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"tokenizer/tokenizer.model is missing"):
+        open_stream({"a": data}, None, T, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +260,9 @@ def change_manifest(folder: Path, change) -> None:
         (lambda m: m.update(shards=None), "not a list"),
         (lambda m: m["shards"][0].update(name="../x.ds"), "not a file of this folder"),
         (lambda m: m["shards"][0].update(tokens=5), "are not 5 tokens"),
+        (lambda m: m.update(tokenizer_files=[]), "'tokenizer_files' is "),
+        (lambda m: m.update(tokenizer_files=["../x"]), "'tokenizer_files' is "),
+        (lambda m: m.update(tokenizer_files=None), "'tokenizer_files' is "),
     ],
 )
 def test_corrupt_manifest(data, change, message):
@@ -285,6 +298,21 @@ def test_verify_passes_whole_data_and_finds_ids_beyond_the_vocabulary(data):
     change_manifest(data, lambda m: m.update(vocab_size=300))
     with pytest.raises(DataError, match="beyond the vocabulary of 300"):
         open_stream({"a": data}, None, T, seed=1, verify=True)
+
+
+@pytest.mark.parametrize("where", [0, 70, -1])
+def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(data, where):
+    """Also where a sample spans two shards, and for the last token, which is only a label."""
+    path = data / "train_00001.ds"
+    tokens = np.fromfile(path, "<u2")
+    tokens[where] = 400
+    tokens.tofile(path)
+    stream = open_stream({"a": data}, None, T, seed=1)
+    offset = where % len(tokens)
+    with pytest.raises(
+        DataError, match=f"train_00001.ds: token {offset} has the id 400, .* vocabulary of 400"
+    ):
+        stream.batch(0, stream.num_samples)
 
 
 def test_shards_that_the_manifest_does_not_list_are_not_read(data):

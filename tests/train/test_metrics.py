@@ -1,5 +1,7 @@
 """metrics.jsonl, what a resume leaves of it, the printed lines, wandb without a key, the plot, MFU."""
 
+import importlib.machinery
+import importlib.util
 import json
 import sys
 
@@ -112,6 +114,18 @@ def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monk
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
     assert "no API key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+@pytest.mark.parametrize("folder_of_that_name", [False, True])
+def test_wandb_that_is_not_installed_stops_the_run_before_it_writes(
+    is_main, folder_of_that_name, tmp_path, monkeypatch
+):
+    spec = importlib.machinery.ModuleSpec("wandb", None) if folder_of_that_name else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match='pip install wandb, or set report_to to "none"'):
+        logger(tmp_path / "run", is_main=is_main, report_to="wandb")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import gzip
+import importlib.util
 import json
 import os
 import signal
@@ -78,6 +79,16 @@ def test_record_formats(tmp_path, prepare, name):
     assert manifest.documents == {"in": 4, "out": 4, "dropped": {}}
     assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert manifest.unigram_loss is None
+
+
+def test_zst_without_zstandard_says_what_to_install(tmp_path, prepare, monkeypatch, capsys):
+    FORMATS["a.jsonl.zst"](tmp_path / "a.jsonl.zst")
+    FORMATS["a.jsonl"](tmp_path / "a.jsonl")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl.zst") == 1
+    assert "a.jsonl.zst needs the package zstandard" in (error := capsys.readouterr().err)
+    assert "pip install zstandard" in error and not (tmp_path / "out").exists()
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0) == 0
 
 
 def test_folder_of_files_is_read_in_order(tmp_path, prepare):

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from model import mistral_base
 from model.build import load_config
 from model.proof import ProofError
-from train import train
+from train import loop, train
 from train.arguments import ConfigurationError, TrainingArguments
 from train.checkpoint import CheckpointError
 from train.data_format import DataError
+from train.export import is_exported
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GPU = torch.cuda.is_available()
@@ -189,8 +191,19 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
     assert float(loss) == pytest.approx(eval_loss, abs=1e-2)
 
 
-@pytest.mark.skipif(GPU, reason="needs a machine without CUDA: the launcher would start one process a GPU")
+@pytest.mark.multi_gpu
+def test_two_gpus_under_deepspeed(settings: dict, tmp_path: Path) -> None:
+    check_two_ranks(settings, tmp_path)
+
+
+@pytest.mark.skipif(
+    GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
+)
 def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
+    check_two_ranks(settings, tmp_path)
+
+
+def check_two_ranks(settings: dict, tmp_path: Path) -> None:
     """The launcher, two ranks, ZeRO 1, FP8: as many samples as one rank, so nearly the same losses; and a resume."""
     alone = curve(run(settings, gradient_accumulation_steps=None, train_batch_size_tokens=256))
     config = tmp_path / "config.json"
@@ -216,7 +229,7 @@ def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
     first = launch()
     assert first.returncode == 0, first.stdout + first.stderr
     assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in first.stdout
-    assert "torch SDPA: ranks [0, 1]" in first.stdout
+    assert "ranks [0, 1]" in first.stdout
     two = curve(tmp_path / "two")
     assert [entry[1] for entry in two] == pytest.approx([entry[1] for entry in alone], rel=5e-3)
 
@@ -224,6 +237,11 @@ def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
     second = launch()
     assert second.returncode == 0, second.stdout + second.stderr
     assert curve(tmp_path / "two") == two
+
+    lines = (tmp_path / "two/metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match="number of ranks: 2 -> 1"):
+        run({**settings, "output_dir": str(tmp_path / "two")})
+    assert (tmp_path / "two/metrics.jsonl").read_text() == lines  # a refused start touches nothing
 
     other = launch("--learning_rate", "1e-3")
     assert other.returncode != 0
@@ -313,6 +331,60 @@ def test_resume_with_another_configuration_is_refused(settings: dict, data: Path
         run(settings, data={"sources": {"text": str(other)}})
     run(settings, logging_steps=3)  # what does not change the numbers may change
     assert output_dir.exists()
+
+
+def test_steps_without_finite_gradients_end_the_run(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed skips them without a word; a run that trains nothing must not look like one that does."""
+    right = mistral_base.causal_lm_loss
+
+    def nan_gradient(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (
+            right(logits, labels) + (logits.float() * 0).sum().clamp(min=0).sqrt()
+        )  # 0, with gradient 0 * inf
+
+    monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_gradient)
+    monkeypatch.setattr(loop, "MAX_SKIPPED_STEPS", 3)
+    with pytest.raises(
+        loop.TrainingError, match="the gradients of the last 3 steps, to step 3, were not finite"
+    ):
+        run(settings)
+    assert [m["skipped_steps"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_never_saved(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = mistral_base.causal_lm_loss
+    calls = []
+
+    def nan_later(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        # the proof, then two micro-batches a step
+        return right(logits, labels) * (float("nan") if len(calls) > 1 + 2 * 3 else 1)
+
+    monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_later)
+    with pytest.raises(
+        loop.TrainingError, match="the loss of step 4 is nan; the checkpoints before it are intact"
+    ):
+        run(settings, logging_steps=6, save_steps=2)
+    saved = Path(settings["output_dir"]) / "checkpoints"
+    assert [p.name for p in sorted(saved.glob("step-*"))] == ["step-00000002"]
+
+
+def test_a_run_can_move(settings: dict, tmp_path: Path, small_model: Path) -> None:
+    """Neither where the model's configuration lies nor the output folder's place matters to a resume."""
+    run(settings, save_steps=3)
+    moved, copy = tmp_path / "moved", tmp_path / "copy.json"
+    Path(settings["output_dir"]).rename(moved)
+    copy.write_text(small_model.read_text())
+    (moved / "checkpoints/step-00000006/manifest.json").unlink()
+    before = curve(moved)
+    run(settings, output_dir=str(moved), save_steps=3, model={"config": str(copy)})
+    assert curve(moved) == before
+
+
+def test_a_finished_checkpoint_of_another_folder_is_exported(settings: dict, tmp_path: Path) -> None:
+    last = run(settings) / "checkpoints/step-00000006"
+    other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(last))
+    assert is_exported(last, other / "hf") and not is_exported(last, tmp_path)
 
 
 @pytest.mark.parametrize(

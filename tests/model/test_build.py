@@ -1,0 +1,156 @@
+"""model/build.py: configurations and weights that are not what they should be are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MistralForCausalLM
+
+from model.build import build_model, load_config, load_hf_folder
+from model.conversion import ConversionError
+from model.precision import Precision, PrecisionConfig
+from tests.conftest import random_ids, small_config
+
+UP = "model.layers.1.mlp.up_proj.weight"
+# the published configuration of HARE-1.1B has keys of other tools and of older versions of transformers
+PUBLISHED = {
+    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": False,
+    "checkpointing": True, "_attn_implementation": "flash_attention_2", "unk_token_id": 0,
+}  # fmt: skip
+
+
+def write_config(path: Path, **changes: Any) -> Path:
+    values = json.loads((Path(__file__).parents[2] / "model/configs/tiny.json").read_text()) | changes
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_published_config_loads(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "config.json", **PUBLISHED)
+    for given in (path, tmp_path):
+        config = load_config(str(given))
+        assert (config.hidden_size, config.num_hidden_layers, config.sliding_window) == (128, 4, None)
+
+
+def test_what_transformers_writes_loads(tmp_path: Path) -> None:
+    small_config().save_pretrained(tmp_path)
+    assert load_config(str(tmp_path)).vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hiden_layers": 2}, "num_hiden_layers: unknown key .did you mean num_hidden_layers.."),
+        ({"num_layers": 2}, "did you mean num_hidden_layers"),
+        ({"slidng_window": 64}, "did you mean sliding_window"),
+        ({"rope_thetta": 1e6}, "did you mean rope_theta"),
+        ({"hidden_size": "64"}, "hidden_size.*expected int, got str"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps.*expected float, got str"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
+        ({"num_hidden_layers": -1, "vocab_size": 0}, "vocab_size: 0 must be positive; num_hidden_layers: -1"),
+        ({"torch_dtype": "bfloat17"}, "bfloat17"),
+        ({"hidden_act": "gelu"}, "only 'silu'"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"model_type": "llama"}, "model_type 'llama'; only mistral"),
+    ],
+)
+def test_a_bad_config_is_named(tmp_path: Path, changes: dict, problem: str) -> None:
+    path = write_config(tmp_path / "bad.json", **dict(sorted(changes.items(), reverse=True)))
+    with pytest.raises(ValueError, match=f"^model.config: .*bad.json.*{problem}"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "not a JSON file"),
+        (b"[1]", "no JSON object"),
+        (b"\xff", "not a JSON file"),
+        (b"{}", "only mistral"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"bad.json .*{problem}"):
+        load_config(str(tmp_path / "bad.json"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("whole")
+    MistralForCausalLM(small_config()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A Hugging Face folder to be damaged."""
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda w: w.pop(UP), f"{UP} is missing"),
+        (lambda w: w.pop("lm_head.weight"), "lm_head.weight is missing"),
+        (lambda w: w.update({"model.layers.2.x": torch.zeros(1)}), "model.layers.2.x is unknown"),
+        (lambda w: w.update({UP: torch.zeros(4, 8)}), rf"{UP} has shape \(4, 8\), .* needs \(256, 128\)"),
+        (lambda w: [w.pop(name) for name in list(w) if "mlp" in name], "; .*and 1 more"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable, problem: str) -> None:
+    """transformers would fill what is missing at random."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=f"{folder.name}.*{problem}"):
+        load_hf_folder(str(folder), small_config())
+
+
+@pytest.mark.parametrize("size", [0, 4, 50, -100])
+def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{folder.name}.*model.safetensors is truncated"):
+        load_hf_folder(str(folder), small_config())
+
+
+def test_a_folder_without_weights_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"weights of .*{folder.name}.*no file named model.safetensors"):
+        load_hf_folder(str(folder), small_config())
+    (folder / "pytorch_model.bin").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=f"weights of .*{folder.name}.*cannot be read"):
+        load_hf_folder(str(folder), small_config())
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    MistralForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="400KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=f"{shard.name} is truncated"):
+        load_hf_folder(str(tmp_path), small_config())
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"cannot be read: .*{shard.name}"):
+        load_hf_folder(str(tmp_path), small_config())
+
+
+@pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
+def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str) -> None:
+    config = small_config(tie_word_embeddings=True)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    precision = Precision(PrecisionConfig(compute="fp32"))
+    model = build_model(config, variant, precision, init_from=str(tmp_path))
+    ids = random_ids(config, 1, 16).to(precision.device)
+    logits = MistralForCausalLM.from_pretrained(tmp_path)(ids.cpu()).logits
+    torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
