@@ -58,9 +58,6 @@ class PrecisionConfig:
     fast_accumulation_wgrad: bool = _option(
         False, "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)"
     )
-    fp8_attention: bool = _option(
-        False, "delayed: attention products in FP8 too (head_dim 128, Transformer Engine only)"
-    )
     bf16_modules: list[str] = _option(
         ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
     )
@@ -77,7 +74,6 @@ class PrecisionConfig:
         "amax_history_len": ("delayed",),
         "amax_compute_algo": ("delayed",),
         "reduce_amax": ("delayed",),
-        "fp8_attention": ("delayed",),
         "power_2_scales": ("current", "block"),
         "amax_epsilon": ("current", "block"),
         "fast_accumulation_wgrad": ("delayed", "current"),
@@ -172,17 +168,12 @@ class Precision:
         default = "e4m3" if c.recipe == "block" else "hybrid"
         fp8_format = formats[c.fp8_format or default]
         if c.recipe == "delayed":
-            if c.fp8_attention and self.te.name == "reference":
-                raise PrecisionError(
-                    "precision.fp8_attention: the CPU reference has no FP8 attention; set it to false"
-                )
             recipe = recipes.DelayedScaling(
                 margin=c.margin,
                 fp8_format=fp8_format,
                 amax_history_len=c.amax_history_len,
                 amax_compute_algo=c.amax_compute_algo,
                 reduce_amax=c.reduce_amax,
-                fp8_dpa=c.fp8_attention,
             )
         else:
             cls = recipes.Float8CurrentScaling if c.recipe == "current" else recipes.Float8BlockScaling

@@ -7,14 +7,15 @@
 # one that is active (virtual environment or conda), else a Python that already has everything, else
 # ROOT/.venv, made on the first run. What is already there is not installed again: a second run only looks.
 #
-# Settings: PYTHON=path of the Python to make .venv with; PIP_* as pip documents them.
+# Settings: PYTHON=path of the Python to make .venv with; TORCH_INDEX_URL=index of torch's CPU builds, as torch's
+# installation page names it (without it pip takes the default wheel, which on Linux may bring 5 GB of CUDA packages
+# along: more to download, the same numbers); PIP_* as pip documents them.
 
 MIN_PYTHON="3.11"
 # Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
 TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
-TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
-DISK_CPU_GIB=6
+DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
@@ -110,15 +111,9 @@ install_torch() {
     pip_install "torch==$TORCH_GPU"
     return
   fi
-  say "set-up: installing torch $TORCH_CPU (CPU)"
-  # PyPI's Linux wheel brings gigabytes of CUDA along; torch's own index has the CPU build.
+  say "set-up: installing torch $TORCH_CPU"
   local index=()
-  if "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1] + "/torch/", timeout=10)' \
-    "$TORCH_CPU_INDEX" >/dev/null 2>&1; then
-    index=(--extra-index-url "$TORCH_CPU_INDEX")
-  else
-    say "set-up: $TORCH_CPU_INDEX is not reachable; pip takes what it finds elsewhere (the CUDA build is 5 GiB)"
-  fi
+  if [[ -n "${TORCH_INDEX_URL:-}" ]]; then index=(--extra-index-url "$TORCH_INDEX_URL"); fi
   pip_install "torch==$TORCH_CPU" "${index[@]}"
 }
 

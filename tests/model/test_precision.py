@@ -86,7 +86,6 @@ def test_knobs_reach_the_recipe() -> None:
         (dict(recipe="block", margin=1), "precision.margin: only the recipe delayed reads it"),
         (dict(amax_epsilon=0.1), "precision.amax_epsilon: only the recipe current and block reads it"),
         (dict(amax_history_len=0), "precision.amax_history_len: 0 must be at least 1"),
-        (dict(fp8_attention=True), "the CPU reference has no FP8 attention"),
     ],
 )
 def test_bad_sections_are_named(keys: dict, message: str) -> None:
