@@ -167,7 +167,8 @@ def run_training(args: TrainingArguments) -> None:
 
     # proof, before the first step
     flops = accounting.flops_per_token(config, args.max_seq_length)
-    for line in [*start_report(args, model, precision, flops, train_stream, state), *notes]:
+    report = start_report(args, model, precision, flops, train_stream, state)
+    for line in [*report, *(f"DeepSpeed: {note}" for note in notes)]:
         say(line)
     for line in prove(model, precision, args.model.attention_backend, args.seed):
         say(line)
