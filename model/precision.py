@@ -20,10 +20,11 @@ from model import te_backend
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 RECIPES = ("delayed", "current", "block")
 
-# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8,
-# in training, where the weight gradient contracts over them, of 16.
+# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
+# In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
 FP8_FEATURE_MULTIPLE = 16
 FP8_ROW_MULTIPLE = 8
+FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 class PrecisionError(ValueError):

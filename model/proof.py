@@ -14,10 +14,9 @@ from transformers import MistralConfig
 
 from model import te_backend
 from model.mistral_base import head_dim, window_size
-from model.precision import Precision, fp8_modules, reset_fp8_state
+from model.precision import FP8_TRAIN_ROW_MULTIPLE, Precision, fp8_modules, reset_fp8_state
 
 PROBE_TOKENS = 256
-FP8_ROWS = 16  # a backward's FP8 GEMMs take a multiple of this, block scaling's too
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
@@ -60,7 +59,8 @@ def _prove_cudnn() -> str:
 
 def probe_tokens(config: MistralConfig) -> int:
     """Tokens of the probe's sequence: what the model's positions allow, in a number that FP8 GEMMs take."""
-    return max(FP8_ROWS, min(PROBE_TOKENS, config.max_position_embeddings) // FP8_ROWS * FP8_ROWS)
+    unit = FP8_TRAIN_ROW_MULTIPLE
+    return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 
 def _probe(model: nn.Module, seed: int) -> None:

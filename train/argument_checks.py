@@ -9,15 +9,12 @@ from functools import partial
 from typing import Any
 
 from model.build import VARIANTS
+from model.precision import FP8_TRAIN_ROW_MULTIPLE
 from model.te_backend import ATTENTION_BACKENDS
 from train.strict_json import get
 
 MAX_SEED = 2**32 - 1  # what numpy's generator takes
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
-
-# Rows (micro-batch x sequence) of an FP8 layer. TE's forward asks for 8; the weight gradient's operands are
-# transposed, so that rows become the leading dimension, and cuBLAS wants 16 FP8 values there.
-FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 def value_problems(a: Any, bad: set[str]) -> list[str]:

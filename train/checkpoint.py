@@ -13,7 +13,6 @@ bits without a word.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -31,11 +30,11 @@ from torch import nn
 
 from model import conversion
 from model.precision import Precision, fp8_state, load_fp8_state
+from train.files import sha256_file, write_durably
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
-HASH_CHUNK_BYTES = 16 * 2**20
 
 
 class CheckpointError(RuntimeError):
@@ -75,7 +74,7 @@ def save(engine: Any, root: Path, state: RunState, precision: Precision, keep: i
     engine.save_checkpoint(str(root), tag=path.name, save_latest=False)
     torch.save(_rank_state(engine.module, precision), path / f"rank_{rank:05d}.pt")
     if rank == 0:
-        _write_durably(path / RUN_STATE, json.dumps(asdict(state), indent=1))
+        write_durably(path / RUN_STATE, json.dumps(asdict(state), indent=1))
     dist.barrier()
     _commit(path, state.step)
     if rank == 0 and keep:
@@ -108,7 +107,7 @@ def _commit(path: Path, step: int) -> None:
     dist.all_gather_object(gathered, mine)
     if rank == 0:
         entries = sorted((entry for part in gathered for entry in part), key=lambda e: e["name"])
-        _write_durably(
+        write_durably(
             path / MANIFEST, json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1)
         )
 
@@ -120,31 +119,18 @@ def _describe_all(files: list[Path], root: Path) -> list[dict[str, Any]]:
 
 def describe_file(file: Path, root: Path) -> dict[str, Any]:
     """Name relative to `root`, bytes and sha256 of a file, flushed to disk first."""
-    digest = hashlib.sha256()
     with open(file, "rb") as f:
         os.fsync(f.fileno())
-        while chunk := f.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
     return {
         "name": file.relative_to(root).as_posix(),
         "bytes": file.stat().st_size,
-        "sha256": digest.hexdigest(),
+        "sha256": sha256_file(file),
     }
 
 
 def identity(path: Path) -> str:
     """What tells this checkpoint from any other: the sha256 of its manifest, which holds those of all its files."""
-    return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-
-
-def _write_durably(file: Path, text: str) -> None:
-    """Write under another name, flush, rename: the file is whole or absent."""
-    temporary = file.with_suffix(".tmp")
-    with open(temporary, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.rename(file)
+    return sha256_file(path / MANIFEST)
 
 
 def _discard(path: Path) -> None:

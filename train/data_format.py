@@ -10,7 +10,6 @@
 The shard layout is the one datatrove writes. Readers open what the manifest lists and nothing else.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from train.files import sha256_file, write_durably
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
@@ -85,23 +86,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Commit the folder: write the manifest beside its place, flush it to the disk, rename it there."""
-    temporary = folder / (MANIFEST_NAME + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / MANIFEST_NAME)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_durably(folder / MANIFEST_NAME, json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -234,9 +219,3 @@ def _verify_shard(folder: Path, manifest: Manifest, shard: Shard) -> None:
     if int(tokens.max()) >= manifest.vocab_size:
         raise DataError(f"{folder / shard.name} holds token id {int(tokens.max())}, beyond the vocabulary of "
                         f"{manifest.vocab_size}: prepare the data again")  # fmt: skip
-
-
-def sha256_file(path: str | Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -30,14 +30,14 @@ ORIGIN = "exported_from.json"
 
 
 def export(path: Path, out: Path, tokenizer: Path) -> None:
-    """Write the Hugging Face folder `out` from the committed checkpoint `path`, with the files of the folder
+    """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the files of the folder
     `tokenizer`. It is written beside `out` and then renamed, so that `out` is whole or absent; an older one is
     replaced. exported_from.json in it names the checkpoint.
 
-    Raises CheckpointError: `path` does not verify, or holds weights that do not fit its configuration; `tokenizer` is
-    not a folder; `out` is a folder that no export wrote.
+    Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` is not a folder;
+    `out` is a folder that no export wrote.
     """
-    found = checkpoint.problems(path)
+    found = []
     if not tokenizer.is_dir():
         found.append(f"tokenizer: {tokenizer} is not a folder; --tokenizer DIR names it")
     if out.exists() and not (out / ORIGIN).exists():
@@ -95,6 +95,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
+        found = checkpoint.problems(arguments.checkpoint)
+        if found:
+            raise checkpoint.CheckpointError("; ".join(found))
         tokenizer = arguments.tokenizer
         if tokenizer is None:
             tokenizer = tokenizer_of(

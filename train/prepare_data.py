@@ -26,7 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from train.corpus import ALLOWED, list_files, read_documents
-from train.data_format import SCHEMA, SPLITS, DataError, Manifest, sha256_file, token_dtype
+from train.data_format import SCHEMA, SPLITS, DataError, Manifest, token_dtype
+from train.files import sha256_file
 from train.prepare_counts import Counts, Progress, text_batches, unigram_loss
 from train.shard_writer import OutputFolder, ShardWriter
 

@@ -21,9 +21,9 @@ from train.data_format import (
     Manifest,
     Shard,
     read_manifest,
-    sync_folder,
     write_manifest,
 )
+from train.files import sync_folder
 
 # It stands in the folder from before the first shard until after the manifest, and is locked while its writer lives.
 MARKER_NAME = "prepare_data.unfinished"

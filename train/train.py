@@ -42,7 +42,7 @@ from train import checkpoint
 from train.arguments import TrainingArguments, load_arguments, resume_differences
 from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
-from train.export import export, tokenizer_of
+from train.export import export, is_exported, tokenizer_of
 from train.loop import Run, TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.optimizer import build_optimizer, undo_initial_step
@@ -211,7 +211,8 @@ def run_training(args: TrainingArguments) -> None:
         last = train(run)
     if rank == 0:
         assert last is not None
-        export(last, output_dir / "hf", tokenizer_of(args.data.sources))
+        if not is_exported(last, output_dir / "hf"):
+            export(last, output_dir / "hf", tokenizer_of(args.data.sources))
         metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
     metrics.close()
     dist.barrier()

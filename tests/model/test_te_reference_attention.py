@@ -8,6 +8,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from model import te_reference as te
 from model.te_reference.recipe import DelayedScaling
+from tests.conftest import MISTRAL_LAYER
 
 
 def dense_attention(q, k, v, left):
@@ -158,16 +159,9 @@ def layer(**changes):
         kv_channels=16,
         layernorm_epsilon=1e-6,
         hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization="RMSNorm",
-        activation="swiglu",
-        bias=False,
-        fuse_qkv_params=True,
-        qkv_weight_interleaved=False,
-        attn_input_format="bshd",
         window_size=(7, 0),
     )
-    return te.TransformerLayer(64, 128, 4, **{**options, **changes})
+    return te.TransformerLayer(64, 128, 4, **{**MISTRAL_LAYER, **options, **changes})
 
 
 def test_the_layer_is_a_mistral_layer():

@@ -8,6 +8,7 @@ from torch import nn
 
 from model import te_reference as te
 from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from tests.conftest import MISTRAL_LAYER
 
 
 def make_layers():
@@ -19,14 +20,8 @@ def make_layers():
             2,
             kv_channels=16,
             hidden_dropout=0.1,  # random numbers have to be replayed, too
-            attention_dropout=0.0,
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
-            attn_input_format="bshd",
             params_dtype=torch.bfloat16,
+            **MISTRAL_LAYER,
         )
         for _ in range(2)
     )

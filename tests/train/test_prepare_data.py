@@ -17,7 +17,8 @@ import sentencepiece
 import zstandard
 
 from tests.train.conftest import corpus_texts, write_jsonl
-from train.data_format import read_manifest, sha256_file, token_dtype
+from train.data_format import read_manifest, token_dtype
+from train.files import sha256_file
 from train.prepare_counts import unigram_loss
 from train.prepare_data import TextEncoder, encode_all
 from train.shard_writer import MARKER_NAME

@@ -387,6 +387,26 @@ def test_a_finished_checkpoint_of_another_folder_is_exported(settings: dict, tmp
     assert is_exported(last, other / "hf") and not is_exported(last, tmp_path)
 
 
+def test_the_export_command(settings: dict, tmp_path: Path) -> None:
+    """It gives what the run exported, and refuses a checkpoint that is not whole."""
+    output_dir = run(settings)
+    path = output_dir / "checkpoints/step-00000006"
+
+    def export(*arguments: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / "train/export.py"), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    done = export(path, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    for file in (output_dir / "hf").iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    whole = (path / "rank_00000.pt").read_bytes()
+    (path / "rank_00000.pt").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused = export(path, tmp_path / "other")
+    assert refused.returncode == 1 and "rank_00000.pt is altered" in refused.stderr
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
     "changes,error,message",
     [
