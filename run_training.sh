@@ -154,4 +154,4 @@ case "${RUN[state]}" in
     ;;
   *) train "$PROCESSES" ;;
 esac
-if [[ "${NODE_RANK:-0}" == 0 ]]; then generate; fi
+if [[ "${NODE_RANK:-0}" == 0 && -n "${RUN[saves]}" ]]; then generate; fi

@@ -1,4 +1,5 @@
-"""From a configuration to a model: the variants `hf`, `te_linear` and `te_layer`, from scratch or from a folder."""
+"""From a configuration to a model: the variants `hf`, `te_linear`, `te_layer` and `torchao`, from scratch or from a
+folder."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
 from model.mistral_base import causal_lm_loss, check_config
-from model.precision import Precision, PrecisionError
+from model.precision import TRANSFORMERS_VARIANTS, Precision, PrecisionError
+from model.speed import SpeedConfig
+from model.variants import VARIANTS, compiles, variant_problems
 
 CONFIGS = Path(__file__).parent / "configs"
-VARIANTS = ("hf", "te_linear", "te_layer")
 
 # What must agree for weights of one configuration to be the same model under another.
 ARCHITECTURE = (
@@ -114,6 +116,7 @@ class HuggingFaceMistral(TransformersMistral):
     """transformers' own MistralForCausalLM, the baseline, with the forward signature of the other variants."""
 
     variant = "hf"
+    compiled = False
 
     def forward(  # type: ignore[override]
         self,
@@ -135,6 +138,24 @@ class HuggingFaceMistral(TransformersMistral):
         rope.original_inv_freq = rope.inv_freq
         return self
 
+    def compile_layers(self) -> None:
+        """Have torch.compile compile each decoder layer, in place (names stay), when it first runs.
+
+        One graph serves all layers. What of a layer cannot be compiled, or more shapes than torch keeps graphs for (8),
+        is an error of torch._dynamo when it is met: left uncompiled it would only show as slowness.
+        """
+        # by default kernels are chosen by benchmarks, whose outcome, and so the last bits, differ between runs
+        options = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
+        for layer in self.model.layers:
+            layer.compile(fullgraph=True, dynamic=False, options=options)
+        self.compiled = True
+
+
+class TorchaoMistral(HuggingFaceMistral):
+    """The same, to have its Linears swapped for torchao's FP8 ones."""
+
+    variant = "torchao"
+
 
 def build_model(
     config: MistralConfig,
@@ -144,28 +165,31 @@ def build_model(
     seed: int = 0,
     init_from: str | None = None,
     gradient_checkpointing: bool = False,
+    speed: SpeedConfig | None = None,
+    compile: bool | None = None,
 ) -> nn.Module:
     """A model on `precision.device` in `precision.dtype`, initialized from `seed` or from the Hugging Face folder
-    `init_from`.
+    `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
 
-    Raises ValueError: an unknown variant, an `init_from` of another architecture; PrecisionError: FP8 with hf, a
-    bf16_modules pattern that matches nothing, dimensions that FP8 cannot take.
+    Raises ValueError: an unknown variant, an `init_from` of another architecture; PrecisionError: a precision or
+    `compile` that the variant does not have, a bf16_modules pattern that matches nothing, dimensions FP8 cannot take.
     """
     if variant not in VARIANTS:
         raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
-    if variant == "hf":
-        if precision.fp8:
-            raise PrecisionError(
-                "model.variant hf runs no FP8; choose te_linear or te_layer, or set precision.compute to bf16"
-            )
-        model = _build_hf(config, precision)
+    if problems := variant_problems(variant, precision.config, compile):
+        raise PrecisionError("; ".join(problems))
+    if variant in TRANSFORMERS_VARIANTS:
+        cls = TorchaoMistral if variant == "torchao" else HuggingFaceMistral
+        model = _build_transformers(config, precision, cls)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if compiles(variant, precision.config, compile):
+            model.compile_layers()
     else:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
-        model = module.MistralForCausalLM(config, precision)
+        model = module.MistralForCausalLM(config, precision, speed or SpeedConfig())
         model.gradient_checkpointing = gradient_checkpointing
-        precision.apply(model)
+    precision.apply(model)
     if init_from is None:
         conversion.init_weights(model, seed)
     else:
@@ -173,12 +197,14 @@ def build_model(
     return model
 
 
-def _build_hf(config: MistralConfig, precision: Precision) -> HuggingFaceMistral:
+def _build_transformers(
+    config: MistralConfig, precision: Precision, cls: type[HuggingFaceMistral]
+) -> HuggingFaceMistral:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(precision.dtype)
     try:
         with precision.device:
-            return HuggingFaceMistral._from_config(config, attn_implementation="sdpa").train()
+            return cls._from_config(config, attn_implementation="sdpa").train()
     finally:
         torch.set_default_dtype(dtype)
 

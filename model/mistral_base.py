@@ -6,6 +6,7 @@ D head dimension, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.precision import FP8_ROW_MULTIPLE, Precision
+from model.speed import SpeedConfig
 
 
 def rope_theta(config: MistralConfig) -> float:
@@ -132,30 +134,32 @@ class KVCache:
 class MistralModel(nn.Module):
     """Token embedding, `num_hidden_layers` layers, final RMSNorm."""
 
-    def __init__(self, config: MistralConfig, precision: Precision, make_layer: Any):
+    def __init__(self, config: MistralConfig, precision: Precision, layers: Iterable[nn.Module]):
         super().__init__()
         placement = {"dtype": precision.dtype, "device": precision.device}
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **placement)
-        self.layers = nn.ModuleList(
-            make_layer(config, precision, index) for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(layers)
         self.norm = precision.te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **placement)
 
 
 class MistralBase(nn.Module):
-    """A Mistral causal language model whose layers are made by `make_layer(config, precision, index)`, with
-    Hugging Face's names around them."""
+    """A Mistral causal language model with Hugging Face's names around its layers, which a variant makes."""
 
     variant: ClassVar[str]
-    make_layer: ClassVar[Any]
 
-    def __init__(self, config: MistralConfig, precision: Precision):
+    def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig):
         super().__init__()
         check_config(config)
         self.config = config
         self.precision = precision
         self.gradient_checkpointing = False
-        self.model = MistralModel(config, precision, self.make_layer)
+        # TE has the fused loss for bf16 and float32 logits
+        fused = speed.fused_cross_entropy and precision.dtype != torch.float16
+        self.fused_cross_entropy = precision.te.cross_entropy if fused else None
+        layers = (
+            self.make_layer(config, precision, speed, index) for index in range(config.num_hidden_layers)
+        )
+        self.model = MistralModel(config, precision, layers)
         self.lm_head = precision.te.Linear(
             config.hidden_size,
             config.vocab_size,
@@ -167,6 +171,12 @@ class MistralBase(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rope_freqs: torch.Tensor | None = None
         _drop_extra_state(self)
+
+    def make_layer(
+        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
+    ) -> nn.Module:
+        """Layer `index`: called as layer(x_BTH, rotary_pos_emb=..., is_first_microbatch=...)."""
+        raise NotImplementedError
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
         """Rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
@@ -197,7 +207,8 @@ class MistralBase(nn.Module):
         input_ids: int64 [B, T]. labels: int64 [B, T], already shifted (labels[b, t] follows input_ids[b, t]), -100
         ignored. is_first_microbatch: None quantizes the weights in this call; True does and keeps the FP8 copy; False
         reuses it (later micro-batches of one optimizer step). cache: decode; the T tokens follow those in the cache.
-        Returns loss (float32 scalar, nats a token) and logits [B, T, V].
+        Returns loss (float32 scalar, nats a token) and logits [B, T, V]; None for the logits where a fused loss will
+        overwrite them with their gradient.
         """
         start = cache.length if cache is not None else 0
         with self.precision.autocast():
@@ -217,8 +228,14 @@ class MistralBase(nn.Module):
             logits_BTV = project(self.lm_head, self.model.norm(hidden_BTH), is_first_microbatch)
         if cache is not None:
             cache.advance(input_ids.shape[1])
-        loss = None if labels is None else causal_lm_loss(logits_BTV, labels)
-        return CausalLMOutput(loss=loss, logits=logits_BTV)
+        if labels is None:
+            return CausalLMOutput(logits=logits_BTV)
+        if self.fused_cross_entropy is not None and torch.is_grad_enabled():
+            loss = self.fused_cross_entropy(
+                logits_BTV, labels, reduce_loss=True, ignore_idx=-100, overwrite_input=True
+            )
+            return CausalLMOutput(loss=loss.reshape(()))
+        return CausalLMOutput(loss=causal_lm_loss(logits_BTV, labels), logits=logits_BTV)
 
 
 def _drop_extra_state(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from transformers import MistralConfig
 
 from model.mistral_base import KVCache, MistralBase, head_dim, project, window_size
 from model.precision import Precision
+from model.speed import SpeedConfig
 
 
 def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:
@@ -99,4 +100,8 @@ class MistralDecoderLayer(nn.Module):
 
 class MistralForCausalLM(MistralBase):
     variant = "te_linear"
-    make_layer = MistralDecoderLayer
+
+    def make_layer(
+        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
+    ) -> nn.Module:
+        return MistralDecoderLayer(config, precision, index)

@@ -1,16 +1,20 @@
 """The te.TransformerLayer variant: norm + fused qkv, attention and norm + fused SwiGLU MLP in one TE module a layer.
 
+With `speed.fused_rope` the same parts are put together here, so that one kernel takes the place of the copies and
+rotations between the qkv projection and attention; parameters and their names are te.TransformerLayer's either way.
 The same model as modeling_mistral_fp8.py with fewer, larger kernels: the one to train with. conversion.py has the map
 between its parameters and Hugging Face's.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import MistralConfig
 
 from model.mistral_base import KVCache, MistralBase, head_dim, window_size
 from model.precision import Precision
+from model.speed import SpeedConfig
 
 
 def _transformer_layer(config: MistralConfig, precision: Precision, index: int) -> nn.Module:
@@ -39,9 +43,79 @@ def _transformer_layer(config: MistralConfig, precision: Precision, index: int) 
     )
 
 
+class FusedAttention(nn.Module):
+    """Norm and qkv projection, one kernel that splits and rotates, attention, output projection."""
+
+    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+        super().__init__()
+        te, placement = precision.te, {"params_dtype": precision.dtype, "device": precision.device}
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        D = head_dim(config)
+        self.split_and_rotate = te.split_and_rotate
+        self.layernorm_qkv = te.LayerNormLinear(
+            config.hidden_size,
+            (self.num_heads + 2 * self.num_kv_heads) * D,
+            eps=config.rms_norm_eps,
+            normalization="RMSNorm",
+            bias=False,
+            **placement,
+        )
+        self.core_attention = te.DotProductAttention(
+            self.num_heads,
+            D,
+            num_gqa_groups=self.num_kv_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            window_size=window_size(config),
+            layer_number=index + 1,
+        )
+        self.proj = te.Linear(self.num_heads * D, config.hidden_size, bias=False, **placement)
+
+    def forward(self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None) -> torch.Tensor:
+        packed = self.layernorm_qkv(x_BTH, is_first_microbatch=is_first)
+        q_BTND, k_BTKD, v_BTKD = self.split_and_rotate(packed, freqs, self.num_heads, self.num_kv_heads)
+        return self.proj(self.core_attention(q_BTND, k_BTKD, v_BTKD), is_first_microbatch=is_first)
+
+
+class FusedTransformerLayer(nn.Module):
+    """te.TransformerLayer's parts under its names, around FusedAttention."""
+
+    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+        super().__init__()
+        self.self_attention = FusedAttention(config, precision, index)
+        self.layernorm_mlp = precision.te.LayerNormMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            eps=config.rms_norm_eps,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            params_dtype=precision.dtype,
+            device=precision.device,
+        )
+
+    def forward(
+        self,
+        x_BTH: torch.Tensor,
+        rotary_pos_emb: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        x_BTH = x_BTH + self.self_attention(x_BTH, rotary_pos_emb, is_first_microbatch)
+        return x_BTH + self.layernorm_mlp(x_BTH, is_first_microbatch=is_first_microbatch)
+
+
 class MistralForCausalLM(MistralBase):
     variant = "te_layer"
-    make_layer = staticmethod(_transformer_layer)
+
+    def make_layer(
+        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
+    ) -> nn.Module:
+        make = FusedTransformerLayer if speed.fused_rope else _transformer_layer
+        layer = make(config, precision, index)
+        if speed.fused_swiglu:
+            layer.layernorm_mlp.activation = precision.te.fused_swiglu
+        return layer
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Raises ValueError: this variant does not decode."""

@@ -2,7 +2,7 @@
 
 `PrecisionConfig` is the "precision" section of the training JSON. `Precision` resolves it against the hardware: it
 holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
-for and not to be had is a `PrecisionError`, never a silent bf16 run.
+for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipes tensorwise and rowwise are torchao's.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import fnmatch
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from model import te_backend
+from model import te_backend, torchao_fp8
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RECIPES = ("delayed", "current", "block")
+RECIPES = ("delayed", "current", "block")  # Transformer Engine's
+TORCHAO_RECIPES = torchao_fp8.RECIPES
+TRANSFORMERS_VARIANTS = ("hf", "torchao")  # whose modules are transformers', not TE's
 
 # What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
 # In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
@@ -41,7 +45,9 @@ class PrecisionConfig:
     """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
 
     compute: str = _option("fp8", "arithmetic of the matrix products: fp8 | bf16 | fp16 | fp32")
-    recipe: str = _option("delayed", "FP8 scaling recipe: delayed | current | block")
+    recipe: str = _option(
+        "delayed", "FP8 scaling recipe: delayed | current | block; variant torchao: tensorwise | rowwise"
+    )
     backend: str = _option(
         "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
     )
@@ -62,15 +68,21 @@ class PrecisionConfig:
     bf16_modules: list[str] = _option(
         ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
     )
+    auto: bool | str = _option(
+        False,
+        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or bf16 by "
+        "module, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
+    )
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
         "compute": tuple(DTYPES),
-        "recipe": RECIPES,
+        "recipe": (*RECIPES, *TORCHAO_RECIPES),
         "backend": ("auto", "transformer_engine", "reference"),
         "amax_compute_algo": ("max", "most_recent"),
     }
     # knob -> the recipes that read it
     KNOBS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "fp8_format": RECIPES,
         "margin": ("delayed",),
         "amax_history_len": ("delayed",),
         "amax_compute_algo": ("delayed",),
@@ -79,6 +91,11 @@ class PrecisionConfig:
         "amax_epsilon": ("current", "block"),
         "fast_accumulation_wgrad": ("delayed", "current"),
     }
+
+    @property
+    def emulated(self) -> bool:
+        """Whether what would need a GPU is computed without one."""
+        return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     def validate(self) -> list[str]:
         """All problems of this section, as sentences; empty when there is none."""
@@ -95,7 +112,15 @@ class PrecisionConfig:
             problems.append(f"precision.margin: {self.margin} must not be negative")
         if self.amax_epsilon < 0:
             problems.append(f"precision.amax_epsilon: {self.amax_epsilon} must not be negative")
-        if self.compute == "fp8" and self.recipe in RECIPES:
+        if self.auto == "":
+            problems.append("precision.auto: an empty path; give true, false or the path of a saved choice")
+        if self.auto and (self.compute != "fp8" or self.recipe in TORCHAO_RECIPES):
+            problems.append(
+                "precision.auto: it finds out where FP8 pays, in te_linear and te_layer with precision.compute fp8 "
+                f"and recipe {' or '.join(RECIPES)}; compute {self.compute} with recipe {self.recipe} is given. Change "
+                "these or remove it"
+            )
+        if self.compute == "fp8" and self.recipe in self.CHOICES["recipe"]:
             defaults = PrecisionConfig()
             problems += [
                 f"precision.{knob}: only the recipe {' and '.join(recipes)} reads it, and the recipe is "
@@ -103,6 +128,10 @@ class PrecisionConfig:
                 for knob, recipes in self.KNOBS.items()
                 if self.recipe not in recipes and getattr(self, knob) != getattr(defaults, knob)
             ]
+            if self.recipe in TORCHAO_RECIPES and self.backend == "transformer_engine":
+                problems.append(
+                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"
+                )
         return problems
 
 
@@ -130,8 +159,8 @@ class FP8Report:
 class Precision:
     """A `PrecisionConfig` resolved on this machine.
 
-    Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object, None unless compute is fp8), `dtype`
-    (parameters and activations), `device`.
+    Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object or torchao's Float8LinearConfig, None unless
+    compute is fp8), `dtype` (parameters and activations), `device`, `emulated` (see PrecisionConfig).
 
     Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
     """
@@ -140,6 +169,11 @@ class Precision:
         problems = config.validate()
         if problems:
             raise PrecisionError("; ".join(problems))
+        if config.auto:
+            raise PrecisionError(
+                "precision.auto: only a training run measures; set it to false, or take the precision section of a "
+                "run's train_config.json, which has the choice in it"
+            )
         self.config = config
         self.dtype = DTYPES[config.compute]
         self.device = (
@@ -151,19 +185,39 @@ class Precision:
             raise PrecisionError(
                 "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"
             )
-        try:
-            self.te = te_backend.load(config.backend)
-            if self.fp8:
-                te_backend.require_fp8(self.te, config.recipe)
-        except te_backend.BackendError as error:
-            raise PrecisionError(f"precision.backend {config.backend!r}: {error}") from error
-        self.recipe = self._make_recipe() if self.fp8 else None
+        self.emulated = config.emulated
+        self.recipe = None
+        if self.fp8:
+            try:
+                if self.torchao:
+                    torchao_fp8.require(config.recipe, self.emulated)
+                else:
+                    te_backend.require_fp8(self.te, config.recipe)
+            except te_backend.BackendError as error:
+                raise PrecisionError(f"precision.backend {config.backend!r}: {error}") from error
+            self.recipe = self._make_recipe()
 
     @property
     def fp8(self) -> bool:
         return self.config.compute == "fp8"
 
+    @property
+    def torchao(self) -> bool:
+        """FP8 by torchao, not by TE."""
+        return self.fp8 and self.config.recipe in TORCHAO_RECIPES
+
+    @cached_property
+    def te(self) -> SimpleNamespace:
+        """The namespace of TE modules, loaded when it is first asked for: transformers' own model and torchao do
+        without. Raises PrecisionError: this machine does not have it."""
+        try:
+            return te_backend.load(self.config.backend)
+        except te_backend.BackendError as error:
+            raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
+
     def _make_recipe(self) -> Any:
+        if self.torchao:
+            return torchao_fp8.linear_config(self.config.recipe, self.emulated)
         c, recipes = self.config, self.te.recipe
         formats = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}
         default = "e4m3" if c.recipe == "block" else "hybrid"
@@ -191,10 +245,13 @@ class Precision:
 
     def autocast(self) -> Any:
         """The context a model's forward (never its backward) runs in."""
-        return self.te.autocast(enabled=True, recipe=self.recipe) if self.fp8 else nullcontext()
+        if not self.fp8 or self.torchao:
+            return nullcontext()
+        return self.te.autocast(enabled=True, recipe=self.recipe)
 
     def apply(self, model: nn.Module) -> None:
-        """Keep the modules that match `bf16_modules` out of FP8 and check the dimensions of all others.
+        """Keep the modules that match `bf16_modules` out of FP8 and check the dimensions of all others; with torchao,
+        swap those for FP8 ones.
 
         Raises PrecisionError: a pattern that matches no module; a GEMM whose features are no multiple of 16; no module
         left to run FP8.
@@ -209,7 +266,7 @@ class Precision:
                 raise PrecisionError(
                     f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
                 )
-            for name in matches:
+            for name in () if self.torchao else matches:
                 _keep_out_of_fp8(model.get_submodule(name), self.te)
         report = fp8_modules(model, self)
         if not report.planned:
@@ -225,6 +282,8 @@ class Precision:
                         f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "
                         f"{name!r} to precision.bf16_modules"
                     )
+        if self.torchao:
+            torchao_fp8.convert(model, report.planned, self.recipe)
 
 
 def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
@@ -244,14 +303,16 @@ def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
 
 
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """The TE modules that hold matrix products, by name."""
-    te = precision.te
-    kinds = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
+    """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
+    kinds: tuple[type, ...] = (nn.Linear,)
+    if getattr(model, "variant", None) not in TRANSFORMERS_VARIANTS:
+        kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time."""
+    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time; with torchao,
+    the last time that `torchao_fp8.observe` watched."""
     report = FP8Report([], {}, [])
     for name, module in gemm_modules(model, precision).items():
         reason = None

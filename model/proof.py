@@ -7,14 +7,22 @@ backend that is fast and wrong has been seen (a window of (-1, 0) taken literall
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model import te_backend
+from model import te_backend, torchao_fp8
 from model.mistral_base import head_dim, window_size
-from model.precision import FP8_TRAIN_ROW_MULTIPLE, Precision, fp8_modules, reset_fp8_state
+from model.precision import (
+    FP8_TRAIN_ROW_MULTIPLE,
+    TRANSFORMERS_VARIANTS,
+    Precision,
+    fp8_modules,
+    reset_fp8_state,
+)
 
 PROBE_TOKENS = 256
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
@@ -35,15 +43,62 @@ def prove(
     Raises ProofError: a module meant to run FP8 did not; no module did; Transformer Engine loaded another cuDNN than
     torch; an unfused attention; an attention that differs from SDPA.
     """
+    if model.variant in TRANSFORMERS_VARIANTS:
+        return _prove_transformers(model, precision, seed)
     lines = []
     if precision.te.name == "transformer_engine":
         lines.append(_prove_cudnn())
     _probe(model, seed)
-    if model.variant == "hf":
-        return [*lines, "attention: transformers with torch SDPA; FP8: none (variant hf)"]
     lines += _prove_fp8(model, precision)
     lines.append(_prove_attention(model, precision, attention_backend))
     return lines
+
+
+def backend_of(model: nn.Module, precision: Precision) -> str:
+    """Whose modules `model` is made of, with the version."""
+    if model.variant in TRANSFORMERS_VARIANTS:
+        return torchao_fp8.version(precision.emulated) if precision.torchao else "transformers' own modules"
+    return precision.te.version
+
+
+def attention_of(model: nn.Module, precision: Precision) -> str:
+    """The attention that the last forward used."""
+    if model.variant in TRANSFORMERS_VARIANTS:
+        return "torch SDPA"
+    return te_backend.attention_backend_in_use(precision.te)
+
+
+def _prove_transformers(model: nn.Module, precision: Precision, seed: int) -> list[str]:
+    """The variants hf and torchao. Their probe is not compiled: counting GEMMs needs that, and a graph for the probe's
+    shape would cost a minute."""
+    attention = "attention: transformers with torch SDPA"
+    if precision.torchao:
+        with torchao_fp8.observe(model, precision.emulated) as gemms:
+            _probe(model, seed)
+        lines = [*_prove_fp8(model, precision), _prove_torchao_backward(gemms, precision), attention]
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            _probe(model, seed)
+        lines = [f"{attention}; FP8: none (variant hf)"]
+    if model.compiled:
+        lines.append("torch.compile: each decoder layer, in the first step")
+    elif precision.torchao and not precision.emulated:
+        lines.append(
+            "warning: torchao's FP8 without torch.compile is slower than bf16, since scaling and rounding take kernels "
+            "of their own; remove model.compile false"
+        )
+    return lines
+
+
+def _prove_torchao_backward(gemms: torchao_fp8.Gemms, precision: Precision) -> str:
+    forward, backward = len(gemms.forward), gemms.backward
+    # the gradients of input and weight
+    if backward != 2 * forward:
+        raise ProofError(f"the backward of {forward} FP8 modules ran {backward} FP8 GEMMs, not {2 * forward}")
+    return (
+        f"FP8 GEMMs of the probe: {forward} forward, {backward} backward; "
+        f"{torchao_fp8.version(precision.emulated)}"
+    )
 
 
 def _prove_cudnn() -> str:
@@ -92,7 +147,7 @@ def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
 
 
 def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> str:
-    backend = te_backend.attention_backend_in_use(precision.te)
+    backend = attention_of(model, precision)
     if backend == te_backend.NO_ATTENTION_YET:
         raise ProofError(
             "the probe ran and Transformer Engine reports no attention: a version that this was not written for; "
@@ -103,7 +158,7 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
             "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it"
         )
-    error_out, error_grad = attention_errors(model, precision)
+    error_out, error_grad = attention_errors(model.config, precision)
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
         raise ProofError(
@@ -116,10 +171,23 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
     )
 
 
-def attention_errors(model: nn.Module, precision: Precision, seed: int = 0) -> tuple[float, float]:
-    """(forward, backward) relative error of the model's attention against SDPA in float32, on random inputs of the
-    model's head counts, head dimension and window; |a - b| / |b| in the Frobenius norm."""
-    c, te = model.config, precision.te
+def causal_attention(config: MistralConfig, te: Any, window: tuple[int, int]) -> nn.Module:
+    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]."""
+    return te.DotProductAttention(
+        config.num_attention_heads,
+        head_dim(config),
+        num_gqa_groups=config.num_key_value_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        window_size=window,
+    )
+
+
+def attention_errors(c: MistralConfig, precision: Precision, seed: int = 0) -> tuple[float, float]:
+    """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
+    random inputs of its head counts, head dimension and window; |a - b| / |b| in the Frobenius norm."""
+    te = precision.te
     D, tokens = head_dim(c), probe_tokens(c)
     # a window longer than the probe would not be tested, so it is cut to half of it
     window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
@@ -130,15 +198,7 @@ def attention_errors(model: nn.Module, precision: Precision, seed: int = 0) -> t
     ]
     inputs = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in shapes]
     upstream = torch.randn(2, tokens, c.num_attention_heads * D, generator=generator).to(inputs[0])
-    attention = te.DotProductAttention(
-        c.num_attention_heads,
-        D,
-        num_gqa_groups=c.num_key_value_heads,
-        attention_dropout=0.0,
-        qkv_format="bshd",
-        attn_mask_type="causal",
-        window_size=window,
-    )
+    attention = causal_attention(c, te, window)
 
     def run(function: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in tensors]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ MODULES = (
     "checkpoint",
 )
 HOPPER = (9, 0)
+FUSED_SWIGLU = "fused_swiglu"
 
 
 class BackendError(RuntimeError):
@@ -32,7 +36,8 @@ class BackendError(RuntimeError):
 
 def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
-    CUDA device at all).
+    CUDA device at all). `cross_entropy` is Transformer Engine's fused one, None in the reference; `fused_swiglu` the
+    name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
     """
@@ -50,6 +55,9 @@ def _load_reference() -> SimpleNamespace:
         **{n: getattr(reference, n) for n in MODULES},
         RotaryPositionEmbedding=reference.RotaryPositionEmbedding,
         apply_rotary_pos_emb=reference.apply_rotary_pos_emb,
+        split_and_rotate=reference.split_and_rotate,
+        cross_entropy=None,
+        fused_swiglu="swiglu",
         recipe=reference.recipe,
     )
 
@@ -64,6 +72,7 @@ def _load_transformer_engine() -> SimpleNamespace:
     try:
         te: Any = importlib.import_module("transformer_engine.pytorch")
         rope: Any = importlib.import_module("transformer_engine.pytorch.attention.rope")
+        loss: Any = importlib.import_module("transformer_engine.pytorch.cross_entropy")
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
     except (ImportError, OSError) as error:
         raise BackendError(
@@ -76,8 +85,42 @@ def _load_transformer_engine() -> SimpleNamespace:
         **{n: getattr(te, n) for n in MODULES},
         RotaryPositionEmbedding=rope.RotaryPositionEmbedding,
         apply_rotary_pos_emb=rope.apply_rotary_pos_emb,
+        # Triton, which torch brings along only where there is CUDA
+        split_and_rotate=importlib.import_module("model.qkv_rope").split_and_rotate,
+        cross_entropy=loss.parallel_cross_entropy,
+        fused_swiglu=_register_fused_swiglu(),
         recipe=recipe,
     )
+
+
+def _register_fused_swiglu() -> str:
+    """Give LayerNormMLP one more activation: SwiGLU whose gradient is cast to FP8 by the kernel that computes it, where
+    scaling is delayed (the scale is known beforehand); elsewhere TE's. A module whose `activation` is set to the name
+    returned uses it.
+
+    TE's module computes the gradient of SwiGLU in bf16, writes it and reads it back to cast it, although its kernel can
+    cast. It looks its activations up in a private table by recipe: forward, backward, backward with cast; the third is
+    empty for SwiGLU. A TE without that table keeps its own way.
+    """
+    module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    kernels: Any = importlib.import_module("transformer_engine_torch")
+    table_of = getattr(module, "_get_act_func_supported_list", None)
+    if table_of is None:
+        return "swiglu"
+
+    def backward_with_cast(dy: torch.Tensor, x: torch.Tensor, quantizer: Any) -> tuple[None, Any]:
+        # the kernel writes rows; the module transposes them when it needs to
+        quantizer.set_usage(columnwise=False)
+        return None, kernels.dswiglu(dy, x, quantizer)  # None: no bias, so no gradient of one
+
+    def with_fused_swiglu(recipe: Any = None) -> dict[str, Any]:
+        table = table_of(recipe)
+        forward, backward, _ = table["swiglu"]
+        cast = backward_with_cast if recipe is not None and recipe.delayed() else None
+        return {**table, FUSED_SWIGLU: (forward, backward, cast)}
+
+    module._get_act_func_supported_list = with_fused_swiglu
+    return FUSED_SWIGLU
 
 
 def _prefer_torchs_cudnn() -> None:
@@ -111,6 +154,23 @@ def require_fp8(te: SimpleNamespace, recipe: str) -> None:
             raise BackendError(f"recipe block is not available on {name}: {reason}; use delayed or current")
 
 
+@contextmanager
+def own_fp8_state(te: SimpleNamespace) -> Iterator[None]:
+    """A block whose models register in a process-wide FP8 state of its own (see `forget_models`); afterwards the former
+    one, with the models of before, is back. The reference needs none: it forgets models that are gone."""
+    if te.name == "reference":
+        yield
+        return
+    quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+    manager = quantization.FP8GlobalStateManager
+    before = manager.quantization_state
+    manager.reset()
+    try:
+        yield
+    finally:
+        manager.quantization_state = before
+
+
 def cudnn_versions() -> tuple[int, int]:
     """(the cuDNN that Transformer Engine loaded, the one torch uses), as cuDNN encodes versions (91900 = 9.19.0)."""
     extension: Any = importlib.import_module("transformer_engine_torch")
@@ -125,15 +185,42 @@ ATTENTION_BACKENDS = {
 }
 
 
+_ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+# What the environment said before the first choice, None where nothing: "auto" goes back to it.
+_attention_environment: dict[str, str | None] = {}
+
+
 def choose_attention_backend(name: str) -> None:
-    """Tell TE which attention to use, before the first forward: "fused" (cuDNN), "flash" (FlashAttention), "unfused",
-    or "auto" (TE's own choice).
+    """Tell TE which attention to use from the next forward on: "fused" (cuDNN), "flash" (FlashAttention), "unfused",
+    or "auto" (TE's own choice, within what the user's environment allows).
 
     Raises BackendError: an unknown name.
     """
     if name not in ATTENTION_BACKENDS:
         raise BackendError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}")
+    for variable in ATTENTION_BACKENDS["fused"]:
+        before = _attention_environment.setdefault(variable, os.environ.get(variable))
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
     os.environ.update(ATTENTION_BACKENDS[name])
+    attention: Any = sys.modules.get(_ATTENTION_MODULE)
+    if attention is not None:
+        # TE keeps its choice as long as shapes stay the same, and reads the environment only when it chooses
+        chosen = attention._attention_backends
+        chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
+
+
+def forget_models() -> None:
+    """Drop what TE holds of the models that ran in this process; none of them may run again.
+
+    TE updates the scales of every module that ever ran with delayed scaling, in one go after each pass: without this a
+    model pays for those that are gone.
+    """
+    quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
 
 
 NO_ATTENTION_YET = "none yet"
@@ -144,10 +231,7 @@ def attention_backend_in_use(te: SimpleNamespace) -> str:
     one, or the reference's SDPA."""
     if te.name == "reference":
         return "torch SDPA"
-    dpa: Any = importlib.import_module(
-        "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-    )
-    chosen = dpa._attention_backends
+    chosen = importlib.import_module(_ATTENTION_MODULE)._attention_backends
     if chosen["use_flash_attention"]:
         return f"flash ({chosen['flash_attention_backend']})"
     if chosen["use_fused_attention"]:

@@ -6,6 +6,7 @@
 - output_dir: the run's folder
 - precision, recipe: how the demo should generate from it
 - missing_corpus: the data folder of the embedded corpus, if it is configured and not there yet; empty otherwise
+- saves: empty with save_strategy no, which leaves no model to generate from
 - state: "new", "resume", "finished" (all steps done and exported)
 - resumes_from: of a run to resume, the checkpoint it goes on from; of a finished one, the last
 """
@@ -63,6 +64,7 @@ def main() -> int:
         # Delayed scaling needs histories of amaxes that an exported model does not have.
         "recipe": "block" if precision.recipe == "block" else "current",
         "missing_corpus": missing_corpus(arguments),
+        "saves": "" if arguments.save_strategy == "no" else "yes",
         "state": state,
         "resumes_from": checkpoint,
     }.items():

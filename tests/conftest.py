@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import MistralConfig
+
+from model import te_backend
 
 
 def small_config(**changes: object) -> MistralConfig:
@@ -49,6 +54,34 @@ def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) ->
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_model_of_other_tests() -> None:
+    te_backend.forget_models()
+
+
+@pytest.fixture(scope="session")
+def only_process_group() -> Iterator[dict[str, str]]:
+    """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""
+    from train.train import init_distributed  # takes seconds to import
+
+    before = dict(os.environ)
+    init_distributed()
+    described = {key: value for key, value in os.environ.items() if before.get(key) != value}
+    os.environ.clear()
+    os.environ.update(before)
+    yield described
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def process_group(only_process_group: dict[str, str]) -> Iterator[None]:
+    """The process group, as if this process had been launched with it; other tests start processes of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in only_process_group.items():
+            patch.setenv(key, value)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

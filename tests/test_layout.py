@@ -17,8 +17,15 @@ SOURCES = sorted(
 ONLY_IN = {
     "transformer_engine": {"model/te_backend.py"},
     "transformer_engine_torch": {"model/te_backend.py"},
+    "torchao": {"model/torchao_fp8.py"},
     "wandb": {"train/metrics.py"},
-    "deepspeed": {"train/train.py", "train/ds_config.py", "train/checkpoint.py", "train/loop.py"},
+    "deepspeed": {
+        "train/train.py",
+        "train/engine.py",
+        "train/ds_config.py",
+        "train/checkpoint.py",
+        "train/loop.py",
+    },
     "sentencepiece": {"train/train_tokenizer.py", "train/prepare_data.py"},
 }
 

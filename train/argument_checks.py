@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from model.build import VARIANTS
 from model.precision import FP8_TRAIN_ROW_MULTIPLE
 from model.te_backend import ATTENTION_BACKENDS
+from model.variants import VARIANTS, variant_problems
 from train.strict_json import get
 
 MAX_SEED = 2**32 - 1  # what numpy's generator takes
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
+SAVE_STRATEGIES = ("steps", "no")
 
 
 def value_problems(a: Any, bad: set[str]) -> list[str]:
@@ -50,6 +51,7 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
     for key, choices in (
         ("lr_scheduler_type", SCHEDULES),
         ("report_to", ("none", "wandb")),
+        ("save_strategy", SAVE_STRATEGIES),
         ("model.variant", VARIANTS),
         ("model.attention_backend", ATTENTION_BACKENDS),
     ):
@@ -81,11 +83,13 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
     )
     if not any(key.startswith("precision.") for key in bad):
         problems += a.precision.validate()
+        if bad.isdisjoint(("model.variant", "model.compile")) and a.model.variant in VARIANTS:
+            problems += variant_problems(a.model.variant, a.precision, a.model.compile)
     fp8 = a.precision.compute == "fp8"
     check(
-        "model.variant precision.compute",
-        lambda: not (fp8 and a.model.variant == "hf"),
-        'transformers\' own model has no FP8; set precision.compute to "bf16", or variant to te_layer',
+        "speed.cuda_graphs gradient_checkpointing",
+        lambda: not (a.speed.cuda_graphs and a.gradient_checkpointing),
+        "recomputation reads the random generator's state, which cannot be captured; turn one of them off",
     )
     for batch in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         check(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from model.precision import PrecisionConfig
+from model.speed import SpeedConfig
 from train import strict_json
 from train.argument_checks import value_problems
 from train.strict_json import all_fields, default_of, get, leaves, sections
@@ -30,8 +31,8 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 # of model.config is compared, not their paths, and the weights of model.init_from are in the checkpoint.
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
-    "output_dir logging_steps eval_steps save_steps save_total_limit resume_from_checkpoint report_to "
-    "run_name wandb_project model.config model.init_from".split()
+    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit resume_from_checkpoint report_to "
+    "run_name wandb_project model.config model.init_from speed.cuda_graphs".split()
 )
 
 
@@ -51,7 +52,13 @@ class ModelArguments:
     """The "model" section: what is trained."""
 
     config: str = option("a name in model/configs, or the path of a MistralConfig JSON")
-    variant: str = option("te_linear | te_layer | hf (transformers' own, the baseline)", "te_layer")
+    variant: str = option(
+        "te_linear | te_layer | hf (transformers' own, the baseline) | torchao (the same with torchao's FP8)",
+        "te_layer",
+    )
+    compile: bool | None = option(
+        "hf, torchao: torch.compile for each decoder layer; null: for torchao on a GPU", None
+    )
     init_from: str | None = option(
         "Hugging Face folder whose weights the run starts from; null: random", None
     )
@@ -75,6 +82,7 @@ class TrainingArguments:
     model: ModelArguments
     data: DataArguments
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
 
     max_steps: int = option("optimizer steps of the whole run")
     max_seq_length: int = option("tokens of a sample", 2048)
@@ -108,6 +116,10 @@ class TrainingArguments:
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0)
     max_eval_samples: int = option("samples of an evaluation, over all ranks", 256)
     save_steps: int = option("steps between checkpoints; 0: only at the end", 0)
+    save_strategy: str = option(
+        "steps (every save_steps and at the end) | no (neither checkpoints nor hf/: a run that only measures)",
+        "steps",
+    )
     save_total_limit: int = option("checkpoints that are kept", 3)
     resume_from_checkpoint: str = option("auto (the newest good one) | never | path of a checkpoint", "auto")
     report_to: str = option("none | wandb", "none")

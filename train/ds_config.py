@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from model.build import load_config
+from model.variants import compiles
 from train.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.strict_json import leaves, nearest
 
@@ -194,6 +195,17 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
                 f"zero_optimization.{key}: offloading is not supported; remove it (ZeRO 1 to 3 share the "
                 "optimizer's memory between ranks, gradient_checkpointing saves activations)"
             )
+    model = arguments.model
+    if stage == 3 and compiles(model.variant, arguments.precision, model.compile):
+        problems.append(
+            "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
+            "1 or 2, or set model.compile to false"
+        )
+    if stage == 3 and arguments.speed.cuda_graphs:
+        problems.append(
+            "zero_optimization.stage: ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, "
+            "1 or 2, or set speed.cuda_graphs to false"
+        )
     # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
     dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
     accumulate = config.get("data_types", {}).get("grad_accum_dtype")

@@ -18,6 +18,7 @@ from model.precision import Precision, fp8_modules, fp8_state, snapshot_fp8_stat
 from train import checkpoint
 from train.arguments import TrainingArguments
 from train.dataset import MicroBatches, SampleStream
+from train.engine import MicroStep
 from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
 
@@ -39,6 +40,7 @@ class Run:
     arguments: TrainingArguments  # resolved
     output_dir: Path
     engine: Any  # deepspeed.DeepSpeedEngine
+    micro_step: MicroStep
     precision: Precision
     train_stream: SampleStream
     eval_stream: SampleStream
@@ -47,8 +49,8 @@ class Run:
     flops_per_token: float
 
 
-def train(run: Run) -> Path:
-    """Train from `run.state.step` to max_steps; returns the checkpoint of the last step.
+def train(run: Run) -> Path | None:
+    """Train from `run.state.step` to max_steps; returns the checkpoint of the last step, None with save_strategy no.
 
     Raises TrainingError: a loss that is not finite at a logged or saved step, MAX_SKIPPED_STEPS skipped in a row, or
     FP8 stopped running.
@@ -59,8 +61,6 @@ def train(run: Run) -> Path:
     samples_per_step = args.per_device_train_batch_size * accumulation * world
     tokens_per_step = samples_per_step * args.max_seq_length
     batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, dist.get_rank(), world)
-    # With accumulation the FP8 copy of the weights is made once a step. Not at ZeRO 3, which frees the weights.
-    cache_weights = run.precision.fp8 and accumulation > 1 and state.zero_stage < 3
     peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
 
     skipped, skipped_in_a_row = engine.skipped_steps, 0
@@ -71,16 +71,13 @@ def train(run: Run) -> Path:
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
         loss_sum = torch.zeros((), device=engine.device)
-        for micro_step in range(accumulation):
-            input_ids, labels = batches.get(state.consumed_samples, micro_step)
-            micro_loss = engine(
+        for index in range(accumulation):
+            input_ids, labels = batches.get(state.consumed_samples, index)
+            loss_sum += run.micro_step(
                 input_ids.to(engine.device, non_blocking=True),
-                labels=labels.to(engine.device, non_blocking=True),
-                is_first_microbatch=micro_step == 0 if cache_weights else None,
-            ).loss
-            engine.backward(micro_loss)  # divides by the accumulation steps
-            engine.step()  # acts at the last micro-batch
-            loss_sum += micro_loss.detach()
+                labels.to(engine.device, non_blocking=True),
+                index,
+            )
         state.step += 1
         state.consumed_samples += samples_per_step
         state.consumed_tokens += tokens_per_step
@@ -95,6 +92,7 @@ def train(run: Run) -> Path:
 
         last = state.step == args.max_steps
         logs, saves = (last or (n and state.step % n == 0) for n in (args.logging_steps, args.save_steps))
+        saves = saves and args.save_strategy != "no"
         record: dict[str, Any] = {}
         if logs or saves:
             loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
@@ -124,6 +122,8 @@ def train(run: Run) -> Path:
             run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
             clock, clock_step = time.perf_counter(), state.step
     batches.close()
+    if args.save_strategy == "no":
+        return None
     return run.output_dir / "checkpoints" / checkpoint.name_of(state.step)
 
 

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import platform
@@ -37,15 +35,15 @@ from transformers import MistralConfig
 from model import accounting, te_backend
 from model.build import ARCHITECTURE, build_model, load_config
 from model.precision import Precision
-from model.proof import ProofError, prove
-from train import checkpoint
+from model.proof import ProofError, attention_of, backend_of, prove
+from train import autotune, checkpoint
 from train.arguments import TrainingArguments, load_arguments, resume_differences
 from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
+from train.engine import MicroStep, build_engine, without_prints
 from train.export import export, is_exported, tokenizer_of
 from train.loop import Run, TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
-from train.optimizer import build_optimizer, undo_initial_step
 
 # What a user can mend: shown as one message, without a traceback.
 USER_ERRORS = (
@@ -122,6 +120,7 @@ def run_training(args: TrainingArguments) -> None:
     torch.manual_seed(args.seed + rank)
     if args.full_determinism:
         make_deterministic()
+    args, tuned = autotune.resolve_auto(args, world, say)
 
     # model
     te_backend.choose_attention_backend(args.model.attention_backend)
@@ -134,6 +133,8 @@ def run_training(args: TrainingArguments) -> None:
         seed=args.seed,
         init_from=args.model.init_from,
         gradient_checkpointing=args.gradient_checkpointing,
+        compile=args.model.compile,
+        speed=args.speed,
     )
 
     # data
@@ -175,13 +176,13 @@ def run_training(args: TrainingArguments) -> None:
     say(attention_of_all_ranks(model, precision))
 
     # engine
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its own memory readings, unasked
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, args), config=ds_config
-        )
-        undo_initial_step(engine)
-        if resume_from is not None:
+    engine = build_engine(model, args, ds_config)
+    if resume_from is not None:
+        with without_prints():
             checkpoint.load(engine, resume_from, precision)
+    micro_step = MicroStep(engine, precision, args)
+    for line in micro_step.notes:
+        say(line)
     if resume_from is not None:
         say(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
     else:
@@ -200,6 +201,8 @@ def run_training(args: TrainingArguments) -> None:
     )
     if rank == 0:
         write_configurations(output_dir, args, ds_config)
+        if tuned is not None:
+            autotune.save(tuned, output_dir)
         aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
             metrics.message(f"checkpoints of later steps were moved to {aside}")
@@ -207,13 +210,19 @@ def run_training(args: TrainingArguments) -> None:
         metrics.message(f"this run has its {args.max_steps} steps already; nothing to train")
         last = resume_from
     else:
-        run = Run(args, output_dir, engine, precision, train_stream, eval_stream, metrics, state, flops)
+        run = Run(
+            args, output_dir, engine, micro_step, precision, train_stream, eval_stream, metrics, state, flops
+        )
         last = train(run)
     if rank == 0:
-        assert last is not None
-        if not is_exported(last, output_dir / "hf"):
-            export(last, output_dir / "hf", tokenizer_of(args.data.sources))
-        metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
+        if last is None:
+            metrics.message(
+                f"wrote {plot_loss(output_dir)}; save_strategy is no: the trained model is not saved"
+            )
+        else:
+            if not is_exported(last, output_dir / "hf"):
+                export(last, output_dir / "hf", tokenizer_of(args.data.sources))
+            metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
     metrics.close()
     dist.barrier()
 
@@ -291,7 +300,8 @@ def start_report(
     )
     lines = [
         args.table(),
-        f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, {precision.te.version}",
+        f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
+        f"{backend_of(model, precision)}",
         f"model: {args.model.variant}, {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP a token at "
         f"{args.max_seq_length} tokens; about {memory:.2f} GiB of weights, gradients and optimizer a rank",
         f"data: {train_stream.describe()}; a unigram model of these tokens has an evaluation loss of "
@@ -304,7 +314,9 @@ def start_report(
         lines.append(
             f"mfu is of {peak:.0f} TFLOP/s, the dense bf16 peak of this GPU's data sheet, also for FP8"
         )
-    if precision.te.name == "reference":
+    if args.save_strategy == "no":
+        lines.append("save_strategy is no: nothing of the trained model will be saved")
+    if precision.emulated:
         lines.append(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"
         )
@@ -313,7 +325,7 @@ def start_report(
 
 def attention_of_all_ranks(model: nn.Module, precision: Precision) -> str:
     """One line that names each rank's attention, so that one odd node shows."""
-    mine = "torch SDPA" if model.variant == "hf" else te_backend.attention_backend_in_use(precision.te)
+    mine = attention_of(model, precision)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}

@@ -18,7 +18,7 @@ from model.te_reference.layernorm_mlp import LayerNormMLP
 from model.te_reference.linear import Linear
 from model.te_reference.norm import RMSNorm
 from model.te_reference.recompute import checkpoint
-from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb, split_and_rotate
 from model.te_reference.state import autocast
 from model.te_reference.transformer import TransformerLayer
 
@@ -38,5 +38,6 @@ __all__ = [
     "autocast",
     "checkpoint",
     "recipe",
+    "split_and_rotate",
     "tensor_core",
 ]

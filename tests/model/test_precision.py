@@ -225,7 +225,7 @@ def test_the_proof_finds_a_wrong_attention(backend: str, monkeypatch: pytest.Mon
     """A window that is off by one token is enough."""
     precision = precision_of(backend)
     model = build_model(small_config(sliding_window=40), "te_linear", precision)
-    assert max(attention_errors(model, precision)) < 1e-2
+    assert max(attention_errors(model.config, precision)) < 1e-2
     right = precision.te.DotProductAttention
 
     def wrong(*args: object, window_size: tuple[int, int], **kwargs: object) -> torch.nn.Module:

@@ -240,6 +240,15 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     assert state("--resume_from_checkpoint", "never") == ("new", "")
 
 
+@pytest.mark.parametrize(("strategy", "saves"), [("steps", "saves=yes"), ("no", "saves=")])
+def test_the_demo_needs_a_run_that_saves(
+    config: Path, strategy: str, saves: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.argv", ["run_info.py", str(config), "--save_strategy", strategy])
+    assert run_info.main() == 0
+    assert saves in capsys.readouterr().out.splitlines()
+
+
 def test_embedded_corpus_is_prepared_once(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "python-stdlib"
     arguments = load_arguments([str(config), "--data.sources.text", str(folder)])

@@ -1,11 +1,16 @@
-"""A small corpus and a tokenizer trained on it, made once a session."""
+"""A small corpus and a tokenizer trained on it, made once a session; what a short whole run needs."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from model.build import load_config
+from tests.train.runs import ROOT
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -52,3 +57,60 @@ def prepare(tokenizer_dir: Path) -> Callable[..., int]:
         return prepare_data(arguments)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer and prepared data, by the project's own tools, from the standard library's sources."""
+    folder = tmp_path_factory.mktemp("data")
+    source = [
+        "--input",
+        os.path.dirname(json.__file__),
+        os.path.dirname(subprocess.__file__) + "/argparse.py",
+    ]
+    tools = [
+        ["train_tokenizer.py", *source, "--vocab_size", "512", "--output", str(folder / "tokenizer")],
+        [
+            "prepare_data.py",
+            *source,
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--output",
+            str(folder / "text"),
+        ],
+    ]
+    tools[1] += ["--eval_fraction", "0.2"]
+    for tool in tools:
+        subprocess.run(
+            [sys.executable, str(ROOT / "train" / tool[0]), *tool[1:]], check=True, capture_output=True
+        )
+    return folder / "text"
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration that every recipe takes on every backend."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    config = load_config("tiny")
+    config.vocab_size, config.num_hidden_layers, config.intermediate_size = 512, 2, 256
+    path.write_text(json.dumps(config.to_dict()))
+    return path
+
+
+@pytest.fixture
+def settings(data: Path, small_model: Path, tmp_path: Path, process_group: None) -> dict:
+    """A run of six steps of a tiny model; change and give to runs.run."""
+    return {
+        "model": {"config": str(small_model)},
+        "data": {"sources": {"text": str(data)}},
+        "precision": {},
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 6,
+        "max_seq_length": 64,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "max_eval_samples": 5,
+    }

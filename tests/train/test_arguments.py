@@ -74,11 +74,16 @@ def test_defaults_follow_the_documented_names():
         ({"warmup_steps": 101}, ["warmup_steps 101, max_steps 100", "longer than the run"]),
         ({"decay_steps": 5}, ["decay_steps 5", "warmup_stable_decay"]),
         ({"lr_scheduler_type": "warmup_stable_decay"}, ["decay_steps null", "warmup_stable_decay"]),
+        ({"save_strategy": "epoch"}, ['save_strategy "epoch"', "steps, no"]),
         ({"lr_scheduler_type": "cosin"}, ['"cosin"', "cosine, linear, constant, warmup_stable_decay"]),
         ({"data__sources": {}}, ["data.sources {}", "name at least one"]),
         ({"data__weights": {"b": 1}}, ["data.weights", "exactly the sources"]),
         ({"data__weights": {"a": 0}}, ["data.weights", "positive"]),
         ({"model__variant": "hf"}, ["model.variant", "precision.compute", "bf16"]),
+        ({"model__variant": "torchao"}, ["recipe delayed", "precision.recipe to tensorwise or rowwise"]),
+        ({"precision__recipe": "rowwise"}, ["te_layer has no recipe rowwise", "delayed or current or block"]),
+        ({"model__compile": True}, ["model.compile", "hf or torchao"]),
+        ({"model__compile": "yes"}, ['model.compile: "yes" is given', "true or false"]),
         ({"per_device_train_batch_size": 1, "max_seq_length": 24}, ["divisible by 16", "max_seq_length 24"]),
         ({"per_device_eval_batch_size": 1, "max_seq_length": 40}, ["per_device_eval_batch_size 1"]),
         ({"precision__compute": "fp4"}, ["precision.compute", "fp4", "fp8"]),
@@ -99,6 +104,13 @@ def test_all_problems_come_at_once_without_follow_ups():
     for key in ("learnin_rate", "max_steps", "save_steps", "precision.margin", "model.variant"):
         assert key in message
     assert "warmup" not in message  # its check needs max_steps, which has no value
+
+
+def test_what_a_variant_does_not_have_is_named_with_other_problems():
+    message = refused(model__variant="torchao", precision__margin=-1, max_steps=0)
+    assert "3 problems" in message and "tensorwise or rowwise" in message and "precision.margin" in message
+    message = refused(model__variant="torchao", precision__recipe="mxfp8")
+    assert "has a problem" in message and "delayed, current, block, tensorwise, rowwise" in message
 
 
 def test_required_keys_are_named_when_missing():
@@ -254,7 +266,7 @@ def test_resume_leaves_the_rest_free():
     new = arguments(
         train_batch_size_tokens=32768, logging_steps=1, eval_steps=5, save_steps=5, output_dir="x", report_to="wandb",
         run_name="n", max_eval_samples=8, data__sources={"a": "moved"}, resume_from_checkpoint="never",
-        save_total_limit=1, gradient_checkpointing=True,
+        save_total_limit=1, gradient_checkpointing=True, save_strategy="no",
     ).resolve(2)  # fmt: skip
     assert resume_differences(old, new.to_dict()) == []
     assert set(FREE_ON_RESUME) <= {key for key, _ in all_fields(TrainingArguments)}

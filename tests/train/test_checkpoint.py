@@ -6,17 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from train import checkpoint
 from train.checkpoint import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def one_process(tmp_path: Path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make(root: Path, step: int) -> Path:

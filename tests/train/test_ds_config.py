@@ -107,6 +107,14 @@ def test_contradictions_and_unknown_keys_are_refused(config, words):
         assert word in message
 
 
+def test_compiled_layers_exclude_zero_3():
+    changes = dict(model={"config": "tiny", "variant": "hf", "compile": True}, precision={"compute": "bf16"})
+    assert "use stage 0, 1 or 2, or set model.compile to false" in refused("ds_config_zero3.json", **changes)
+    resolve_ds_config(arguments("ds_config_zero2.json", **changes), 2)
+    changes["model"]["compile"] = False
+    resolve_ds_config(arguments("ds_config_zero3.json", **changes), 2)
+
+
 def test_all_problems_come_at_once():
     message = refused({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}})
     assert "3 problems" in message

@@ -6,119 +6,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import mistral_base
-from model.build import load_config
 from model.proof import ProofError
-from train import loop, train
-from train.arguments import ConfigurationError, TrainingArguments
+from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
+from train import loop
+from train.arguments import ConfigurationError
 from train.checkpoint import CheckpointError
 from train.data_format import DataError
 from train.export import is_exported
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GPU = torch.cuda.is_available()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and prepared data, by the project's own tools, from the standard library's sources."""
-    folder = tmp_path_factory.mktemp("data")
-    source = [
-        "--input",
-        os.path.dirname(json.__file__),
-        os.path.dirname(subprocess.__file__) + "/argparse.py",
-    ]
-    tools = [
-        ["train_tokenizer.py", *source, "--vocab_size", "512", "--output", str(folder / "tokenizer")],
-        [
-            "prepare_data.py",
-            *source,
-            "--tokenizer",
-            str(folder / "tokenizer"),
-            "--output",
-            str(folder / "text"),
-        ],
-    ]
-    tools[1] += ["--eval_fraction", "0.2"]
-    for tool in tools:
-        subprocess.run(
-            [sys.executable, str(ROOT / "train" / tool[0]), *tool[1:]], check=True, capture_output=True
-        )
-    return folder / "text"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """One process group for all runs of this module."""
-    saved = dict(os.environ)
-    train.init_distributed()
-    yield
-    dist.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(saved)
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration that every recipe takes on every backend."""
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    config = load_config("tiny")
-    config.vocab_size, config.num_hidden_layers, config.intermediate_size = 512, 2, 256
-    path.write_text(json.dumps(config.to_dict()))
-    return path
-
-
-@pytest.fixture
-def settings(data: Path, small_model: Path, tmp_path: Path) -> dict:
-    return {
-        "model": {"config": str(small_model)},
-        "data": {"sources": {"text": str(data)}},
-        "precision": {},
-        "output_dir": str(tmp_path / "run"),
-        "max_steps": 6,
-        "max_seq_length": 64,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 5e-3,
-        "warmup_steps": 2,
-        "logging_steps": 1,
-        "max_eval_samples": 5,
-    }
-
-
-def run(settings: dict, **changes: object) -> Path:
-    """Train in this process, with a model and an engine of its own."""
-    merged = {**settings, **changes}
-    train.run_training(TrainingArguments.from_dict(merged).resolve(dist.get_world_size()))
-    return Path(merged["output_dir"])
-
-
-def metrics(output_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(output_dir: Path) -> list[tuple]:
-    """What must be equal, bit for bit, of two runs with the same numbers."""
-    return [
-        (m["step"], m["loss"], m["grad_norm"], m["learning_rate"], m.get("eval_loss"))
-        for m in metrics(output_dir)
-    ]
-
-
-PRECISIONS = {
-    "bf16": {"compute": "bf16"},
-    "delayed": {"recipe": "delayed", "amax_history_len": 4},
-    "current": {"recipe": "current"},
-    "block": {"recipe": "block"},
-}
+TORCHAO = {"tensorwise": {"recipe": "tensorwise"}, "rowwise": {"recipe": "rowwise"}}
 
 
 @pytest.mark.gpu
@@ -128,14 +34,48 @@ def test_resume_is_bit_exact_on_the_gpu(settings: dict, tmp_path: Path, variant:
     check_resume(settings, tmp_path, variant, PRECISIONS[precision])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", TORCHAO)
+def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(
+    settings: dict, tmp_path: Path, precision: str
+) -> None:
+    check_resume(settings, tmp_path, "torchao", TORCHAO[precision])
+
+
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
 @pytest.mark.parametrize(
     "variant,precision",
     [("te_layer", "bf16"), ("te_layer", "delayed"), ("te_linear", "delayed"), ("te_layer", "current")]
-    + [("te_linear", "block"), ("hf", "bf16")],
+    + [("te_linear", "block"), ("hf", "bf16"), ("torchao", "tensorwise"), ("torchao", "rowwise")],
 )
 def test_resume_is_bit_exact(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
-    check_resume(settings, tmp_path, variant, PRECISIONS[precision])
+    check_resume(settings, tmp_path, variant, {**PRECISIONS, **TORCHAO}[precision])
+
+
+def test_a_run_says_which_modules_ran_torchaos_fp8(settings: dict, capsys: pytest.CaptureFixture) -> None:
+    settings["model"]["variant"] = "torchao"
+    run(settings, precision={"recipe": "rowwise"}, max_steps=1, warmup_steps=0)
+    out = capsys.readouterr().out
+    assert "FP8: 14 of 15 GEMM modules ran FP8 (rowwise scaling)" in out
+    assert "FP8 GEMMs of the probe: 14 forward, 28 backward; torchao" in out
+    assert "attention by rank: torch SDPA: ranks [0]" in out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="on the GPU torchao is compiled in the resume test")
+@pytest.mark.parametrize(
+    "variant,precision", [("torchao", TORCHAO["tensorwise"]), ("hf", PRECISIONS["bf16"])]
+)
+def test_a_compiled_run_follows_the_uncompiled_one(
+    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture, variant: str, precision: dict
+) -> None:
+    curves = []
+    for compile in (False, True):
+        model = {**settings["model"], "variant": variant, "compile": compile}
+        folder = str(tmp_path / str(compile))
+        curves.append(curve(run(settings, model=model, precision=precision, output_dir=folder)))
+    assert capsys.readouterr().out.count("torch.compile: each decoder layer") == 1
+    assert [entry[1] for entry in curves[0]] == pytest.approx([entry[1] for entry in curves[1]], rel=1e-2)
 
 
 @pytest.mark.gpu
@@ -299,6 +239,16 @@ def test_what_a_run_leaves(settings: dict) -> None:
     last = metrics(output_dir)[-1]
     assert last["tokens"] == 6 * 256 and last["tokens_per_second"] > 0
     assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
+
+
+def test_a_run_that_only_measures_saves_nothing(settings: dict, capsys: pytest.CaptureFixture) -> None:
+    output_dir = run(settings, save_strategy="no", save_steps=2)
+    said = capsys.readouterr().out
+    assert "save_strategy is no: nothing of the trained model will be saved" in said
+    assert "save_strategy is no: the trained model is not saved" in said
+    names = {p.name for p in output_dir.iterdir()}
+    assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "loss.png"}
+    assert curve(output_dir) == curve(run(settings, output_dir=f"{output_dir}-saving", save_steps=2))
 
 
 def test_a_finished_run_has_nothing_to_train(settings: dict, capsys: pytest.CaptureFixture) -> None:

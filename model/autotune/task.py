@@ -1,0 +1,79 @@
+"""What is measured: a run's model, batch and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from transformers import MistralConfig
+
+from model.build import build_model
+from model.precision import Precision, PrecisionConfig, gemm_modules
+from model.speed import SpeedConfig
+
+# FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
+# below 0.2 %.
+LONGEST_CYCLE = 4
+
+
+@dataclass
+class Task:
+    """What the run would do, and what of it is still to be chosen.
+
+    precision, speed, attention_backend: as asked for; compute is fp8. accumulation: micro-batches of a step. main_grad:
+    the GEMMs add weight gradients into float32 buffers. graphs_allowed: whether the run can use CUDA graphs.
+    other_memory_gib: what the run holds besides weights, gradients and activations (optimizer state); a way to run that
+    leaves no room for it is not chosen.
+    """
+
+    config: MistralConfig
+    variant: str
+    precision: PrecisionConfig
+    batch_size: int
+    seq_length: int
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    attention_backend: str = "auto"
+    gradient_checkpointing: bool = False
+    accumulation: int = 8
+    main_grad: bool = False
+    graphs_allowed: bool = True
+    other_memory_gib: float = 0.0
+
+    def resolved(self, compute: str, bf16_modules: list[str] | None = None) -> Precision:
+        """The run's precision with another choice. Amaxes are not shared: the other ranks do not measure along."""
+        config = replace(self.precision, auto=False, compute=compute)
+        if bf16_modules is not None:
+            config = replace(config, bf16_modules=bf16_modules)
+        return Precision(replace(config, reduce_amax=False) if config.recipe == "delayed" else config)
+
+    def cycle(self, precision: Precision) -> int | None:
+        """Passes that share one FP8 copy of the weights; None where each makes its own."""
+        return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 and self.accumulation > 1 else None
+
+    def graph_modes(self) -> tuple[bool, ...]:
+        """Whether CUDA graphs are used, for each way that may be chosen; what the user turned on stays on."""
+        if not self.graphs_allowed:
+            return (False,)
+        return (True,) if self.speed.cuda_graphs else (False, True)
+
+    def build(self, precision: Precision, config: MistralConfig | None = None) -> nn.Module:
+        """The model (of `config`, where that is another one) as the run would have it."""
+        model = build_model(
+            config or self.config,
+            self.variant,
+            precision,
+            gradient_checkpointing=self.gradient_checkpointing,
+            speed=self.speed,
+        ).train()
+        if self.main_grad:
+            for module in gemm_modules(model, precision).values():
+                for weight in matrices(module):
+                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+                module.fuse_wgrad_accumulation = True
+        return model
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of the GEMMs of one module: [outputs, inputs] each."""
+    return [p for p in module.parameters(recurse=False) if p.dim() == 2]

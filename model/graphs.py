@@ -1,0 +1,144 @@
+"""Forward and backward of a model as CUDA graphs: captured once, then each micro-batch is two launches.
+
+Small models spend their time in launching kernels; FP8, with more and shorter kernels, suffers most. Captured is the
+model from token ids to loss, including Transformer Engine's update of scales and amax histories. The caller sees the
+same `model(...)`: a replayed forward returns a loss whose backward replays the captured backward and hands each
+parameter its gradient, so that whatever hooks an engine has set on parameters run as ever.
+
+Parameters, gradients that GEMMs add into, and FP8 state must keep their addresses (DeepSpeed's ZeRO 0 to 2 keep them).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from model.precision import Precision, load_fp8_state, reset_fp8_state, snapshot_fp8_state
+
+WARMUP_PASSES = 3
+
+
+class _Passes:
+    """Forward and backward of `model` on a static batch, through stand-ins for its parameters.
+
+    The stand-ins share the parameters' memory (and the buffers GEMMs add gradients into) but not their autograd nodes:
+    an engine that holds on to those, as DeepSpeed does, has tied them to the default stream, on which a captured
+    backward must not wait.
+    """
+
+    def __init__(self, model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor):
+        self.model, self.input_ids, self.labels = model, input_ids, labels
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.stand_ins = {}
+        for name, parameter in self.parameters.items():
+            stand_in = self.stand_ins[name] = nn.Parameter(parameter.detach())
+            if hasattr(parameter, "main_grad"):
+                stand_in.main_grad = parameter.main_grad  # type: ignore[attr-defined]
+
+    def forward(self, first: bool | None) -> torch.Tensor:
+        arguments = {"labels": self.labels, "is_first_microbatch": first}
+        return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
+
+    def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
+        """A gradient a parameter; None where a GEMM has added it to its buffer."""
+        gradients = torch.autograd.grad(loss, list(self.stand_ins.values()), upstream, allow_unused=True)
+        return [None if g is None else g.detach() for g in gradients]
+
+
+class _Captured:
+    """One captured forward and backward with its static tensors. `is_first_microbatch` is baked in."""
+
+    def __init__(self, passes: _Passes, first: bool | None, pool: Any):
+        self.parameters = list(passes.parameters.values())
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
+        with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
+            loss = passes.forward(first)
+        self.loss, self.upstream = loss.detach(), torch.ones_like(loss)
+        with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
+            self.gradients = passes.backward(loss, self.upstream)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> torch.Tensor:
+        captured.forward_graph.replay()
+        ctx.captured = captured
+        return captured.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        captured = ctx.captured
+        captured.upstream.copy_(upstream)
+        captured.backward_graph.replay()
+        # copies: what is handed on may be kept, and the next replay writes over the static ones
+        return None, *(None if g is None else g.clone() for g in captured.gradients)
+
+
+def use_cuda_graphs(
+    model: nn.Module,
+    precision: Precision,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    cache_weights: bool,
+) -> None:
+    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU) and replace
+    `model.forward` by one that replays it. Other calls (evaluation, another shape, a cache) run as before.
+
+    cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state
+    and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into are not: zero them.
+    """
+    eager = model.forward
+    passes = _Passes(model, input_ids.clone(), labels.clone())
+    before = snapshot_fp8_state(model, precision)
+    kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_PASSES):
+            for first in kinds:
+                loss = passes.forward(first)
+                passes.backward(loss, torch.ones_like(loss))
+                del loss
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()  # what the warm-up held is not available to the graphs' own pool
+
+    collecting = gc.isenabled()
+    gc.disable()  # freeing another graph during a capture breaks it
+    try:
+        pool = torch.cuda.graph_pool_handle()
+        captured = {first: _Captured(passes, first, pool) for first in kinds}
+    finally:
+        if collecting:
+            gc.enable()
+    if before:
+        load_fp8_state(model, precision, before)
+    else:
+        reset_fp8_state(model, precision)
+
+    def forward(
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutput:
+        graphs = captured.get(is_first_microbatch)
+        if (
+            graphs is None
+            or labels is None
+            or others
+            or input_ids.shape != passes.input_ids.shape
+            or not (model.training and torch.is_grad_enabled())
+        ):
+            return eager(input_ids, labels=labels, is_first_microbatch=is_first_microbatch, **others)
+        passes.input_ids.copy_(input_ids)
+        passes.labels.copy_(labels)
+        return CausalLMOutput(loss=_Replay.apply(graphs, *graphs.parameters))
+
+    model.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,141 @@
+"""One kernel from the output of the fused qkv projection to rotated q, rotated k and v, each contiguous; one back.
+
+te.TransformerLayer copies strided views of q, k and v, rotates q and k, and in the backward copies the three gradients
+back together, each in a launch of its own. Transformer Engine's fused kernel wants the rows of the qkv weight
+interleaved by group; this one takes them in Hugging Face's order [q; k; v].
+
+Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate_heads(
+    packed,
+    q,
+    k,
+    v,
+    freqs,
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
+    """All heads of one token. HEADS: N + 2 K rounded up to a power of two; HALF: D / 2, too."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, HALF)[None, :]
+    fits = channel < D // 2
+    angle = tl.load(freqs + (row % tokens) * D + channel, mask=fits, other=0.0)
+    turns = head < N + K  # v is only moved
+    cos = tl.where(turns, tl.cos(angle), 1.0)
+    sin = tl.where(turns, tl.sin(angle), 0.0)
+    if BACKWARD:
+        sin = -sin
+
+    packed_at = packed + row * ((N + 2 * K) * D) + head * D + channel
+    q_at = q + row * (N * D) + head * D + channel
+    k_at = k + row * (K * D) + (head - N) * D + channel
+    v_at = v + row * (K * D) + (head - N - K) * D + channel
+    is_q = (head < N) & fits
+    is_k = (head >= N) & (head < N + K) & fits
+    is_v = (head >= N + K) & (head < N + 2 * K) & fits
+    if BACKWARD:
+        first = (
+            tl.load(q_at, mask=is_q, other=0.0)
+            + tl.load(k_at, mask=is_k, other=0.0)
+            + tl.load(v_at, mask=is_v, other=0.0)
+        ).to(tl.float32)
+        second = (
+            tl.load(q_at + D // 2, mask=is_q, other=0.0)
+            + tl.load(k_at + D // 2, mask=is_k, other=0.0)
+            + tl.load(v_at + D // 2, mask=is_v, other=0.0)
+        ).to(tl.float32)
+    else:
+        first = tl.load(packed_at, mask=is_q | is_k | is_v, other=0.0).to(tl.float32)
+        second = tl.load(packed_at + D // 2, mask=is_q | is_k | is_v, other=0.0).to(tl.float32)
+    dtype = packed.dtype.element_ty
+    turned_first = (first * cos - second * sin).to(dtype)
+    turned_second = (second * cos + first * sin).to(dtype)
+    if BACKWARD:
+        tl.store(packed_at, turned_first, mask=is_q | is_k | is_v)
+        tl.store(packed_at + D // 2, turned_second, mask=is_q | is_k | is_v)
+    else:
+        tl.store(q_at, turned_first, mask=is_q)
+        tl.store(q_at + D // 2, turned_second, mask=is_q)
+        tl.store(k_at, turned_first, mask=is_k)
+        tl.store(k_at + D // 2, turned_second, mask=is_k)
+        tl.store(v_at, turned_first, mask=is_v)
+        tl.store(v_at + D // 2, turned_second, mask=is_v)
+
+
+def _launch(
+    packed: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    freqs: torch.Tensor,
+    backward: bool,
+) -> None:
+    B, T, N, D = q.shape
+    K = k.shape[2]
+    _rotate_heads[(B * T,)](
+        packed,
+        q,
+        k,
+        v,
+        freqs,
+        T,
+        N=N,
+        K=K,
+        D=D,
+        HEADS=triton.next_power_of_2(N + 2 * K),
+        HALF=triton.next_power_of_2(D // 2),
+        BACKWARD=backward,
+        num_warps=4,
+    )
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, packed: torch.Tensor, freqs: torch.Tensor, num_heads: int, num_kv_heads: int
+    ) -> tuple[torch.Tensor, ...]:
+        B, T, width = packed.shape
+        D = width // (num_heads + 2 * num_kv_heads)
+        q = packed.new_empty(B, T, num_heads, D)
+        k = packed.new_empty(B, T, num_kv_heads, D)
+        v = packed.new_empty(B, T, num_kv_heads, D)
+        _launch(packed, q, k, v, freqs, backward=False)
+        ctx.save_for_backward(freqs)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (freqs,) = ctx.saved_tensors
+        B, T, N, D = dq.shape
+        packed = dq.new_empty(B, T, (N + 2 * dk.shape[2]) * D)
+        _launch(packed, dq.contiguous(), dk.contiguous(), dv.contiguous(), freqs, backward=True)
+        return packed, None, None, None
+
+
+def split_and_rotate(
+    packed: torch.Tensor, freqs: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The qkv projection's output [B, T, (N + 2 K) D], rows [q; k; v], contiguous -> rotated q [B, T, N, D], rotated k
+    [B, T, K, D], v [B, T, K, D].
+
+    freqs: angles, float32 [T, 1, 1, D] contiguous, of which the second half repeats the first (RotaryPositionEmbedding,
+    https://arxiv.org/abs/2104.09864). Computed in float32, rounded once. CUDA only.
+    """
+    return _SplitAndRotate.apply(packed, freqs, num_heads, num_kv_heads)

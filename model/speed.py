@@ -1,0 +1,46 @@
+"""The "speed" section: what a run does to be fast besides FP8, each a switch of its own.
+
+docs/performance.md has what each was expected to bring and what it brought. With all off (`SpeedConfig.off()`) a run
+computes what te.TransformerLayer and torch compute by themselves, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeedConfig:
+    """The "speed" section. What needs a GPU is without effect on a CPU, whatever the switch says."""
+
+    fused_rope: bool = field(
+        default=True,
+        metadata={"help": "te_layer: one kernel splits q, k and v and rotates q and k"},
+    )
+    fused_swiglu: bool = field(
+        default=True,
+        metadata={
+            "help": "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it"
+        },
+    )
+    fused_cross_entropy: bool = field(
+        default=True,
+        metadata={"help": "te_*: the loss in one kernel that overwrites the bf16 logits with their gradient"},
+    )
+    main_grad: bool = field(
+        default=True,
+        metadata={
+            "help": "te_*: weight-gradient GEMMs add into the float32 accumulation buffer; where there is one "
+            "(ZeRO 1 with data_types.grad_accum_dtype fp32)"
+        },
+    )
+    cuda_graphs: bool = field(
+        default=False,
+        metadata={"help": "te_*: forward and backward are captured once and replayed (ZeRO 0 to 2)"},
+    )
+
+    @classmethod
+    def off(cls) -> SpeedConfig:
+        """Everything off."""
+        return cls(**{f.name: False for f in dataclasses.fields(cls)})

@@ -1,0 +1,64 @@
+"""Clocks of `bench_model.py`: laps that do not wait for the GPU, and the host's time to enqueue."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Laps:
+    """Times between marks on the GPU's own clock, without waiting for it; without a GPU on the host's."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str | None, Any]] = []
+
+    def mark(self, name: str | None = None) -> None:
+        """End a lap `name` that the mark before began; without a name its time is of no interest."""
+        if torch.cuda.is_available():
+            event: Any = torch.cuda.Event(enable_timing=True)
+            event.record()
+        else:
+            event = time.perf_counter()
+        self.marks.append((name, event))
+
+    def ms(self) -> dict[str, list[float]]:
+        """Milliseconds of the laps by name; waits for the GPU."""
+        synchronize()
+        times: dict[str, list[float]] = {}
+        for (_, start), (name, end) in zip(self.marks, self.marks[1:], strict=False):
+            if name is not None:
+                times.setdefault(name, []).append(
+                    start.elapsed_time(end) if torch.cuda.is_available() else (end - start) * 1e3
+                )
+        return times
+
+
+def mean_pass_ms(laps: Mapping[str, Sequence[float]], accumulation: int) -> float:
+    """Of a pass in the mean of a step, from the medians of its kinds."""
+    later = statistics.median(laps["later"])
+    first = statistics.median(laps["first"]) if laps.get("first") else later
+    return (first + (accumulation - 1) * later) / accumulation
+
+
+def times_in(seconds: float, ms: float, least: int, most: int) -> int:
+    """How often what takes `ms` goes into `seconds`, within limits."""
+    return max(least, min(most, round(seconds * 1e3 / ms)))
+
+
+def enqueue_ms(step: Callable[[], Any]) -> float:
+    """Milliseconds of the host until `step` has returned, from an idle GPU and without waiting for its end. Where a
+    pass has more launches than the GPU's queue takes (about 1,000), waiting for room is in it."""
+    synchronize()
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e3

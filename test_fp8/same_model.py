@@ -1,0 +1,109 @@
+"""Whether a row of `bench_model.py` is the model that it is compared with: transformers' own in bf16.
+
+Weights must be equal bit for bit. What is made of them may differ by rounding: logits of a short text, and the loss of
+the batch that is timed. Those tell FP8 from a wrong model, not a good recipe from a bad one; for that is
+`compare_convergence.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.accounting import num_parameters
+from model.conversion import to_hf_state_dict
+
+PROBE_TOKENS = 64
+# Relative, by precision.compute. Logits: |a - b| / |b| in the Frobenius norm; of two models that have nothing in common
+# it is 1.4.
+LOSS_TOLERANCE = {"bf16": 1e-3, "fp8": 2e-2}
+LOGITS_TOLERANCE = {"bf16": 5e-2, "fp8": 0.25}
+
+
+class DifferentModel(ValueError):
+    """A row that computes another model; the message says what differs."""
+
+
+@dataclass
+class Reference:
+    """What every row is compared with, on the CPU: Hugging Face tensors, logits [1, PROBE_TOKENS, V] in float32 of the
+    first tokens of the batch, and the loss of each of its samples, nats a token."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+    losses: list[float]
+
+    @classmethod
+    def of(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
+        """input_ids, labels: int64 [B, T], on the model's device."""
+        weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
+        if input_ids.is_cuda:  # for the copies back to the GPU, one a row
+            weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
+        with torch.no_grad():
+            pairs = zip(input_ids.split(1), labels.split(1), strict=True)
+            losses = [float(model(ids, labels=targets).loss) for ids, targets in pairs]
+        return cls(weights, probe_logits(model, input_ids), losses)
+
+    def loss(self, samples: int) -> float:
+        """Of the first `samples` of the batch; all have the same number of tokens."""
+        return sum(self.losses[:samples]) / samples
+
+
+def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Logits of the first tokens of `input_ids`; never compiled, which for this one shape would cost a minute."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return model(input_ids[:1, :PROBE_TOKENS]).logits.float().cpu()
+
+
+def check_same_model(model: nn.Module, compute: str, reference: Reference, input_ids: Tensor) -> float:
+    """The relative error of the logits of `model`, which is fresh from `build_model`.
+
+    Raises DifferentModel: another number of parameters; a weight that is missing, unknown or has another bit; logits
+    beyond LOGITS_TOLERANCE of `compute`.
+    """
+    parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
+    if parameters != expected:
+        raise DifferentModel(f"{parameters:,} parameters, {expected:,} are expected")
+    if problems := weight_problems(to_hf_state_dict(model), reference.weights):
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise DifferentModel("other weights: " + "; ".join(problems[:3]) + more)
+    return logits_error(probe_logits(model, input_ids), compute, reference)
+
+
+def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """What keeps `weights` from being `expected`, bit for bit; empty when nothing does."""
+    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
+    problems += [f"{name} is unknown" for name in weights.keys() - expected.keys()]
+    for name in expected.keys() & weights.keys():
+        ours, theirs = weights[name], expected[name]
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            problems.append(f"{name} is {ours.dtype} {tuple(ours.shape)}")
+        elif not torch.equal(ours, theirs.to(ours.device)):
+            problems.append(f"{name} has other values")
+    return sorted(problems)
+
+
+def logits_error(logits: Tensor, compute: str, reference: Reference) -> float:
+    """|logits - reference| / |reference|. Raises DifferentModel: beyond the tolerance."""
+    error = float((logits - reference.logits).norm() / reference.logits.norm())
+    if not error <= LOGITS_TOLERANCE[compute]:
+        raise DifferentModel(
+            f"logits differ by {error:.1e} relative, allowed are {LOGITS_TOLERANCE[compute]:.0e} in {compute}"
+        )
+    return error
+
+
+def loss_error(loss: float, compute: str, reference: Reference, samples: int) -> float:
+    """|loss - reference| / reference, for the first `samples` of the batch. Raises DifferentModel: beyond the
+    tolerance."""
+    expected = reference.loss(samples)
+    error = abs(loss - expected) / expected
+    if not error <= LOSS_TOLERANCE[compute]:
+        raise DifferentModel(
+            f"the loss of the batch is {loss:.5f}, of transformers' model in bf16 {expected:.5f}: {error:.1e} apart "
+            f"relative, allowed are {LOSS_TOLERANCE[compute]:.0e} in {compute}"
+        )
+    return error

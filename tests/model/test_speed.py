@@ -1,0 +1,166 @@
+"""The switches of the section "speed" change how a model is computed, not what: parity of each with the plain way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from model import te_backend
+from model.build import build_model
+from model.graphs import use_cuda_graphs
+from model.precision import Precision, PrecisionConfig, fp8_modules, snapshot_fp8_state
+from model.speed import SpeedConfig
+from model.te_reference.rotary import RotaryPositionEmbedding
+from model.te_reference.rotary import split_and_rotate as reference_split
+from tests.conftest import random_ids, small_config
+
+SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]
+COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
+
+
+def only(switch: str | None) -> SpeedConfig:
+    return dataclasses.replace(SpeedConfig.off(), **({switch: True} if switch else {}))
+
+
+def passes(speed: SpeedConfig, variant: str = "te_layer", number: int = 2, **precision: object) -> tuple:
+    """(losses, gradients of the last pass by name, model) of `number` passes; later ones use learned FP8 scales."""
+    resolved = Precision(PrecisionConfig(**precision))
+    model = build_model(small_config(head_dim=64), variant, resolved, seed=3, speed=speed).train()
+    ids = random_ids(model.config, 2, 65).to(resolved.device)
+    losses = []
+    for _ in range(number):
+        model.zero_grad(set_to_none=True)
+        loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.grad for name, p in model.named_parameters()}, model
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def test_off_is_everything_off() -> None:
+    assert not any(dataclasses.asdict(SpeedConfig.off()).values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> None:
+    losses, gradients, model = passes(only(None), variant)
+    others, other_gradients, other_model = passes(only(switch), variant)
+    assert losses == others
+    assert gradients.keys() == other_gradients.keys()  # the same parameters under the same names
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+    ours, theirs = (fp8_modules(m, m.precision).planned for m in (model, other_model))
+    assert ours == theirs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
+@pytest.mark.parametrize("switch", [s for s in SWITCHES if s.startswith("fused")])
+def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict) -> None:
+    """Fused kernels round less often: losses agree within bf16's rounding of the logits, gradients within what FP8
+    makes of a value that was rounded to the neighbouring one."""
+    losses, gradients, _ = passes(only(None), **compute)
+    others, other_gradients, model = passes(only(switch), **compute)
+    assert others == pytest.approx(losses, rel=2e-3)
+    tolerance = 2e-2 if compute.get("compute") == "bf16" else 0.15
+    errors = {name: relative(other_gradients[name], grad) for name, grad in gradients.items()}
+    assert max(errors.values()) <= tolerance, max(errors, key=errors.__getitem__)
+    assert len(fp8_modules(model, model.precision).ran) == (0 if compute.get("compute") == "bf16" else 6)
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_swiglu_is_cast_once() -> None:
+    """The fused cast is nearer to float32 than the way over bf16, and both copies of the gradient are the same."""
+    passes(only("fused_swiglu"))  # registers the activation
+    import importlib
+
+    kernels = importlib.import_module("transformer_engine_torch")
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    table = importlib.import_module(
+        "transformer_engine.pytorch.module.layernorm_mlp"
+    )._get_act_func_supported_list
+    recipe = Precision(PrecisionConfig(recipe="delayed")).recipe
+    cast = table(recipe)[te_backend.FUSED_SWIGLU][2]
+
+    torch.manual_seed(0)
+    x = torch.randn(96, 2 * 80, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(96, 80, device="cuda", dtype=torch.bfloat16)
+
+    def quantizer() -> object:
+        scale, amax = torch.full((1,), 2000.0, device="cuda"), torch.zeros(1, device="cuda")
+        return tensors.Float8Quantizer(scale, amax, kernels.DType.kFloat8E5M2)
+
+    a, b = (t.float().requires_grad_() for t in x.chunk(2, dim=1))
+    exact = torch.cat(torch.autograd.grad(nn.functional.silu(a) * b, (a, b), dy.float()), dim=1)
+    once_quantizer, twice_quantizer = quantizer(), quantizer()
+    _, once = cast(dy, x, once_quantizer)
+    _, twice = kernels.bgrad_quantize(kernels.dswiglu(dy, x, None), twice_quantizer)
+    once.update_usage(columnwise_usage=True)
+    assert torch.equal(once._data.t(), once._transpose)
+    assert relative(once.dequantize(), exact) <= relative(twice.dequantize(), exact) * 1.001 <= 0.1
+    assert float(once_quantizer.amax) == pytest.approx(float(exact.abs().max()), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads,kv_heads,D,tokens", [(32, 8, 64, 256), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
+)
+def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int, tokens: int) -> None:
+    te = te_backend.load()
+    freqs = RotaryPositionEmbedding(D).cuda()(tokens)
+    torch.manual_seed(0)
+    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for function in (te.split_and_rotate, reference_split):
+        leaf = packed.clone().requires_grad_()
+        parts = function(leaf, freqs, heads, kv_heads)
+        assert [tuple(p.shape) for p in parts] == [(2, tokens, n, D) for n in (heads, kv_heads, kv_heads)]
+        assert all(p.is_contiguous() for p in parts)
+        weights = [torch.linspace(-1, 1, p.numel(), device="cuda").view_as(p) for p in parts]
+        sum((p.float() * w).sum() for p, w in zip(parts, weights, strict=True)).backward()
+        results.append([*parts, leaf.grad])
+    for ours, theirs in zip(*results, strict=True):
+        # the same float32 arithmetic but for the last bit of sine and cosine, then one rounding to bf16
+        torch.testing.assert_close(ours, theirs, rtol=8e-3, atol=1e-2)
+        assert float((ours == theirs).float().mean()) > 0.999
+    assert torch.equal(results[0][2], results[1][2])  # v is only moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
+def test_graphs_replay_what_was_captured(variant: str, compute: dict) -> None:
+    """Losses, gradients and FP8 state of replayed passes equal those of launched ones bit for bit, on data that
+    changes; evaluation and other shapes still work."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        outcomes = []
+        for graphs in (False, True):
+            precision = Precision(PrecisionConfig(**compute))
+            model = build_model(small_config(head_dim=64), variant, precision, seed=3).train()
+            ids = random_ids(model.config, 8, 65).to(precision.device)
+            inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            if graphs:
+                use_cuda_graphs(model, precision, inputs[:2], labels[:2], cache_weights=True)
+            found = []
+            for i in range(4):
+                model.zero_grad(set_to_none=True)
+                rows = slice(2 * i, 2 * i + 2)
+                loss = model(inputs[rows], labels=labels[rows], is_first_microbatch=i % 2 == 0).loss
+                (loss / 2).backward()
+                found += [loss.detach(), *(p.grad for p in model.parameters())]
+            found += list(snapshot_fp8_state(model, precision).values())
+            with torch.no_grad():
+                found.append(model(inputs[:3]).logits)
+            outcomes.append(found)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(outcomes[0]) == len(outcomes[1])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))

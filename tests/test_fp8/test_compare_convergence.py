@@ -1,0 +1,335 @@
+"""test_fp8/compare_convergence.py: its arithmetic, what it refuses, and a comparison with real trainings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from model.build import load_config
+from test_fp8 import compare_convergence, convergence_rows
+from test_fp8.convergence import (
+    ComparisonError,
+    check_same_training,
+    compared,
+    largest_rise,
+    largest_spike,
+    percent,
+    smoothed,
+    summary,
+    unfinished,
+)
+from test_fp8.convergence_report import shown
+from test_fp8.convergence_rows import Row, last_lines, parse_rows, with_baseline_first
+from train.prepare_data import main as prepare_data
+from train.train_tokenizer import main as train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---------------------------------------------------------------- the arithmetic
+
+
+def training(losses: list[float], eval_loss: float = 3.0, **last: object) -> list[dict]:
+    """Records of a training of 10 tokens a step, logged at every step."""
+    records = [
+        {"step": i, "tokens": 10 * i, "loss": loss, "grad_norm": 1.0, "skipped_steps": 0}
+        | {"tokens_per_second": 100.0, "memory_gib": 2.0}
+        for i, loss in enumerate(losses, 1)
+    ]
+    records[-1] |= {"eval_loss": eval_loss, "unigram_loss": 6.0, **last}
+    return records
+
+
+def test_differences_are_in_percent_of_the_baseline() -> None:
+    result = compared("x", training([5, 4.04, 3.9], 3.003), training([5, 4, 4], 3.0), 1, 0.005)
+    curve = result["curves"]
+    assert curve["difference_percent"] == pytest.approx([0, 1, -2.5])
+    assert result["largest_difference_percent_after_warmup"] == {"step": 3, "percent": pytest.approx(-2.5)}
+    assert result["eval_difference_percent"] == pytest.approx(0.1)
+    assert curve["eval_step"] == [3] and curve["eval_difference_percent"] == pytest.approx([0.1])
+    assert percent(3, 4) == -25
+
+
+@pytest.mark.parametrize(
+    ("eval_loss", "skipped", "misses"),
+    [
+        (3.0149, 0, []),
+        (3.0151, 0, ["+0.50 % from the baseline's 3.0000; allowed are 0.5 %"]),
+        (2.98, 0, ["-0.67 %"]),  # better by that much is another training too
+        (3.0, 2, ["2 steps were skipped"]),
+        (3.1, 2, ["+3.33 %", "2 steps were skipped"]),
+    ],
+)
+def test_what_misses_the_tolerance(eval_loss: float, skipped: int, misses: list[str]) -> None:
+    row, base = training([5, 4], eval_loss, skipped_steps=skipped), training([5, 4])
+    found = compared("x", row, base, 0, 0.005)["misses"]
+    assert len(found) == len(misses)
+    assert all(words in miss for words, miss in zip(misses, found, strict=True))
+
+
+def test_another_order_of_samples_has_no_differences_by_step() -> None:
+    result = compared("x", training([5, 4.5]), training([5, 4]), 0, 0.005, same_samples=False)
+    assert result["curves"]["difference_percent"] == []
+    assert "largest_difference_percent_after_warmup" not in result
+    assert result["curves"]["loss"] == [5, 4.5]
+
+
+def test_smoothing_is_a_centred_mean() -> None:
+    assert smoothed([1, 2, 6, 2, 1], points=3) == pytest.approx([1.5, 3, 10 / 3, 3, 1.5])
+    assert smoothed([], points=3) == []
+
+
+def test_a_rise_is_over_the_minimum_until_then() -> None:
+    assert largest_rise([5, 4, 3]) == 0
+    assert largest_rise([5, 4, 6, 2, 2.5]) == pytest.approx(50)  # 6 over 4, more than 2.5 over 2
+    assert largest_spike([1, 1, 8]) == 8
+    assert largest_spike([]) is None and largest_spike([0, 0, 1]) is None
+
+
+def test_instability_counts_after_warmup_only() -> None:
+    records = training([9, 5, 8, 4, 4.4])
+    records[1]["grad_norm"], records[4]["grad_norm"] = 50.0, 3.0
+    whole, after = summary(records, 0), summary(records, 3)
+    assert (whole["largest_rise_percent"], whole["largest_grad_norm"]) == (pytest.approx(60), 50)
+    assert (after["largest_rise_percent"], after["largest_grad_norm"]) == (pytest.approx(10), 3)
+    assert after["largest_grad_norm_to_median"] == pytest.approx(1.5)
+    late = compared("x", records, records, warmup_steps=5, tolerance=0.1)  # nothing after warmup
+    assert late["largest_grad_norm"] is None and "largest_difference_percent_after_warmup" not in late
+
+
+def test_speed_is_a_median_without_the_first_interval() -> None:
+    records = training([5, 4, 3, 2])
+    for record, rate, memory in zip(records, [1, 90, 110, 100], [1.0, 7.0, 6.0, 6.0], strict=True):
+        record |= {"tokens_per_second": rate, "memory_gib": memory}
+    assert summary(records, 0)["tokens_per_second"] == 100
+    assert summary(records, 0)["memory_gib"] == 7
+    assert compared("x", records, training([5, 4, 3, 2]), 0, 1)["speed_to_baseline"] == 1
+    on_a_cpu = [record | {"memory_gib": None} for record in records]
+    assert summary(on_a_cpu, 0)["memory_gib"] is None
+
+
+# ---------------------------------------------------------------- the same training?
+
+
+def test_only_the_overrides_may_differ() -> None:
+    base = {"seed": 1, "precision": {"compute": "bf16", "recipe": "delayed"}, "output_dir": "a"}
+    row = {"seed": 1, "precision": {"compute": "fp8", "recipe": "delayed"}, "output_dir": "b"}
+    check_same_training("x", ["precision.compute"], base, row)
+    check_same_training("x", ["precision"], base, row)
+    with pytest.raises(ComparisonError, match=r"row x (?s:.)*precision\.compute: \"bf16\" -> \"fp8\""):
+        check_same_training("x", ["precision.recipe"], base, row)
+    with pytest.raises(ComparisonError, match="seed: 1 -> 2"):
+        check_same_training("x", ["precision.compute"], base, row | {"seed": 2})
+    with pytest.raises(ComparisonError, match="data.sources.web: null -> "):
+        check_same_training("x", [], base, base | {"data": {"sources": {"web": "w"}}})
+
+
+def test_trainings_that_did_not_go_alike_are_not_compared() -> None:
+    base = training([5, 4, 3])
+    for row in (
+        [record | {"tokens": 20 * record["step"]} for record in base],  # other batches
+        [*base[:2], base[2] | {"unigram_loss": 6.1}],  # other data
+        base[:2],
+        [base[0], *base[2:]],
+    ):
+        with pytest.raises(ComparisonError, match="row x logged"):
+            compared("x", row, base, 0, 0.005)
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ([], "no metrics"),
+        (training([5, 4]), "end at step 2 of 3"),
+        (training([5, 4, 3], eval_loss=None), "or without a loss"),  # type: ignore[arg-type]
+        ([*training([5, 4, 3])[:2], {"step": 3, "tokens": 40, "loss": 3, "eval_loss": 3}], "40 tokens"),
+    ],
+)
+def test_unfinished(records: list[dict], reason: str) -> None:
+    assert reason in (unfinished(records, 3, 10) or "")
+    assert unfinished(training([5, 4, 3]), 3, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["a/b", "precision.recipe=block"], "a name has letters"),
+        (["x", "precision.recipe"], "key=value is expected"),
+        (["x", "learning_rate=1"], "learning_rate would be another training"),
+        (["x", "data.sources.text=y"], "another training"),
+        (["x", "precisions=1"], "another training"),
+        (["bf16", "precision.recipe=block"], "row bf16 is given twice"),
+    ],
+)
+def test_rows_that_are_refused(given: list[str], words: str) -> None:
+    with pytest.raises(ComparisonError, match=words):
+        parse_rows(["bf16"], [given])
+
+
+def test_rows() -> None:
+    rows = parse_rows(["delayed", "bf16"], [["lm_head", "precision.bf16_modules=[]"]])
+    rows = with_baseline_first(rows, "bf16", noise_seed=7)
+    assert [row.name for row in rows] == ["bf16", "bf16_seed7", "delayed", "lm_head"]
+    assert rows[1] == Row("bf16_seed7", {"precision.compute": "bf16", "seed": "7"}, measures_noise=True)
+    assert rows[2].overrides == {"precision.compute": "fp8", "precision.recipe": "delayed"}
+    with pytest.raises(ComparisonError, match="baseline fp16 is not among the rows bf16"):
+        with_baseline_first(parse_rows(["bf16"], []), "fp16", None)
+
+
+def test_reports_name_no_folder_of_the_machine() -> None:
+    assert shown("/somewhere/else/run.json") == "run.json"
+    assert shown("--deepspeed=/somewhere/zero.json") == "--deepspeed=zero.json"
+    assert shown(str(ROOT / "train_args/train_config_fp8.json")) == "train_args/train_config_fp8.json"
+    assert (
+        shown("train_config_fp8") == "train_config_fp8"
+        and shown("precision.margin=1") == "precision.margin=1"
+    )
+
+
+def test_the_last_lines_are_the_trainings_own() -> None:
+    lines = [f"line {i}" for i in range(30)]
+    assert last_lines("\n".join(lines)) == lines[-20:]
+    torchrun = ["E1 torch/distributed/elastic/x.py:1] failed (exitcode: 1) local_rank: 0", *["noise"] * 30]
+    assert last_lines("\n".join([*lines, *torchrun])) == lines[-20:]
+
+
+# ---------------------------------------------------------------- the program, with real trainings
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model on the sources of a package of the standard library."""
+    folder = tmp_path_factory.mktemp("convergence")
+    source = ["--input", os.path.dirname(json.__file__)]
+    tokenizer = [*source, "--vocab_size", "512", "--output", str(folder / "tokenizer")]
+    assert train_tokenizer(tokenizer) == 0
+    data = ["--tokenizer", str(folder / "tokenizer"), "--output", str(folder / "text"), "--workers", "1"]
+    assert prepare_data([*source, *data, "--eval_fraction", "0.3"]) == 0
+    model = load_config("tiny")
+    model.vocab_size, model.num_hidden_layers, model.intermediate_size = 512, 2, 256
+    (folder / "model.json").write_text(json.dumps(model.to_dict()))
+    path = folder / "run.json"
+    settings = {
+        "model": {"config": str(folder / "model.json")},
+        "data": {"sources": {"text": str(folder / "text")}},
+        "max_steps": 1000,
+        "max_seq_length": 64,
+        "per_device_train_batch_size": 2,
+        "train_batch_size_tokens": 256,
+        "learning_rate": 5e-3,
+        "warmup_steps": 2,
+        "max_eval_samples": 8,
+    }
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def program(config: Path, work_dir: Path, *options: str) -> int:
+    """compare_convergence.py with 6 steps; every second is logged. Its trainings are processes of their own."""
+    limits = ["--max_steps", "6", "--logging_steps", "2", "--work_dir", str(work_dir)]
+    return compare_convergence.main([str(config), *limits, *options])
+
+
+def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Two trainings; then reused, with one more that fails, against a tolerance that cannot be met, and changed."""
+    work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
+    rows, extra = ["--rows", "bf16", "delayed"], ["--", "--eval_steps", "4"]
+    assert program(config, work, *rows, "--output", str(output), *extra) == 0
+    printed = capfd.readouterr().out
+    assert "delayed: FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in printed
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    assert not list(work.glob("*/checkpoints")) and not list(work.glob("*/hf")), "15 GB a row at 1.1B"
+
+    report = json.loads(output.read_text())
+    assert {"command", "date", "machine", "versions", "training", "tolerance", "results"} <= report.keys()
+    assert str(config.parent) not in output.read_text() and str(tmp_path) not in output.read_text()
+    assert report["training"]["train_batch_size_tokens"] == 256 and report["training"]["max_steps"] == 6
+    bf16, delayed = report["results"]
+    assert (bf16["row"], delayed["row"]) == ("bf16", "delayed")
+    assert delayed["settings"]["precision.compute"] == "fp8" and "6 of 7" in delayed["fp8"]
+    for result in (bf16, delayed):
+        metrics = [json.loads(x) for x in (work / result["row"] / "metrics.jsonl").read_text().splitlines()]
+        assert result["curves"]["step"] == [2, 4, 6] and result["curves"]["eval_step"] == [4, 6]
+        assert result["curves"]["loss"] == [m["loss"] for m in metrics]
+        assert result["eval_loss"] == metrics[-1]["eval_loss"] and result["misses"] == []
+        assert result["loss"] < 5.6  # of ln(512) = 6.24: it learns
+    # the same training, and not the same arithmetic
+    assert 0 < max(map(abs, delayed["curves"]["difference_percent"])) < 2
+
+    # both rows are there; the one that is added fails, and its reason is shown
+    broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']
+    assert program(config, work, *rows, *broken, *extra) == 2
+    told = capfd.readouterr()
+    assert told.out.count("not run again") == 2
+    assert "row broken: the training ended with status 1" in told.err
+    assert "'nonsense' matches no module" in told.err
+
+    assert program(config, work, *rows, "--tolerance", "1e-9", *extra) == 1
+    told = capfd.readouterr()
+    assert told.out.count("not run again") == 2
+    assert "missed: delayed: evaluation loss" in told.err and "missed: bf16" not in told.err
+
+    check_what_is_run_again(config, work, rows, extra)
+
+
+def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: list[str]) -> None:
+    """Another configuration, version or incomplete metrics: each is a reason to train again."""
+
+    def reason(*options: str, **versions: str) -> str | None:
+        limits = ["--max_steps", "6", "--logging_steps", "2", "--work_dir", str(work)]
+        arguments = compare_convergence.parse_arguments([str(config), *limits, *rows, *options])
+        plan = convergence_rows.make_plan(parse_rows(["delayed"], [])[0], arguments)
+        now = json.loads((work / "delayed" / "conditions.json").read_text())["conditions"]
+        return convergence_rows.why_to_run(plan, {**now, "versions": {**now["versions"], **versions}})
+
+    assert reason(*extra) is None
+    assert "eval_steps: 4 -> 0" in (reason() or "")
+    assert "versions.torch: " in (reason(*extra, torch="1.0") or "")
+    metrics = work / "delayed" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-10])
+    assert reason(*extra) == "it has no metrics"
+    (work / "delayed" / "conditions.json").rename(work / "kept.json")
+    assert "not trained yet" in (
+        convergence_rows.why_to_run(convergence_rows.Plan(Row("delayed", {}), {}, [], work / "delayed"), {})
+        or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--row", "x", "precision.recipe=best"], "best' is not one of delayed"),
+        (["--", "--learnin_rate", "1"], "did you mean learning_rate?"),
+        (["--", "--data.sources.text", "nowhere"], "nowhere"),
+        (["--row", "x", "per_device_train_batch_size=3"], "not divisible by"),
+        (["--baseline", "x"], "the baseline x is not among"),
+    ],
+)  # fmt: skip
+def test_errors_come_before_any_training(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, options: list[str], words: str
+) -> None:
+    assert program(config, tmp_path / "work", *options) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_several_processes_are_started_by_torchrun(config: Path) -> None:
+    arguments = compare_convergence.parse_arguments([str(config), "--nproc", "2"])
+    plan = convergence_rows.make_plan(parse_rows(["bf16"], [])[0], arguments)
+    assert ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] == plan.command[1:5]
+    assert plan.config["gradient_accumulation_steps"] == 1  # 256 tokens = 2 ranks x 2 samples x 64
+
+
+def test_the_shipped_comparison_is_large_and_long_enough() -> None:
+    """Its defaults: at least 0.3B parameters, 300 steps, most of them after warmup."""
+    from model.accounting import num_parameters
+
+    arguments = compare_convergence.parse_arguments([])
+    configs = [convergence_rows.make_plan(row, arguments).config for row in parse_rows(arguments.rows, [])]
+    assert {c["precision"]["recipe"] for c in configs} == {"delayed", "current", "block"}
+    for c in configs:
+        assert num_parameters(load_config(c["model"]["config"])) >= 300e6
+        assert c["max_steps"] >= 300 and c["warmup_steps"] <= c["max_steps"] / 3
+        assert c["save_strategy"] == "no"

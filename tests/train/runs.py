@@ -1,0 +1,40 @@
+"""Short whole runs in this process, for tests; the fixture `settings` (conftest.py) has what they need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from train import train
+from train.arguments import TrainingArguments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def run(settings: dict, **changes: object) -> Path:
+    """Train in this process, with a model and an engine of its own."""
+    merged = {**settings, **changes}
+    train.run_training(TrainingArguments.from_dict(merged).resolve(dist.get_world_size()))
+    return Path(merged["output_dir"])
+
+
+def metrics(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(output_dir: Path) -> list[tuple]:
+    """What must be equal, bit for bit, of two runs with the same numbers."""
+    return [
+        (m["step"], m["loss"], m["grad_norm"], m["learning_rate"], m.get("eval_loss"))
+        for m in metrics(output_dir)
+    ]
+
+
+PRECISIONS = {
+    "bf16": {"compute": "bf16"},
+    "delayed": {"recipe": "delayed", "amax_history_len": 4},
+    "current": {"recipe": "current"},
+    "block": {"recipe": "block"},
+}

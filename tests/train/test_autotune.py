@@ -1,0 +1,254 @@
+"""precision.auto in training: what is asked for, what is reused, and that the run is the one written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.autotune import (
+    Choice,
+    Record,
+    Task,
+    asked_of,
+    autotune,
+    circumstances_of,
+    measure,
+    versions_of,
+)
+from model.build import load_config
+from model.precision import PrecisionConfig
+from tests.scripted_timer import Script
+from train import autotune as glue
+from train import train
+from train.arguments import ConfigurationError, TrainingArguments, resume_differences
+from train.ds_config import resolve_ds_config
+
+MIXTURE = ["lm_head", "model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"]
+
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    config = load_config("tiny")
+    config.vocab_size, config.num_hidden_layers, config.intermediate_size = 512, 2, 256
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    return {
+        "model": {"config": str(tmp_path / "config.json"), "variant": "te_linear"},
+        "data": {"sources": {"text": str(tmp_path / "text")}},
+        "precision": {"auto": True, "amax_history_len": 4},
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 4,
+        "max_seq_length": 64,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "max_eval_samples": 2,
+    }
+
+
+def arguments(settings: dict[str, Any], **changes: Any) -> TrainingArguments:
+    return TrainingArguments.from_dict({**settings, **changes}).resolve(1)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets a CPU count as a GPU on which a mixture of FP8 and bf16 is the fastest. Grows by an entry a measurement."""
+    calls: list[int] = []
+
+    def measure(task: Task, say: Callable[[str], None]) -> Record:
+        calls.append(1)
+        made_for = asked_of(task), circumstances_of(task), versions_of(task)
+        return Record(*made_for, Choice("fp8", MIXTURE, False, "auto"), ["because"], 1.0, {})
+
+    monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
+    monkeypatch.setattr(glue, "autotune", measure)
+    return calls
+
+
+def resolve(args: TrainingArguments) -> tuple[TrainingArguments, Record | None, str]:
+    lines: list[str] = []
+    resolved, record = glue.resolve_auto(args, 1, lines.append)
+    return resolved, record, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        ({"auto": True, "compute": "bf16"}, ["precision.auto", "compute fp8", "compute bf16"]),
+        ({"auto": True, "recipe": "rowwise"}, ["precision.auto", "delayed or current or block", "rowwise"]),
+        ({"auto": ""}, ["precision.auto", "empty path"]),
+        ({"auto": 1}, ["precision.auto: 1 is given, true or false or a string is expected"]),
+    ],
+)
+def test_what_auto_cannot_be_combined_with(settings: dict, precision: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        arguments(settings, precision=precision)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.skipif(train.torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_gpu_the_configuration_stays(settings: dict) -> None:
+    resolved, record, log = resolve(arguments(settings))
+    assert record is None and "there is no GPU to measure on" in log
+    by_hand = {key: value for key, value in settings["precision"].items() if key != "auto"}
+    assert resolved == arguments(settings, precision=by_hand)
+
+
+def test_off_is_off(settings: dict, measured: list[int]) -> None:
+    args = arguments(settings, precision={})
+    assert resolve(args) == (args, None, "") and not measured
+
+
+def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, measured: list[int]) -> None:
+    args = arguments(settings)
+    resolved, record, _ = resolve(args)
+    assert record is not None and record.choice == Choice("fp8", MIXTURE, False, "auto")
+    assert resolved.precision.bf16_modules == MIXTURE and resolved.precision.auto is False
+    output_dir = Path(settings["output_dir"])
+    assert not output_dir.exists()
+    output_dir.mkdir()
+    glue.save(record, output_dir)
+    again, same, log = resolve(args)
+    assert again == resolved and same == record and "not measured again" in log and len(measured) == 1
+    assert not resume_differences(resolved.to_dict(), again.to_dict())
+
+    # what is written is a configuration like any other, without a measurement
+    from_file = TrainingArguments.from_dict(resolved.to_dict()).resolve(1)
+    assert resolve(from_file) == (from_file, None, "")
+
+    # by its path, elsewhere
+    by_path = {**settings["precision"], "auto": str(output_dir / glue.FILE)}
+    other = arguments(settings, precision=by_path, output_dir=str(output_dir / "other"))
+    assert resolve(other)[0].precision == resolved.precision and len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "main_grad", "graphs", "accumulation"),
+    [(0, False, True, 2), (1, True, True, 2), (2, False, True, 2), (3, False, False, 1)],
+)
+def test_what_is_measured_is_what_the_zero_stage_runs(
+    settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int
+) -> None:
+    args = arguments(settings, deepspeed=f"ds_config_zero{stage}.json")
+    task = glue.task_of(args, resolve_ds_config(args, 1)[0], 1)
+    assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
+
+
+def test_other_circumstances_are_measured_anew_unless_a_run_goes_on(
+    settings: dict, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output_dir = Path(settings["output_dir"])
+    output_dir.mkdir()
+    resolved, record, _ = resolve(arguments(settings))
+    assert record is not None
+    glue.save(record, output_dir)
+    changed = arguments(settings, gradient_checkpointing=True)
+    _, _, log = resolve(changed)
+    assert len(measured) == 2 and "gradient_checkpointing: false -> true" in log
+
+    step = output_dir / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    going_on, _, log = resolve(changed)
+    assert going_on.precision == resolved.precision and len(measured) == 2
+    assert "not measured again" in log and "gradient_checkpointing: false -> true" in log
+    # from another folder, by the checkpoint's path
+    branch = arguments(settings, output_dir=str(output_dir / "branch"), resume_from_checkpoint=str(step))
+    assert resolve(branch)[0].precision == resolved.precision and len(measured) == 2
+    # other wishes are another choice; the checkpoint is compared with that later
+    wishes = {**settings["precision"], "bf16_modules": ["lm_head", "*.o_proj"]}
+    resolve(arguments(settings, precision=wishes))
+    assert len(measured) == 3
+    resolve(arguments(settings, resume_from_checkpoint="never", gradient_checkpointing=True))
+    assert len(measured) == 4
+
+
+def test_a_choice_for_something_else_is_refused(settings: dict, measured: list[int], tmp_path: Path) -> None:
+    _, record, _ = resolve(arguments(settings))
+    assert record is not None
+    path = tmp_path / "choice.json"
+    by_path = {**settings["precision"], "auto": str(path)}
+    with pytest.raises(ConfigurationError, match=r"choice\.json cannot be read.*to true to measure anew"):
+        resolve(arguments(settings, precision=by_path))
+    path.write_text(record.to_json())
+    for changes, words in (
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size: 2 -> 4"),
+        ({"model": {**settings["model"], "variant": "te_layer"}}, '"te_linear" -> "te_layer"'),
+        ({"model": {**settings["model"], "config": "tiny"}}, "model.vocab_size: 512 -> "),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            resolve(arguments(settings, precision=by_path, **changes))
+        assert words in str(error.value) and "measure anew" in str(error.value)
+    record.circumstances["GPU"] = "NVIDIA H200"
+    path.write_text(record.to_json())
+    with pytest.raises(ConfigurationError, match='GPU: "NVIDIA H200" -> '):
+        resolve(arguments(settings, precision=by_path))
+
+
+def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
+    """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
+    args = arguments(settings, **changes)
+    train.run_training(args)
+    lines = (Path(str(args.output_dir)) / "metrics.jsonl").read_text().splitlines()
+    return [(m["step"], m["loss"], m["grad_norm"], m.get("eval_loss")) for m in map(json.loads, lines)]
+
+
+def check_runs(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """A run with auto, the same resumed, and the same with the choice written by hand; returns the choice."""
+    first = run(settings)
+    output_dir = Path(settings["output_dir"])
+    written = json.loads((output_dir / "train_config.json").read_text())
+    choice = json.loads((output_dir / glue.FILE).read_text())["choice"]
+    assert written["precision"]["auto"] is False
+    assert written["precision"]["bf16_modules"] == choice["bf16_modules"]
+    assert written["model"]["attention_backend"] == choice["attention_backend"]
+
+    # as if it had been stopped in its third step
+    (output_dir / "checkpoints/step-00000004/manifest.json").unlink()
+    capsys.readouterr()
+    assert run(settings) == first
+    assert "not measured again" in capsys.readouterr().out
+
+    by_hand = {**written, "output_dir": str(output_dir) + "-by-hand"}
+    assert run(by_hand) == first
+    assert not (Path(by_hand["output_dir"]) / glue.FILE).exists()
+    return choice
+
+
+@pytest.fixture
+def prepared(settings: dict, corpus: Path, prepare: Callable[..., int]) -> dict[str, Any]:
+    """The settings, with data."""
+    folder = Path(settings["data"]["sources"]["text"])
+    assert prepare(folder, corpus, eval_fraction=0.2) == 0
+    return settings
+
+
+@pytest.mark.skipif(train.torch.cuda.is_available(), reason="the GPU form of this test runs there")
+def test_a_run_with_auto_is_the_run_written_by_hand(
+    prepared: dict, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real measurement but for its times: FP8 is slower for k and v, and the mixture the fastest step."""
+    script = Script([(1, 2), (2, 1), (1, 2), (1, 2)], [660.0, 360.0, 600.0])
+    monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
+    monkeypatch.setattr(glue, "autotune", lambda task, say: autotune(task, say, timer=script))
+    assert check_runs(prepared, capsys)["bf16_modules"] == MIXTURE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_a_run_with_auto_is_the_run_written_by_hand_on_a_gpu(
+    prepared: dict, variant: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "WINDOW_MS", 20.0)
+    prepared["model"]["variant"] = variant
+    choice = check_runs(prepared, capsys)
+    assert choice["attention_backend"] in ("fused", "flash")
