@@ -252,6 +252,7 @@ def free_memory() -> None:
     te_backend.forget_models()
     torch._dynamo.reset()
     gc.collect()
+    gc.collect()  # what the engine's own clean-up in the first let go
     synchronize()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -18,9 +18,10 @@ from model.conversion import to_hf_state_dict
 
 PROBE_TOKENS = 64
 # Relative, by precision.compute. Logits: |a - b| / |b| in the Frobenius norm; of two models that have nothing in common
-# it is 1.4.
+# it is 1.4; FP8 in all layers of a fresh hare_1.1b makes 0.27 (torchao) to 0.31 on an H200, for each layer adds its few
+# percent to a residual stream that is small yet.
 LOSS_TOLERANCE = {"bf16": 1e-3, "fp8": 2e-2}
-LOGITS_TOLERANCE = {"bf16": 5e-2, "fp8": 0.25}
+LOGITS_TOLERANCE = {"bf16": 5e-2, "fp8": 0.4}
 
 
 class DifferentModel(ValueError):
