@@ -58,6 +58,10 @@ class PrecisionConfig:
     amax_history_len: int = _option(1024, "delayed: steps of amax history")
     amax_compute_algo: str = _option("max", "delayed: amax of the history: max | most_recent")
     reduce_amax: bool = _option(True, "delayed: share amax over all ranks")
+    calibration_passes: int = _option(
+        4,
+        "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
+    )
     power_2_scales: bool | None = _option(
         None, "current, block: powers of two as scales; null: block yes, current no"
     )
@@ -86,6 +90,7 @@ class PrecisionConfig:
         "margin": ("delayed",),
         "amax_history_len": ("delayed",),
         "amax_compute_algo": ("delayed",),
+        "calibration_passes": ("delayed",),
         "reduce_amax": ("delayed",),
         "power_2_scales": ("current", "block"),
         "amax_epsilon": ("current", "block"),
@@ -108,6 +113,8 @@ class PrecisionConfig:
             problems.append(f"precision.fp8_format: {self.fp8_format!r} is not one of hybrid, e4m3, null")
         if self.amax_history_len < 1:
             problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
+        if self.calibration_passes < 0:
+            problems.append(f"precision.calibration_passes: {self.calibration_passes} must not be negative")
         if self.margin < 0:
             problems.append(f"precision.margin: {self.margin} must not be negative")
         if self.amax_epsilon < 0:

@@ -96,6 +96,7 @@ class Bench:
         if not self.series:
             raise bench_rows.RowError("there is nothing to measure; name rows with --rows or --row")
         self.optimizer_ms: list[float] = []
+        self.finished = dict.fromkeys(options.measure, 0)  # rounds
 
     def _check_sizes(self) -> None:
         unit, longest = FP8_TRAIN_ROW_MULTIPLE, self.config.max_position_embeddings
@@ -163,6 +164,7 @@ class Bench:
                     self._time_optimizer(series)
                 for one in series if turn % 2 == 0 else reversed(series):
                     self._visit(one, turn)
+                self.finished[measure] += 1
                 yield
 
     def _time_optimizer(self, series: Sequence[Series]) -> None:
@@ -234,6 +236,7 @@ def conditions(bench: Bench) -> dict[str, Any]:
         "seq_length": options.seq_length,
         "accumulation": options.accumulation,
         "rounds": options.rounds,
+        "rounds_finished": bench.finished,
         "deterministic": options.deterministic,
         "seed": options.seed,
         "loss_tolerance": LOSS_TOLERANCE,

@@ -34,6 +34,7 @@ from transformers import MistralConfig
 
 from model import accounting, te_backend
 from model.build import ARCHITECTURE, build_model, load_config
+from model.calibration import calibrate
 from model.precision import Precision
 from model.proof import ProofError, attention_of, backend_of, prove
 from train import autotune, checkpoint
@@ -174,6 +175,11 @@ def run_training(args: TrainingArguments) -> None:
     for line in prove(model, precision, args.model.attention_backend, args.seed):
         say(line)
     say(attention_of_all_ranks(model, precision))
+    if resume_from is None:
+        batch = args.per_device_train_batch_size
+        first = (t.to(precision.device) for t in train_stream.batch(rank * batch, batch))
+        for line in calibrate(model, precision, *first, args.gradient_accumulation_steps or 1):
+            say(line)
 
     # engine
     engine = build_engine(model, args, ds_config)

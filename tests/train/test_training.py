@@ -307,8 +307,8 @@ def test_a_loss_that_is_not_finite_is_never_saved(settings: dict, monkeypatch: p
 
     def nan_later(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        # the proof, then two micro-batches a step
-        return right(logits, labels) * (float("nan") if len(calls) > 1 + 2 * 3 else 1)
+        # the proof, the passes that calibrate, then two micro-batches a step
+        return right(logits, labels) * (float("nan") if len(calls) > 1 + 4 + 2 * 3 else 1)
 
     monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_later)
     with pytest.raises(
