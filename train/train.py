@@ -177,8 +177,8 @@ def run_training(args: TrainingArguments) -> None:
     say(attention_of_all_ranks(model, precision))
     if resume_from is None:
         batch = args.per_device_train_batch_size
-        first = (t.to(precision.device) for t in train_stream.batch(rank * batch, batch))
-        for line in calibrate(model, precision, *first, args.gradient_accumulation_steps or 1):
+        ids, labels = (t.to(precision.device) for t in train_stream.batch(rank * batch, batch))
+        for line in calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1):
             say(line)
 
     # engine
