@@ -10,6 +10,7 @@
 The shard layout is the one datatrove writes. Readers open what the manifest lists and nothing else.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +27,7 @@ TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "eval")
 INDEX_DTYPE = np.dtype("<u8")
 UINT16_MAX_VOCABULARY = 1 << 16
+READ_BYTES = 16 << 20  # read at a time by whatever goes through a whole shard
 
 
 class DataError(ValueError):
@@ -100,7 +102,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         folder
     )
     if not folder.is_dir():
-        raise DataError(f"data folder {folder} does not exist; {remedy}")
+        state = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"data folder {folder} {state}; {remedy}")
     path = folder / MANIFEST_NAME
     if not path.is_file():
         state = (
@@ -155,6 +158,12 @@ def _check_values(manifest: Manifest) -> None:
     names = manifest.tokenizer_files
     if not isinstance(names, list) or not names or any(n != os.path.basename(str(n)) for n in names):
         raise DataError(f"'tokenizer_files' is {names!r}, not a list of at least one file name")
+    counts = manifest.documents
+    dropped = counts.get("dropped") if isinstance(counts, dict) else None
+    if not isinstance(dropped, dict) or not all(
+        isinstance(number, int) for number in (counts.get("in"), counts.get("out"), *dropped.values())
+    ):
+        raise DataError(f"'documents' is {counts!r}, not the numbers in, out and dropped by reason")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.split not in SPLITS or shard.name != os.path.basename(shard.name):
@@ -165,6 +174,8 @@ def _check_values(manifest: Manifest) -> None:
             raise DataError(
                 f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}"
             )
+        if not 1 <= shard.documents <= shard.tokens:
+            raise DataError(f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens")
 
 
 def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: bool = False) -> None:
@@ -173,22 +184,30 @@ def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: boo
     Raises:
         DataError: a shard is missing, has another size, another hash, or ids outside the vocabulary.
     """
-    folder = Path(folder)
     for shard in manifest.split_shards(split):
-        index_name = shard.name + ".index"
-        index_bytes = shard.documents * INDEX_DTYPE.itemsize
-        for name, size in ((shard.name, shard.bytes), (index_name, index_bytes)):
-            if not (folder / name).is_file():
-                raise DataError(
-                    f"{folder / name} is missing but the manifest lists it; prepare or copy the data again"
-                )
-            if (found := (folder / name).stat().st_size) != size:
-                raise DataError(
-                    f"{folder / name} has {found} bytes, the manifest says {size}: truncated or not the file that "
-                    "was prepared; prepare or copy the data again"
-                )
+        check_sizes(folder, shard)
         if verify:
-            _verify_shard(folder, manifest, shard)
+            verify_shard(folder, manifest, shard)
+
+
+def check_sizes(folder: str | Path, shard: Shard) -> None:
+    """Check that a shard and its index are there in full.
+
+    Raises:
+        DataError: one is missing or has another size.
+    """
+    folder = Path(folder)
+    index_bytes = shard.documents * INDEX_DTYPE.itemsize
+    for name, size in ((shard.name, shard.bytes), (shard.name + ".index", index_bytes)):
+        if not (folder / name).is_file():
+            raise DataError(
+                f"{folder / name} is missing but the manifest lists it; prepare or copy the data again"
+            )
+        if (found := (folder / name).stat().st_size) != size:
+            raise DataError(
+                f"{folder / name} has {found} bytes, the manifest says {size}: truncated or not the file that "
+                "was prepared; prepare or copy the data again"
+            )
 
 
 def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
@@ -210,12 +229,26 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
         )
 
 
-def _verify_shard(folder: Path, manifest: Manifest, shard: Shard) -> None:
-    for name, sha256 in ((shard.name, shard.sha256), (shard.name + ".index", shard.index_sha256)):
-        if sha256_file(folder / name) != sha256:
-            raise DataError(f"{folder / name} does not have the sha256 of the manifest: its content changed; "
+def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
+    """Check the hashes of a shard and its index and every token id, reading each file once.
+
+    Raises:
+        DataError: a hash is another one, or an id is beyond the vocabulary.
+    """
+    path = Path(folder) / shard.name
+    dtype = np.dtype(manifest.dtype).newbyteorder("<")
+    digest, largest_id = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            ids = np.frombuffer(block, dtype, count=len(block) // dtype.itemsize)
+            largest_id = max(largest_id, int(ids.max(initial=0)))
+    index_path = path.with_name(path.name + ".index")
+    for name, found, sha256 in ((path, digest.hexdigest(), shard.sha256),
+                                (index_path, sha256_file(index_path), shard.index_sha256)):  # fmt: skip
+        if found != sha256:
+            raise DataError(f"{name} does not have the sha256 of the manifest: its content changed; "
                             "prepare or copy the data again")  # fmt: skip
-    tokens = np.memmap(folder / shard.name, dtype=np.dtype(manifest.dtype).newbyteorder("<"), mode="r")
-    if int(tokens.max()) >= manifest.vocab_size:
-        raise DataError(f"{folder / shard.name} holds token id {int(tokens.max())}, beyond the vocabulary of "
+    if largest_id >= manifest.vocab_size:
+        raise DataError(f"{path} holds token id {largest_id}, beyond the vocabulary of "
                         f"{manifest.vocab_size}: prepare the data again")  # fmt: skip

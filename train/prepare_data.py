@@ -43,7 +43,8 @@ TOKENIZER_FILES = (
 class TextEncoder:
     """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
 
-    Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first.
+    Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first;
+    `encode` text -> ids, without BOS and EOS, and `decode` ids (without these) -> text.
 
     Raises:
         DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
@@ -52,6 +53,7 @@ class TextEncoder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.encode: Callable[[str], list[int]]
+        self.decode: Callable[[list[int]], str]
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
@@ -74,7 +76,7 @@ class TextEncoder:
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(f"{path} has no BOS or no EOS; documents need both")
-        self.encode = model.encode
+        self.encode, self.decode = model.encode, model.decode
 
     def _load_tokenizers(self, path: Path) -> None:
         import tokenizers
@@ -90,7 +92,10 @@ class TextEncoder:
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False).ids
 
-        self.encode = encode
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=False)
+
+        self.encode, self.decode = encode, decode
 
     def _special_id(self, tokenizer: Any, key: str) -> int:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
