@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.precision import Precision, load_fp8_state, reset_fp8_state, snapshot_fp8_state
+from model.fp8_state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
+from model.precision import Precision
 
 WARMUP_PASSES = 3
 
@@ -88,6 +89,8 @@ def use_cuda_graphs(
 ) -> None:
     """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU) and replace
     `model.forward` by one that replays it. Other calls (evaluation, another shape, a cache) run as before.
+
+    The tensors between a forward and its backward are static: the backward has to come before the next forward.
 
     cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state
     and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into are not: zero them.

@@ -42,6 +42,23 @@ def window_size(config: MistralConfig) -> tuple[int, int]:
     return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
 
 
+def causal_attention(
+    config: MistralConfig, te: Any, window: tuple[int, int] | None = None, layer_number: int | None = None
+) -> nn.Module:
+    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]. window: if it is not
+    the model's own."""
+    return te.DotProductAttention(
+        config.num_attention_heads,
+        head_dim(config),
+        num_gqa_groups=config.num_key_value_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        window_size=window or window_size(config),
+        layer_number=layer_number,
+    )
+
+
 def check_config(config: MistralConfig) -> None:
     """Raises ValueError for a configuration that is not a Mistral as modelled here."""
     problems = []
@@ -240,7 +257,7 @@ class MistralBase(nn.Module):
 
 def _drop_extra_state(model: nn.Module) -> None:
     """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load. FP8 state is saved
-    as plain tensors by `precision.fp8_state`."""
+    as plain tensors by `model.fp8_state`."""
 
     def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
         for key in [k for k in state_dict if k.endswith("_extra_state")]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.mistral_base import KVCache, MistralBase, head_dim, project, window_size
+from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, project
 from model.precision import Precision
 from model.speed import SpeedConfig
 
@@ -35,16 +35,7 @@ class MistralAttention(nn.Module):
         self.k_proj = _linear(precision, config.hidden_size, keys)
         self.v_proj = _linear(precision, config.hidden_size, keys)
         self.o_proj = _linear(precision, queries, config.hidden_size)
-        self.core_attention = te.DotProductAttention(
-            config.num_attention_heads,
-            self.head_dim,
-            num_gqa_groups=config.num_key_value_heads,
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            window_size=window_size(config),
-            layer_number=index + 1,
-        )
+        self.core_attention = causal_attention(config, te, layer_number=index + 1)
 
     def _rotate(self, x_BTND: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
         return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=True)

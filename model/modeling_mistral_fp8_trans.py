@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import MistralConfig
 
-from model.mistral_base import KVCache, MistralBase, head_dim, window_size
+from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, window_size
 from model.precision import Precision
 from model.speed import SpeedConfig
 
@@ -60,16 +60,7 @@ class FusedAttention(nn.Module):
             bias=False,
             **placement,
         )
-        self.core_attention = te.DotProductAttention(
-            self.num_heads,
-            D,
-            num_gqa_groups=self.num_kv_heads,
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            window_size=window_size(config),
-            layer_number=index + 1,
-        )
+        self.core_attention = causal_attention(config, te, layer_number=index + 1)
         self.proj = te.Linear(self.num_heads * D, config.hidden_size, bias=False, **placement)
 
     def forward(self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None) -> torch.Tensor:

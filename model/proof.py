@@ -7,22 +7,15 @@ backend that is fast and wrong has been seen (a window of (-1, 0) taken literall
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
 from model import te_backend, torchao_fp8
-from model.mistral_base import head_dim, window_size
-from model.precision import (
-    FP8_TRAIN_ROW_MULTIPLE,
-    TRANSFORMERS_VARIANTS,
-    Precision,
-    fp8_modules,
-    reset_fp8_state,
-)
+from model.fp8_state import reset_fp8_state
+from model.mistral_base import causal_attention, head_dim, window_size
+from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS, Precision, fp8_modules
 
 PROBE_TOKENS = 256
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
@@ -168,19 +161,6 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
     return (
         f"attention: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
         f"{error_grad:.1e} backward (allowed {tolerance:.0e})"
-    )
-
-
-def causal_attention(config: MistralConfig, te: Any, window: tuple[int, int]) -> nn.Module:
-    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]."""
-    return te.DotProductAttention(
-        config.num_attention_heads,
-        head_dim(config),
-        num_gqa_groups=config.num_key_value_heads,
-        attention_dropout=0.0,
-        qkv_format="bshd",
-        attn_mask_type="causal",
-        window_size=window,
     )
 
 

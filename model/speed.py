@@ -1,6 +1,6 @@
 """The "speed" section: what a run does to be fast besides FP8, each a switch of its own.
 
-docs/performance.md has what each was expected to bring and what it brought. With all off (`SpeedConfig.off()`) a run
+docs/performance.md has what each was expected to bring and what it brought. With all off (`SpeedConfig.off()`) a model
 computes what te.TransformerLayer and torch compute by themselves, bit for bit.
 """
 

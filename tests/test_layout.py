@@ -62,7 +62,7 @@ def test_model_and_demo_do_not_know_training() -> None:
 
 
 def test_the_loop_receives_built_objects() -> None:
-    """loop.py imports nothing of the model but what it asks about precision."""
+    """loop.py imports nothing of the model but what it asks about precision and FP8 state."""
     tree = ast.parse((ROOT / "train/loop.py").read_text())
     modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-    assert {m for m in modules if m.startswith("model")} == {"model.precision"}
+    assert {m for m in modules if m.startswith("model")} == {"model.precision", "model.fp8_state"}

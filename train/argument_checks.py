@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from model.precision import FP8_TRAIN_ROW_MULTIPLE
+from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS
 from model.te_backend import ATTENTION_BACKENDS
 from model.variants import VARIANTS, variant_problems
 from train.strict_json import get
@@ -90,6 +90,11 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
         "speed.cuda_graphs gradient_checkpointing",
         lambda: not (a.speed.cuda_graphs and a.gradient_checkpointing),
         "recomputation reads the random generator's state, which cannot be captured; turn one of them off",
+    )
+    check(
+        "speed.cuda_graphs model.variant",
+        lambda: not (a.speed.cuda_graphs and a.model.variant in TRANSFORMERS_VARIANTS),
+        "CUDA graphs are for te_linear and te_layer; set it to false, or take one of these",
     )
     for batch in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         check(

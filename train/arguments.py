@@ -28,12 +28,18 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 # What may differ between a run and its resumption: none of it changes what a step computes. All else must stay,
 # precision.backend too: the reference rounds a little differently. gradient_accumulation_steps follows from
 # train_batch_size_tokens, which must stay, and the number of ranks; the content of data folders and
-# of model.config is compared, not their paths, and the weights of model.init_from are in the checkpoint.
+# of model.config is compared, not their paths, and the weights of model.init_from are in the checkpoint, as is
+# what calibration found.
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
     "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit resume_from_checkpoint report_to "
-    "run_name wandb_project model.config model.init_from speed.cuda_graphs".split()
+    "run_name wandb_project model.config model.init_from precision.calibration_passes speed.cuda_graphs".split()
 )
+# Keys that checkpoints from before they existed lack, and what runs did then.
+BEFORE_THERE_WERE = {
+    "precision.auto": False,
+    **{f"speed.{f.name}": False for f in dataclasses.fields(SpeedConfig)},
+}
 
 
 class ConfigurationError(ValueError):
@@ -300,6 +306,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         return {key: value for key, value in leaves(values) if key not in free}
 
     before, after = relevant(old), relevant(new)
+    before = {key: BEFORE_THERE_WERE[key] for key in BEFORE_THERE_WERE.keys() & after.keys()} | before
     return [
         f"{key}: {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
         for key in dict.fromkeys([*before, *after])

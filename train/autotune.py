@@ -49,6 +49,8 @@ def resolve_auto(
     record = records[0]
     assert record is not None
     chosen_precision, chosen_speed = record.choice.apply(precision, args.speed)
+    if not task.graphs_allowed:  # a run that chose them goes on with gradient_checkpointing
+        chosen_speed = dataclasses.replace(chosen_speed, cuda_graphs=False)
     model = dataclasses.replace(args.model, attention_backend=record.choice.attention_backend)
     return with_sections(args, precision=chosen_precision, speed=chosen_speed, model=model), record
 
@@ -77,7 +79,8 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         # ZeRO 3 frees the weights, so that no FP8 copy is kept of them, and moves them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        graphs_allowed=stage < 3,
+        # what value_problems and resolve_ds_config refuse together with them
+        graphs_allowed=stage < 3 and not args.gradient_checkpointing,
         other_memory_gib=max(0.0, accounting.state_memory_gib(config, stage, world_size) - held),
     )
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from model import conversion
-from model.precision import Precision, fp8_state, load_fp8_state
+from model.fp8_state import fp8_state, load_fp8_state
+from model.precision import Precision
 from train.files import sha256_file, write_durably
 
 SCHEMA = 1

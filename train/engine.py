@@ -62,7 +62,7 @@ class MicroStep:
         self.notes = [
             f"weight gradients: {self.main_grads.count} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.count
-            else "weight gradients: bf16, accumulated by DeepSpeed",
+            else "weight gradients: in the parameters' type, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
         ]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.precision import Precision, fp8_modules, fp8_state, snapshot_fp8_state
+from model.fp8_state import fp8_state, snapshot_fp8_state
+from model.precision import Precision, fp8_modules
 from train import checkpoint
 from train.arguments import TrainingArguments
 from train.dataset import MicroBatches, SampleStream
@@ -23,10 +24,6 @@ from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
 
 MAX_SKIPPED_STEPS = 10
-ADVICE = (
-    "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "
-    "folder for model.init_from, with a lower learning_rate or another precision.recipe"
-)
 
 
 class TrainingError(RuntimeError):
@@ -87,7 +84,7 @@ def train(run: Run) -> Path | None:
         if skipped_in_a_row == MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"the gradients of the last {MAX_SKIPPED_STEPS} steps, to step {state.step}, were not finite and no "
-                f"weight changed; {ADVICE}"
+                f"weight changed; {_advice(run)}"
             )
 
         last = state.step == args.max_steps
@@ -170,9 +167,20 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 def _check(loss: float, run: Run) -> None:
     if not math.isfinite(loss):
-        raise TrainingError(f"the loss of step {run.state.step} is {loss}; {ADVICE}")
+        raise TrainingError(f"the loss of step {run.state.step} is {loss}; {_advice(run)}")
     if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
         raise TrainingError(f"at step {run.state.step} no module runs FP8 any more")
+
+
+def _advice(run: Run) -> str:
+    """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
+    remedy = "with a lower learning_rate or another precision.recipe"
+    if not checkpoint.committed(run.output_dir / "checkpoints"):
+        return f"this run has saved no checkpoint. Start anew {remedy}"
+    return (
+        "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "
+        f"folder for model.init_from, {remedy}"
+    )
 
 
 def _peak_memory_gib() -> float | None:

@@ -26,16 +26,11 @@ from model.autotune.timing import (
     release_memory,
     take_turns,
 )
+from model.fp8_state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.mistral_base import head_dim, window_size
-from model.precision import (
-    FP8_FEATURE_MULTIPLE,
-    Precision,
-    gemm_modules,
-    load_fp8_state,
-    snapshot_fp8_state,
-)
-from model.proof import ATTENTION_TOLERANCE, attention_errors, causal_attention
+from model.mistral_base import causal_attention, head_dim
+from model.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules
+from model.proof import ATTENTION_TOLERANCE, attention_errors
 
 GIB = 2**30
 LAYER = "model.layers.0."
@@ -174,7 +169,7 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
     """Of one forward and backward at the run's shape."""
     c, D = task.config, head_dim(task.config)
     N, K = c.num_attention_heads, c.num_key_value_heads
-    attention = causal_attention(c, precision.te, window_size(c))
+    attention = causal_attention(c, precision.te)
     generator = torch.Generator(precision.device).manual_seed(0)
 
     def random_tensor(*shape: int) -> torch.Tensor:

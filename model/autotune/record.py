@@ -15,6 +15,7 @@ from model.autotune.task import Task
 from model.build import ARCHITECTURE
 from model.precision import PrecisionConfig
 from model.speed import SpeedConfig
+from model.te_backend import ATTENTION_BACKENDS
 
 SCHEMA = 1
 PACKAGES = ("flash-attn", "flash-attn-4", "triton")  # besides torch and TE, whose kernels are measured
@@ -73,8 +74,14 @@ class Record:
             choice = Choice(**values.pop("choice"))
             record = cls(choice=choice, **values)
             # of the right types too: the choice goes into the configuration unread
-            valid = PrecisionConfig.CHOICES["compute"]
-            if choice.compute not in valid or not all(isinstance(p, str) for p in choice.bf16_modules):
+            valid = (
+                choice.compute in PrecisionConfig.CHOICES["compute"]
+                and isinstance(choice.bf16_modules, list)
+                and all(isinstance(pattern, str) for pattern in choice.bf16_modules)
+                and isinstance(choice.cuda_graphs, bool)
+                and choice.attention_backend in ATTENTION_BACKENDS
+            )
+            if not valid:
                 raise ValueError("its choice is damaged")
             return record
         except (AttributeError, KeyError, TypeError) as error:

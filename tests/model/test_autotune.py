@@ -297,10 +297,18 @@ def test_a_record_survives_its_file() -> None:
         {"steps": []},
     )
     assert Record.from_json(record.to_json()) == record
-    broken = record.to_json().replace('"compute": "fp8"', '"compute": "fp4"')
-    for text in ("", "[]", "{}", broken, record.to_json().replace('"schema": 1', '"schema": 2')):
+    for text in ("", "[]", "{}"):
         with pytest.raises(ValueError):
             Record.from_json(text)
+    for right, wrong in (
+        ('"schema": 1', '"schema": 2'),
+        ('"compute": "fp8"', '"compute": "fp4"'),
+        ('"cuda_graphs": true', '"cuda_graphs": "false"'),
+        ('"attention_backend": "flash"', '"attention_backend": "fast"'),
+    ):
+        assert right in record.to_json()
+        with pytest.raises(ValueError, match="schema 2|its choice is damaged"):
+            Record.from_json(record.to_json().replace(right, wrong))
 
 
 def test_differences_name_the_key_and_both_values() -> None:

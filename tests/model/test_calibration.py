@@ -8,7 +8,8 @@ from torch import nn
 
 from model.build import build_model
 from model.calibration import calibrate
-from model.precision import Precision, PrecisionConfig, fp8_state
+from model.fp8_state import fp8_state
+from model.precision import Precision, PrecisionConfig
 from tests.conftest import random_ids, small_config
 
 # As many micro-batches as make the gradients of so small a model as small as those of a real one.

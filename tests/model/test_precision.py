@@ -7,15 +7,8 @@ import torch
 
 from model import te_backend
 from model.build import build_model, load_config
-from model.precision import (
-    Precision,
-    PrecisionConfig,
-    PrecisionError,
-    fp8_modules,
-    fp8_state,
-    load_fp8_state,
-    snapshot_fp8_state,
-)
+from model.fp8_state import fp8_state, load_fp8_state, snapshot_fp8_state
+from model.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
 from model.proof import ProofError, attention_errors, prove
 from tests.conftest import random_ids, small_config
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig, snapshot_fp8_state
+from model.fp8_state import snapshot_fp8_state
+from model.precision import Precision, PrecisionConfig
 from model.speed import SpeedConfig
 from model.te_reference import tensor_core
 from tests.conftest import random_ids, small_config

@@ -15,13 +15,8 @@ from transformers import MistralForCausalLM
 from model import te_backend, torchao_fp8
 from model.build import build_model
 from model.conversion import to_hf_state_dict
-from model.precision import (
-    Precision,
-    PrecisionConfig,
-    PrecisionError,
-    fp8_modules,
-    fp8_state,
-)
+from model.fp8_state import fp8_state
+from model.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
 from model.proof import ProofError, attention_of, backend_of, prove
 from tests.conftest import random_ids, small_config
 

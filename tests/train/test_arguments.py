@@ -1,12 +1,14 @@
 """The training configuration: what is accepted, what is refused and with which words, and that every key is read."""
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from model import build
+from model.speed import SpeedConfig
 from train.arguments import (
     CONFIG_FOLDER,
     FREE_ON_RESUME,
@@ -266,10 +268,22 @@ def test_resume_leaves_the_rest_free():
     new = arguments(
         train_batch_size_tokens=32768, logging_steps=1, eval_steps=5, save_steps=5, output_dir="x", report_to="wandb",
         run_name="n", max_eval_samples=8, data__sources={"a": "moved"}, resume_from_checkpoint="never",
+        precision__calibration_passes=2,
         save_total_limit=1, gradient_checkpointing=True, save_strategy="no",
     ).resolve(2)  # fmt: skip
     assert resume_differences(old, new.to_dict()) == []
     assert set(FREE_ON_RESUME) <= {key for key, _ in all_fields(TrainingArguments)}
+
+
+def test_a_checkpoint_from_before_there_were_switches_goes_on_without_them():
+    old = arguments().resolve(1).to_dict()
+    del old["speed"], old["precision"]["auto"], old["precision"]["calibration_passes"]
+    off = (
+        arguments(**{f"speed__{f.name}": False for f in dataclasses.fields(SpeedConfig)}).resolve(1).to_dict()
+    )
+    assert resume_differences(old, off) == []
+    on = arguments().resolve(1).to_dict()
+    assert "speed.main_grad: false -> true" in resume_differences(old, on)
 
 
 def test_resume_may_lengthen_a_run_only_without_decay():

@@ -143,6 +143,26 @@ def test_what_is_measured_is_what_the_zero_stage_runs(
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
 
 
+def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:
+    args = arguments(settings, gradient_checkpointing=True)
+    task = glue.task_of(args, resolve_ds_config(args, 1)[0], 1)
+    assert task.gradient_checkpointing and task.graph_modes() == (False,)
+
+
+def test_a_run_that_chose_graphs_goes_on_with_recomputation(settings: dict, measured: list[int]) -> None:
+    record = resolve(arguments(settings))[1]
+    assert record is not None
+    record.choice.cuda_graphs = True
+    output_dir = Path(settings["output_dir"])
+    (output_dir / "checkpoints/step-00000002").mkdir(parents=True)
+    (output_dir / "checkpoints/step-00000002/manifest.json").write_text("{}")
+    glue.save(record, output_dir)
+    assert resolve(arguments(settings))[0].speed.cuda_graphs
+    resumed, _, log = resolve(arguments(settings, gradient_checkpointing=True))
+    assert not resumed.speed.cuda_graphs and resumed.precision.bf16_modules == MIXTURE
+    assert "not measured again" in log and len(measured) == 1
+
+
 def test_other_circumstances_are_measured_anew_unless_a_run_goes_on(
     settings: dict, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,5 +84,8 @@ def test_cuda_graphs_without_a_weight_cache_and_with_other_recipes(
 def test_cuda_graphs_and_what_excludes_them(settings: dict) -> None:
     with pytest.raises(ConfigurationError, match="ZeRO 3 moves the weights.*speed.cuda_graphs"):
         run(settings, speed={"cuda_graphs": True}, deepspeed="ds_config_zero3.json")
+    with pytest.raises(ConfigurationError, match='model.variant "hf": CUDA graphs are for te_linear'):
+        settings_of_hf = {**settings["model"], "variant": "hf"}
+        run(settings, speed={"cuda_graphs": True}, model=settings_of_hf, precision={"compute": "bf16"})
     with pytest.raises(ConfigurationError, match="gradient_checkpointing true: recomputation"):
         run(settings, speed={"cuda_graphs": True}, gradient_checkpointing=True)
