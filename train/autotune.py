@@ -79,8 +79,11 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         # ZeRO 3 frees the weights, so that no FP8 copy is kept of them, and moves them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        # what value_problems and resolve_ds_config refuse together with them
-        graphs_allowed=stage < 3 and not args.gradient_checkpointing,
+        # what value_problems and resolve_ds_config refuse together with them, and what nobody has run: a graph with
+        # delayed scaling's reduction over ranks in it
+        graphs_allowed=stage < 3
+        and not args.gradient_checkpointing
+        and (world_size == 1 or args.precision.recipe != "delayed" or not args.precision.reduce_amax),
         other_memory_gib=max(0.0, accounting.state_memory_gib(config, stage, world_size) - held),
     )
 

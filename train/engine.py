@@ -55,10 +55,6 @@ class MicroStep:
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
         self.capture = speed.cuda_graphs and on_gpu
-        if self.capture and stage == 3:
-            raise ValueError(
-                "speed.cuda_graphs: ZeRO 3 moves the parameters; use ZeRO 0 to 2, or turn it off"
-            )
         self.notes = [
             f"weight gradients: {self.main_grads.count} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.count

@@ -143,6 +143,18 @@ def test_what_is_measured_is_what_the_zero_stage_runs(
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
 
 
+@pytest.mark.parametrize(
+    ("changes", "graphs"), [({}, False), ({"reduce_amax": False}, True), ({"recipe": "block"}, True)]
+)
+def test_no_graphs_are_chosen_around_a_reduction_over_ranks(
+    settings: dict, changes: dict, graphs: bool
+) -> None:
+    wanted = {**settings, "precision": {"auto": True, **changes}}
+    for ranks, allowed in ((1, True), (2, graphs)):
+        args = TrainingArguments.from_dict(wanted).resolve(ranks)
+        assert glue.task_of(args, resolve_ds_config(args, ranks)[0], ranks).graphs_allowed is allowed
+
+
 def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:
     args = arguments(settings, gradient_checkpointing=True)
     task = glue.task_of(args, resolve_ds_config(args, 1)[0], 1)
