@@ -317,6 +317,11 @@ def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of the GEMMs of one module: [outputs, inputs] each."""
+    return [p for p in module.parameters(recurse=False) if p.dim() == 2]
+
+
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time; with torchao,
     the last time that `torchao_fp8.observe` watched."""

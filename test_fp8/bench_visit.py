@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from model import te_backend
+from model.autotune.timing import release_memory
 from model.build import build_model, load_config
 from model.graphs import use_cuda_graphs
 from model.precision import Precision, fp8_modules
@@ -251,12 +252,8 @@ def free_memory() -> None:
     """Give back what earlier visits held: their models, compiled code and graphs, and what TE keeps of them."""
     te_backend.forget_models()
     torch._dynamo.reset()
-    gc.collect()
-    gc.collect()  # what the engine's own clean-up in the first let go
-    synchronize()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    gc.collect()  # the engine's own clean-up lets go of more, which is collected in release_memory
+    release_memory()
 
 
 def optimizer_ms(weights: Mapping[str, Tensor], arguments: TrainingArguments, samples: int) -> list[float]:

@@ -49,7 +49,8 @@ def resolve_auto(
     record = records[0]
     assert record is not None
     chosen_precision, chosen_speed = record.choice.apply(precision, args.speed)
-    if not task.graphs_allowed:  # a run that chose them goes on with gradient_checkpointing
+    if chosen_speed.cuda_graphs and not task.graphs_allowed:
+        say("precision.auto: the saved choice has CUDA graphs, which this run cannot have; they stay off")
         chosen_speed = dataclasses.replace(chosen_speed, cuda_graphs=False)
     model = dataclasses.replace(args.model, attention_backend=record.choice.attention_backend)
     return with_sections(args, precision=chosen_precision, speed=chosen_speed, model=model), record
@@ -65,6 +66,7 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
     stage = ds_config["zero_optimization"]["stage"]
     float32_buffers = stage == 1 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     main_grad = args.speed.main_grad and float32_buffers
+    shares_amax = args.precision.recipe == "delayed" and args.precision.reduce_amax
     # the measurement itself holds weights and, with main_grad, float32 gradients
     held = accounting.num_parameters(config) * (2 + 4 * main_grad) / accounting.GIB
     return Task(
@@ -79,11 +81,11 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         # ZeRO 3 frees the weights, so that no FP8 copy is kept of them, and moves them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        # what value_problems and resolve_ds_config refuse together with them, and what nobody has run: a graph with
-        # delayed scaling's reduction over ranks in it
+        # not what value_problems and resolve_ds_config refuse, nor, unless the user turned it on, what nobody has run:
+        # a graph with delayed scaling's reduction over ranks in it
         graphs_allowed=stage < 3
         and not args.gradient_checkpointing
-        and (world_size == 1 or args.precision.recipe != "delayed" or not args.precision.reduce_amax),
+        and (args.speed.cuda_graphs or world_size == 1 or not shares_amax),
         other_memory_gib=max(0.0, accounting.state_memory_gib(config, stage, world_size) - held),
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from model.graphs import use_cuda_graphs
-from model.precision import Precision, gemm_modules
+from model.precision import Precision, gemm_modules, matrices
 from train.arguments import TrainingArguments
 from train.optimizer import build_optimizer, undo_initial_step
 
@@ -101,11 +101,10 @@ class MainGrads:
             for j, parameter in enumerate(group)
         }
         for module in gemm_modules(engine.module, precision).values():
-            for parameter in module.parameters(recurse=False):
-                if parameter.dim() == 2:
-                    i, j = where[id(parameter)]
-                    parameter.main_grad = buffers[i][j].view(parameter.shape)
-                    self.places.append((i, j))
+            for weight in matrices(module):
+                i, j = where[id(weight)]
+                weight.main_grad = buffers[i][j].view(weight.shape)
+                self.places.append((i, j))
             module.fuse_wgrad_accumulation = True
 
     @property

@@ -33,6 +33,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model import accounting, te_backend
+from model.autotune import differences
 from model.build import ARCHITECTURE, build_model, load_config
 from model.calibration import calibrate
 from model.precision import Precision
@@ -255,31 +256,22 @@ def resume_state(state: checkpoint.RunState, saved: checkpoint.RunState, path: P
 
     Raises CheckpointError: the run that wrote `path` was configured differently, or trained on other data.
     """
-    differences = resume_differences(saved.train_config, state.train_config)
+    found = resume_differences(saved.train_config, state.train_config)
     for what, old, new in (
         ("number of ranks", saved.world_size, state.world_size),
         ("ZeRO stage", saved.zero_stage, state.zero_stage),
         ("model configuration", saved.model_config, state.model_config),
         ("data", saved.data_fingerprint, state.data_fingerprint),
     ):
-        differences += difference(what, json.loads(json.dumps(old)), json.loads(json.dumps(new)))
-    if differences:
+        found += differences(json.loads(json.dumps(old)), json.loads(json.dumps(new)), what)
+    if found:
         raise checkpoint.CheckpointError(
-            f"{path} is of a run that was configured differently:\n  " + "\n  ".join(differences) + "\n"
+            f"{path} is of a run that was configured differently:\n  " + "\n  ".join(found) + "\n"
             "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"
         )
     state.step = saved.step
     state.consumed_samples = saved.consumed_samples
     state.consumed_tokens = saved.consumed_tokens
-
-
-def difference(what: str, old: Any, new: Any) -> list[str]:
-    """What differs between two JSON values, a line a leaf: "what.key: old -> new"."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line for key in {**old, **new} for line in difference(f"{what}.{key}", old.get(key), new.get(key))
-        ]
-    return [] if old == new else [f"{what}: {old} -> {new}"]
 
 
 def write_configurations(output_dir: Path, args: TrainingArguments, ds_config: dict[str, Any]) -> None:

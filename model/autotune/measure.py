@@ -16,7 +16,7 @@ from torch import nn
 
 from model import te_backend
 from model.autotune.decide import ATTENTION_CANDIDATES, AttentionTime, ModuleTime, StepTime, name_patterns
-from model.autotune.task import Task, matrices
+from model.autotune.task import Task
 from model.autotune.timing import (
     OUT_OF_TIME,
     ROUNDS,
@@ -29,7 +29,7 @@ from model.autotune.timing import (
 from model.fp8_state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_attention, head_dim
-from model.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules
+from model.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules, matrices
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 
 GIB = 2**30

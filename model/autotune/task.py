@@ -9,7 +9,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig, gemm_modules
+from model.precision import Precision, PrecisionConfig, gemm_modules, matrices
 from model.speed import SpeedConfig
 
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
@@ -72,8 +72,3 @@ class Task:
                     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
                 module.fuse_wgrad_accumulation = True
         return model
-
-
-def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of the GEMMs of one module: [outputs, inputs] each."""
-    return [p for p in module.parameters(recurse=False) if p.dim() == 2]

@@ -153,6 +153,9 @@ def test_no_graphs_are_chosen_around_a_reduction_over_ranks(
     for ranks, allowed in ((1, True), (2, graphs)):
         args = TrainingArguments.from_dict(wanted).resolve(ranks)
         assert glue.task_of(args, resolve_ds_config(args, ranks)[0], ranks).graphs_allowed is allowed
+    # what the user turned on stays on
+    args = TrainingArguments.from_dict({**wanted, "speed": {"cuda_graphs": True}}).resolve(2)
+    assert glue.task_of(args, resolve_ds_config(args, 2)[0], 2).graph_modes() == (True,)
 
 
 def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:
