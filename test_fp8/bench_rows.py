@@ -71,9 +71,9 @@ def _presets() -> dict[str, Row]:
             "bf16": BF16,
             **{f"fp8_{recipe}": _fp8(recipe) for recipe in ("delayed", "current", "block")},
         }
+        # what changes numerics, and so is no default
+        kinds["fp8_delayed_fp8_head"] = {**_fp8("delayed"), "precision.bf16_modules": []}
         if variant == "te_layer":
-            # what changes numerics, and so is no default
-            kinds["fp8_delayed_fp8_head"] = {**_fp8("delayed"), "precision.bf16_modules": []}
             kinds["fp8_delayed_fast_wgrad"] = {**_fp8("delayed"), "precision.fast_accumulation_wgrad": True}
         for kind, how in kinds.items():
             settings[f"{variant}_{kind}"] = {"model.variant": variant, **how, **EAGER}
