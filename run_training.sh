@@ -56,6 +56,7 @@ read_run_info() {
 prepare_corpus() {
   local folder="$1" tokenizer
   tokenizer="$(dirname "$folder")/tokenizer-4096"
+  install_requirements "$ROOT/requirements-prep.txt"
   say "data: preparing the embedded corpus (the Python standard library's own text) in $folder"
   if [[ ! -f "$tokenizer/tokenizer_config.json" ]]; then
     "$PY" "$ROOT/train/train_tokenizer.py" --input python-stdlib --vocab_size 4096 --output "$tokenizer"

@@ -117,6 +117,7 @@ class HuggingFaceMistral(TransformersMistral):
 
     variant = "hf"
     compiled = False
+    document_mask = False
 
     def forward(  # type: ignore[override]
         self,
@@ -167,17 +168,25 @@ def build_model(
     gradient_checkpointing: bool = False,
     speed: SpeedConfig | None = None,
     compile: bool | None = None,
+    document_mask: bool = False,
 ) -> nn.Module:
     """A model on `precision.device` in `precision.dtype`, initialized from `seed` or from the Hugging Face folder
     `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
+    document_mask: te_*: attention stays within the `documents` of each forward.
 
-    Raises ValueError: an unknown variant, an `init_from` of another architecture; PrecisionError: a precision or
-    `compile` that the variant does not have, a bf16_modules pattern that matches nothing, dimensions FP8 cannot take.
+    Raises ValueError: an unknown variant, one that has no document mask, an `init_from` of another architecture;
+    PrecisionError: a precision or `compile` that the variant does not have, a bf16_modules pattern that matches
+    nothing, dimensions FP8 cannot take.
     """
     if variant not in VARIANTS:
         raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems))
+    if document_mask and variant in TRANSFORMERS_VARIANTS:
+        raise ValueError(
+            f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
+            "to false"
+        )
     if variant in TRANSFORMERS_VARIANTS:
         cls = TorchaoMistral if variant == "torchao" else HuggingFaceMistral
         model = _build_transformers(config, precision, cls)
@@ -187,7 +196,7 @@ def build_model(
             model.compile_layers()
     else:
         module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
-        model = module.MistralForCausalLM(config, precision, speed or SpeedConfig())
+        model = module.MistralForCausalLM(config, precision, speed or SpeedConfig(), document_mask)
         model.gradient_checkpointing = gradient_checkpointing
     precision.apply(model)
     if init_from is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from model.documents import Documents
 from model.precision import Precision
 
 
@@ -21,19 +22,22 @@ def calibrate(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     accumulation: int,
+    documents: Documents | None = None,
 ) -> list[str]:
     """Fill the amax histories of a model that has not trained yet; returns lines for the log.
 
-    input_ids, labels: int64 [B, T], a micro-batch of the run on the model's device. accumulation: micro-batches of a
-    step, by which the run divides its loss. More than one pass, because a gradient that was cast with a wrong scale
-    is wrong for all below it; the residual stream, which is not cast, keeps that to a layer. Nothing but FP8 state
-    changes. With other recipes, or precision.calibration_passes 0, nothing is done.
+    input_ids, labels: int64 [B, T], with documents where the run has them, a micro-batch of the run on the model's
+    device. accumulation: micro-batches of a step, by which the run divides its loss. More than one pass, because a
+    gradient that was cast with a wrong scale is wrong for all below it; the residual stream, which is not cast, keeps
+    that to a layer. Nothing but FP8 state changes. With other recipes, or precision.calibration_passes 0, nothing is
+    done.
     """
     passes = precision.config.calibration_passes
     if not (precision.fp8 and precision.config.recipe == "delayed" and passes):
         return []
     model.train()
+    within = {} if documents is None else {"documents": documents}
     for _ in range(passes):
-        (model(input_ids, labels=labels).loss / accumulation).backward()
+        (model(input_ids, labels=labels, **within).loss / accumulation).backward()
         model.zero_grad(set_to_none=True)
     return [f"delayed scaling: scales from {passes} passes over the first micro-batch"]

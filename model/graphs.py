@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.documents import Documents
 from model.fp8_state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 from model.precision import Precision
 
 WARMUP_PASSES = 3
+ROOM = 2  # for how many times the documents of the batch that is captured; each costs the attention a little
 
 
 class _Passes:
@@ -31,8 +33,10 @@ class _Passes:
     backward must not wait.
     """
 
-    def __init__(self, model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor):
-        self.model, self.input_ids, self.labels = model, input_ids, labels
+    def __init__(
+        self, model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None
+    ):
+        self.model, self.input_ids, self.labels, self.documents = model, input_ids, labels, documents
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.stand_ins = {}
         for name, parameter in self.parameters.items():
@@ -41,13 +45,27 @@ class _Passes:
                 stand_in.main_grad = parameter.main_grad  # type: ignore[attr-defined]
 
     def forward(self, first: bool | None) -> torch.Tensor:
-        arguments = {"labels": self.labels, "is_first_microbatch": first}
+        arguments: dict[str, Any] = {"labels": self.labels, "is_first_microbatch": first}
+        if self.documents is not None:
+            arguments["documents"] = self.documents
         return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
 
     def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
         """A gradient a parameter; None where a GEMM has added it to its buffer."""
         gradients = torch.autograd.grad(loss, list(self.stand_ins.values()), upstream, allow_unused=True)
         return [None if g is None else g.detach() for g in gradients]
+
+    def take(self, input_ids: torch.Tensor, labels: torch.Tensor, documents: Documents | None) -> bool:
+        """Copy a batch into the static one; False, and nothing is copied, where it does not fit in."""
+        if input_ids.shape != self.input_ids.shape or (documents is None) != (self.documents is None):
+            return False
+        if documents is not None and self.documents is not None:
+            if documents.pieces > self.documents.pieces:
+                return False
+            self.documents.copy_(documents)
+        self.input_ids.copy_(input_ids)
+        self.labels.copy_(labels)
+        return True
 
 
 class _Captured:
@@ -86,17 +104,24 @@ def use_cuda_graphs(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     cache_weights: bool,
+    documents: Documents | None = None,
 ) -> None:
-    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU) and replace
-    `model.forward` by one that replays it. Other calls (evaluation, another shape, a cache) run as before.
+    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU), `documents`
+    (there too, of a model with a document mask) and replace `model.forward` by one that replays it. Other calls
+    (evaluation, another shape, a cache, more than ROOM times the documents) run as before.
 
     The tensors between a forward and its backward are static: the backward has to come before the next forward.
 
     cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state
     and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into are not: zero them.
+
+    Raises ValueError: no documents for a model with a document mask.
     """
+    if model.document_mask and documents is None:
+        raise ValueError("the CUDA graphs of a model with a document mask are captured with documents")
     eager = model.forward
-    passes = _Passes(model, input_ids.clone(), labels.clone())
+    room = None if documents is None else documents.padded(ROOM * documents.pieces)
+    passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())
     before = snapshot_fp8_state(model, precision)
     kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
     stream = torch.cuda.Stream()
@@ -129,19 +154,15 @@ def use_cuda_graphs(
         input_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
+        documents: Documents | None = None,
         **others: Any,
     ) -> CausalLMOutput:
         graphs = captured.get(is_first_microbatch)
-        if (
-            graphs is None
-            or labels is None
-            or others
-            or input_ids.shape != passes.input_ids.shape
-            or not (model.training and torch.is_grad_enabled())
-        ):
+        training = model.training and torch.is_grad_enabled() and labels is not None and not others
+        if graphs is None or not training or not passes.take(input_ids, labels, documents):
+            if documents is not None:
+                others["documents"] = documents
             return eager(input_ids, labels=labels, is_first_microbatch=is_first_microbatch, **others)
-        passes.input_ids.copy_(input_ids)
-        passes.labels.copy_(labels)
         return CausalLMOutput(loss=_Replay.apply(graphs, *graphs.parameters))
 
     model.forward = forward  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.documents import Documents
 from model.precision import FP8_ROW_MULTIPLE, Precision
 from model.speed import SpeedConfig
 
@@ -160,14 +161,19 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """A Mistral causal language model with Hugging Face's names around its layers, which a variant makes."""
+    """A Mistral causal language model with Hugging Face's names around its layers, which a variant makes.
+
+    document_mask: attention stays within documents and positions begin anew with each; parameters are the same.
+    """
 
     variant: ClassVar[str]
 
-    def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig):
+    def __init__(
+        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, document_mask: bool = False
+    ):
         super().__init__()
         check_config(config)
-        self.config = config
+        self.config, self.speed, self.document_mask = config, speed, document_mask
         self.precision = precision
         self.gradient_checkpointing = False
         # TE has the fused loss for bf16 and float32 logits
@@ -192,8 +198,20 @@ class MistralBase(nn.Module):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        """Layer `index`: called as layer(x_BTH, rotary_pos_emb=..., is_first_microbatch=...)."""
+        """Layer `index`: called as layer(hidden, is_first_microbatch=..., **arguments), see `enter_layers`."""
         raise NotImplementedError
+
+    def enter_layers(
+        self, hidden_BTH: torch.Tensor, documents: Documents | None, start: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """(hidden states, the other arguments) as each layer takes them, for tokens at positions start to
+        start + T - 1, or in `documents`."""
+        T, device = hidden_BTH.shape[1], hidden_BTH.device
+        if documents is None:
+            return hidden_BTH, {"rotary_pos_emb": self.rope_freqs(start + T, device)[start:]}
+        # The batch as one row, with an angle for each token instead of one for each position.
+        freqs = self.rope_freqs(T, device)[documents.positions.flatten()]
+        return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
         """Rotary angles of positions 0 to `length` - 1: float32 [length, 1, 1, D].
@@ -218,20 +236,24 @@ class MistralBase(nn.Module):
         labels: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> CausalLMOutput:
         """Logits, and the loss if `labels` are given.
 
         input_ids: int64 [B, T]. labels: int64 [B, T], already shifted (labels[b, t] follows input_ids[b, t]), -100
         ignored. is_first_microbatch: None quantizes the weights in this call; True does and keeps the FP8 copy; False
         reuses it (later micro-batches of one optimizer step). cache: decode; the T tokens follow those in the cache.
+        documents: of a model with a document mask, on the device of input_ids; None: each row is a document.
         Returns loss (float32 scalar, nats a token) and logits [B, T, V]; None for the logits where a fused loss will
         overwrite them with their gradient.
+        Raises ValueError: documents of another shape, or for a model without a document mask, or with a cache.
         """
         start = cache.length if cache is not None else 0
+        documents = self._documents(documents, input_ids, cache)
         with self.precision.autocast():
             hidden_BTH = self.model.embed_tokens(input_ids)
-            freqs = self.rope_freqs(start + input_ids.shape[1], input_ids.device)[start:]
-            arguments: dict[str, Any] = {"rotary_pos_emb": freqs, "is_first_microbatch": is_first_microbatch}
+            hidden_BTH, arguments = self.enter_layers(hidden_BTH, documents, start)
+            arguments["is_first_microbatch"] = is_first_microbatch
             if cache is not None:
                 arguments["cache"] = cache
             for layer in self.model.layers:
@@ -243,6 +265,8 @@ class MistralBase(nn.Module):
                 else:
                     hidden_BTH = layer(hidden_BTH, **arguments)
             logits_BTV = project(self.lm_head, self.model.norm(hidden_BTH), is_first_microbatch)
+            if documents is not None:
+                logits_BTV = logits_BTV.view(*input_ids.shape, -1)
         if cache is not None:
             cache.advance(input_ids.shape[1])
         if labels is None:
@@ -253,6 +277,27 @@ class MistralBase(nn.Module):
             )
             return CausalLMOutput(loss=loss.reshape(()))
         return CausalLMOutput(loss=causal_lm_loss(logits_BTV, labels), logits=logits_BTV)
+
+    def _documents(
+        self, documents: Documents | None, input_ids: torch.Tensor, cache: KVCache | None
+    ) -> Documents | None:
+        """The documents to attend within; None: plain causal attention. Raises ValueError: see `forward`."""
+        if documents is None:
+            if not self.document_mask or cache is not None:
+                return None
+            B, T = input_ids.shape
+            return Documents.whole_rows(B, T, input_ids.device)
+        if not self.document_mask or cache is not None:
+            raise ValueError(
+                "documents were given to a model without a document mask, or with a cache; build it with "
+                "document_mask=True, or leave them out"
+            )
+        if documents.positions.shape != input_ids.shape:
+            raise ValueError(
+                f"documents of a batch {list(documents.positions.shape)} were given with input_ids "
+                f"{list(input_ids.shape)}"
+            )
+        return documents
 
 
 def _drop_extra_state(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
+from model.documents import Documents, attend
 from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, project
 from model.precision import Precision
 from model.speed import SpeedConfig
@@ -41,14 +42,19 @@ class MistralAttention(nn.Module):
         return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=True)
 
     def forward(
-        self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, cache: KVCache | None
+        self,
+        x_BTH: torch.Tensor,
+        freqs: torch.Tensor,
+        is_first: bool | None,
+        cache: KVCache | None,
+        documents: Documents | None,
     ) -> torch.Tensor:
         heads = (*x_BTH.shape[:2], -1, self.head_dim)
         q_BTND = self._rotate(project(self.q_proj, x_BTH, is_first).view(heads), freqs)
         k_BTKD = self._rotate(project(self.k_proj, x_BTH, is_first).view(heads), freqs)
         v_BTKD = project(self.v_proj, x_BTH, is_first).view(heads)
         if cache is None:
-            out = self.core_attention(q_BTND, k_BTKD, v_BTKD)
+            out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
         else:
             out = cache.attend(self.index, q_BTND, k_BTKD, v_BTKD)
         return project(self.o_proj, out, is_first)
@@ -83,9 +89,11 @@ class MistralDecoderLayer(nn.Module):
         rotary_pos_emb: torch.Tensor,
         is_first_microbatch: bool | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
-        attention = self.self_attn(self.input_layernorm(x_BTH), rotary_pos_emb, is_first_microbatch, cache)
-        x_BTH = x_BTH + attention
+        x_BTH = x_BTH + self.self_attn(
+            self.input_layernorm(x_BTH), rotary_pos_emb, is_first_microbatch, cache, documents
+        )
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH), is_first_microbatch)
 
 

@@ -8,16 +8,21 @@ between its parameters and Hugging Face's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import MistralConfig
 
+from model.documents import Documents, attend
 from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, window_size
 from model.precision import Precision
 from model.speed import SpeedConfig
 
 
-def _transformer_layer(config: MistralConfig, precision: Precision, index: int) -> nn.Module:
+def _transformer_layer(
+    config: MistralConfig, precision: Precision, index: int, document_mask: bool
+) -> nn.Module:
     return precision.te.TransformerLayer(
         config.hidden_size,
         config.intermediate_size,
@@ -31,9 +36,9 @@ def _transformer_layer(config: MistralConfig, precision: Precision, index: int) 
         # TE's defaults are 0.1: a model that silently drops out is another model
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        self_attn_mask_type="causal",
+        self_attn_mask_type="padding_causal" if document_mask else "causal",
         window_size=window_size(config),
-        attn_input_format="bshd",
+        attn_input_format="thd" if document_mask else "bshd",
         layer_number=index + 1,
         fuse_qkv_params=True,
         # rows in the plain order [q; k; v], see conversion.py
@@ -63,10 +68,13 @@ class FusedAttention(nn.Module):
         self.core_attention = causal_attention(config, te, layer_number=index + 1)
         self.proj = te.Linear(self.num_heads * D, config.hidden_size, bias=False, **placement)
 
-    def forward(self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None) -> torch.Tensor:
+    def forward(
+        self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, documents: Documents | None
+    ) -> torch.Tensor:
         packed = self.layernorm_qkv(x_BTH, is_first_microbatch=is_first)
         q_BTND, k_BTKD, v_BTKD = self.split_and_rotate(packed, freqs, self.num_heads, self.num_kv_heads)
-        return self.proj(self.core_attention(q_BTND, k_BTKD, v_BTKD), is_first_microbatch=is_first)
+        out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
+        return self.proj(out, is_first_microbatch=is_first)
 
 
 class FusedTransformerLayer(nn.Module):
@@ -91,8 +99,9 @@ class FusedTransformerLayer(nn.Module):
         x_BTH: torch.Tensor,
         rotary_pos_emb: torch.Tensor,
         is_first_microbatch: bool | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
-        x_BTH = x_BTH + self.self_attention(x_BTH, rotary_pos_emb, is_first_microbatch)
+        x_BTH = x_BTH + self.self_attention(x_BTH, rotary_pos_emb, is_first_microbatch, documents)
         return x_BTH + self.layernorm_mlp(x_BTH, is_first_microbatch=is_first_microbatch)
 
 
@@ -102,11 +111,23 @@ class MistralForCausalLM(MistralBase):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        make = FusedTransformerLayer if speed.fused_rope else _transformer_layer
-        layer = make(config, precision, index)
+        layer = (
+            FusedTransformerLayer(config, precision, index)
+            if speed.fused_rope
+            else _transformer_layer(config, precision, index, self.document_mask)
+        )
         if speed.fused_swiglu:
             layer.layernorm_mlp.activation = precision.te.fused_swiglu
         return layer
+
+    def enter_layers(
+        self, hidden_BTH: torch.Tensor, documents: Documents | None, start: int
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        if documents is None or self.speed.fused_rope:
+            return super().enter_layers(hidden_BTH, documents, start)
+        # te.TransformerLayer begins the positions of each document anew by itself
+        freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
+        return hidden_BTH.flatten(0, 1), {"rotary_pos_emb": freqs, **documents.attention_arguments()}
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Raises ValueError: this variant does not decode."""

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model import te_backend, torchao_fp8
+from model.documents import Documents, attend, random_documents
 from model.fp8_state import reset_fp8_state
 from model.mistral_base import causal_attention, head_dim, window_size
 from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS, Precision, fp8_modules
@@ -118,9 +119,14 @@ def _probe(model: nn.Module, seed: int) -> None:
     tokens = probe_tokens(config)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=generator).to(device)
+    within = {"documents": _some_documents(1, tokens, generator).to(device)} if model.document_mask else {}
     model.train()
-    model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+    model(ids[:, :-1], labels=ids[:, 1:], **within).loss.backward()
     model.zero_grad(set_to_none=True)
+
+
+def _some_documents(B: int, T: int, generator: torch.Generator) -> Documents:
+    return random_documents(B, T, mean_length=T / 4, generator=generator)
 
 
 def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
@@ -151,22 +157,26 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
             "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it"
         )
-    error_out, error_grad = attention_errors(model.config, precision)
+    error_out, error_grad = attention_errors(model.config, precision, document_mask=model.document_mask)
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
         raise ProofError(
             f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} forward, "
             f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend"
         )
+    within = " within documents" if model.document_mask else ""
     return (
-        f"attention: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
+        f"attention{within}: {backend}; against SDPA in float32: relative error {error_out:.1e} forward, "
         f"{error_grad:.1e} backward (allowed {tolerance:.0e})"
     )
 
 
-def attention_errors(c: MistralConfig, precision: Precision, seed: int = 0) -> tuple[float, float]:
+def attention_errors(
+    c: MistralConfig, precision: Precision, seed: int = 0, document_mask: bool = False
+) -> tuple[float, float]:
     """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
-    random inputs of its head counts, head dimension and window; |a - b| / |b| in the Frobenius norm."""
+    random inputs of its head counts, head dimension and window, with document_mask within random documents;
+    |a - b| / |b| in the Frobenius norm."""
     te = precision.te
     D, tokens = head_dim(c), probe_tokens(c)
     # a window longer than the probe would not be tested, so it is cut to half of it
@@ -179,6 +189,13 @@ def attention_errors(c: MistralConfig, precision: Precision, seed: int = 0) -> t
     inputs = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in shapes]
     upstream = torch.randn(2, tokens, c.num_attention_heads * D, generator=generator).to(inputs[0])
     attention = causal_attention(c, te, window)
+    documents = _some_documents(2, tokens, generator).to(precision.device) if document_mask else None
+
+    def ours_of(*qkv: torch.Tensor) -> torch.Tensor:
+        if documents is None:
+            return attention(*qkv)
+        q, k, v = (t.flatten(0, 1)[None] for t in qkv)
+        return attend(attention, q, k, v, documents).view_as(upstream)
 
     def run(function: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
@@ -188,11 +205,15 @@ def attention_errors(c: MistralConfig, precision: Precision, seed: int = 0) -> t
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         age = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)[None, :]
         visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
+        if (
+            documents is not None
+        ):  # a key is in the query's document where it is not older than the query's position
+            visible = visible & (age <= documents.positions[:, None, :, None])
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2).flatten(2)
 
     with te.autocast(enabled=False):
-        ours = run(attention, inputs)
+        ours = run(ours_of, inputs)
     truth = run(sdpa, [t.float() for t in inputs])
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
     return errors[0], max(errors[1:])

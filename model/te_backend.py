@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -210,6 +211,51 @@ def choose_attention_backend(name: str) -> None:
         # TE keeps its choice as long as shapes stay the same, and reads the environment only when it chooses
         chosen = attention._attention_backends
         chosen.update(dict.fromkeys(chosen), backend_selection_requires_update=True)
+
+
+FLASH_PACKAGES = ("flash-attn-4", "flash-attn-3", "flash-attn")
+
+
+def document_backends() -> tuple[str, ...]:
+    """The backends that attend within documents on this machine, the preferred one first. Unfused attention is none: it
+    pads each document to the longest.
+
+    FlashAttention's work grows with the tokens. cuDNN's kernels are launched for each document as if it had all tokens
+    of the batch, and its deterministic backward takes a workspace of about 128 bytes for each document, head and pair
+    of positions, for which Transformer Engine refuses it at any size that matters: never where kernels have to be
+    deterministic, and second elsewhere.
+    """
+    flash = any(is_installed(package) for package in FLASH_PACKAGES)
+    deterministic = (
+        torch.are_deterministic_algorithms_enabled()
+        or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+    )
+    return (*(("flash",) if flash else ()), *(() if deterministic else ("fused",)))
+
+
+def is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> str:
+    """The attention backend for documents where `name` was asked for: what "auto" means then, else `name`.
+
+    Raises BackendError: one that does not attend within documents here, or float32, which only the unfused takes.
+    """
+    if te.name == "reference":
+        return name
+    offered = document_backends()
+    if dtype not in (torch.bfloat16, torch.float16) or not offered or name not in ("auto", *offered):
+        raise BackendError(
+            f"data.document_mask: attention within documents runs in 16 bits with model.attention_backend flash (a "
+            "FlashAttention package: pip install -r requirements-gpu.txt) or, without full_determinism, fused (cuDNN); "
+            f"here with {' or '.join(offered) or 'neither'}, and asked for is {name} with {dtype}"
+        )
+    return offered[0] if name == "auto" else name
 
 
 def forget_models() -> None:

@@ -180,7 +180,7 @@ setup_env() {
   HAS_GPU=0
   if [[ "$(nvidia-smi -L 2>/dev/null || true)" == *GPU\ 0:* ]]; then HAS_GPU=1; fi
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
-  if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-dev.txt"); fi
+  if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
   # Several nodes or terminals may start on one shared folder: one makes the environment, the others wait.
   local lock=""

@@ -153,7 +153,7 @@ class Bench:
         ids = torch.randint(self.config.vocab_size, (samples, tokens + 1), generator=generator).to(device)
         batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         model = build_model(self.config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
-        self.visitor = Visitor(Reference.of(model, *batch), batch, options.seconds)
+        self.visitor = Visitor(Reference.of(model, *batch), batch, options.seconds, options.document_length)
 
     def run(self) -> Iterator[None]:
         """Measure; yields after each round, when `results` has news."""
@@ -234,6 +234,7 @@ def conditions(bench: Bench) -> dict[str, Any]:
         "parameters": num_parameters(bench.config),
         "gflop_per_token": bench.flops() / 1e9,
         "seq_length": options.seq_length,
+        "document_length": options.document_length,
         "accumulation": options.accumulation,
         "rounds": options.rounds,
         "rounds_finished": bench.finished,

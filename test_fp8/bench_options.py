@@ -52,6 +52,12 @@ def parse_arguments(argv: Sequence[str], description: str) -> argparse.Namespace
     add("--measure", list(MEASURES), "what is measured", nargs="+", choices=MEASURES)
     add("--micro_batch", [8, 16] if gpu else [2], "samples of a micro-batch", nargs="+", type=positive)
     add("--seq_length", 2048 if gpu else 64, "tokens of a sample", type=positive)
+    add(
+        "--document_length",
+        512 if gpu else 16,
+        "mean tokens of a document, in the rows documents_*",
+        type=positive,
+    )
     add("--attention", ["auto"], "of the te rows", nargs="+", choices=list(ATTENTION_BACKENDS))
     add("--accumulation", 8 if gpu else 2, "micro-batches of a step", type=positive)
     add("--rounds", 2, "visits to each row", type=positive)
@@ -78,6 +84,6 @@ def command(options: argparse.Namespace) -> str:
         words += [f"--{key}", *getattr(options, key)]
     for name, *pairs in options.row:
         words += ["--row", name, *pairs]
-    for key in ("seq_length", "accumulation", "rounds", "seconds", "seed"):
+    for key in ("seq_length", "document_length", "accumulation", "rounds", "seconds", "seed"):
         words += [f"--{key}", getattr(options, key)]
     return report.command_line(PROGRAM, [*words, *(["--deterministic"] if options.deterministic else [])])

@@ -80,6 +80,11 @@ def _presets() -> dict[str, Row]:
             settings[f"{variant}_{kind}_graph"] = {"model.variant": variant, **how, **GRAPH}
         # chooses FP8 or bf16 for each module, graphs and attention by measurement: a minute more for each micro-batch
         settings[f"{variant}_auto"] = {"model.variant": variant, **_fp8("delayed"), "precision.auto": True}
+        # the same passes within random documents (--document_length), next to the row without "documents_"
+        for kind in ("bf16", "fp8_delayed"):
+            how = {"model.variant": variant, **kinds[kind], "data.document_mask": True}
+            settings[f"documents_{variant}_{kind}"] = {**how, **EAGER}
+            settings[f"documents_{variant}_{kind}_graph"] = {**how, **GRAPH}
     settings["te_layer_fp8_delayed_off"] = {"model.variant": "te_layer", **_fp8("delayed"), **ALL_OFF}
     return {name: Row(name, how) for name, how in settings.items()}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from model import te_backend
 from model.autotune.timing import release_memory
 from model.build import build_model, load_config
+from model.documents import Documents, random_documents
 from model.graphs import use_cuda_graphs
 from model.precision import Precision, fp8_modules
 from model.proof import attention_of, prove
@@ -76,14 +77,22 @@ class Passes:
     The gradients come back to be dropped, not through `.grad`: an engine's hooks do not see them.
     """
 
-    def __init__(self, model: nn.Module, cache_weights: bool, input_ids: Tensor, labels: Tensor):
+    def __init__(
+        self,
+        model: nn.Module,
+        cache_weights: bool,
+        input_ids: Tensor,
+        labels: Tensor,
+        documents: Documents | None,
+    ):
         self.model, self.cache_weights = model, cache_weights
         self.input_ids, self.labels = input_ids, labels
+        self.within = {} if documents is None else {"documents": documents}
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, index: int) -> Tensor:
         first = index == 0 if self.cache_weights else None
-        loss = self.model(self.input_ids, labels=self.labels, is_first_microbatch=first).loss
+        loss = self.model(self.input_ids, labels=self.labels, is_first_microbatch=first, **self.within).loss
         torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return loss.detach()
 
@@ -91,13 +100,23 @@ class Passes:
         return "first" if self.cache_weights and index == 0 else "later"
 
 
+@torch.no_grad()
+def whole_rows(model: nn.Module, input_ids: Tensor, labels: Tensor) -> float:
+    """The loss of a model with a document mask where each row is one document: that of a model without."""
+    return float(model(input_ids, labels=labels).loss)
+
+
 def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
     """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
     speed, variant = arguments.speed, arguments.model.variant
     if speed.cuda_graphs and variant.startswith("te_") and not torch.cuda.is_available():
         raise NotHere("a CUDA graph needs a GPU")
-    te_backend.choose_attention_backend(arguments.model.attention_backend)
+    attention = arguments.model.attention_backend
+    te_backend.choose_attention_backend(attention)
     precision = Precision(arguments.precision)
+    if arguments.data.document_mask:
+        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
+        te_backend.choose_attention_backend(attention)
     model = build_model(
         load_config(arguments.model.config),
         variant,
@@ -106,13 +125,15 @@ def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
         gradient_checkpointing=arguments.gradient_checkpointing,
         speed=speed,
         compile=arguments.model.compile,
+        document_mask=arguments.data.document_mask,
     )
     return model.train(), precision
 
 
 def what_runs(arguments: TrainingArguments) -> str:
     """The same text for two configurations whose models run alike, whatever the batch."""
-    return repr((arguments.model, arguments.precision, arguments.speed, arguments.gradient_checkpointing))
+    a = arguments
+    return repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask))
 
 
 def prove_row(
@@ -140,10 +161,15 @@ def prove_row(
 
 class Visitor:
     """Visits to rows under the same conditions: `batch`, int64 [samples, T] token ids and labels, of which a
-    micro-batch is the first samples; `seconds` of timed passes or steps a visit."""
+    micro-batch is the first samples; `seconds` of timed passes or steps a visit. Rows with a document mask are timed
+    within random documents of `document_length` tokens on average; that they compute the reference's model is shown
+    with each row as one document."""
 
-    def __init__(self, reference: Reference, batch: tuple[Tensor, Tensor], seconds: float):
+    def __init__(
+        self, reference: Reference, batch: tuple[Tensor, Tensor], seconds: float, document_length: int = 512
+    ):
         self.reference, self.batch, self.seconds = reference, batch, seconds
+        self.document_length = document_length
         self.proofs: dict[str, Proof] = {}  # by what_runs
 
     def visit(self, arguments: TrainingArguments, measure: str) -> Visit:
@@ -181,6 +207,13 @@ class Visitor:
         samples = arguments.per_device_train_batch_size
         return self.batch[0][:samples].contiguous(), self.batch[1][:samples].contiguous()
 
+    def _documents(self, arguments: TrainingArguments) -> Documents | None:
+        if not arguments.data.document_mask:
+            return None
+        shape = arguments.per_device_train_batch_size, arguments.max_seq_length
+        generator = torch.Generator().manual_seed(arguments.seed)
+        return random_documents(*shape, self.document_length, generator).to(self.batch[0].device)
+
     def _error(self, loss: float, arguments: TrainingArguments) -> float:
         samples = arguments.per_device_train_batch_size
         return loss_error(loss, arguments.precision.compute, self.reference, samples)
@@ -188,16 +221,16 @@ class Visitor:
     def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         input_ids, labels = self._micro_batch(arguments)
         te_model = arguments.model.variant.startswith("te_")
-        accumulation = arguments.gradient_accumulation_steps or 1
+        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
         cache_weights = precision.fp8 and te_model and accumulation > 1
         start, capture_s = time.perf_counter(), None
         if arguments.speed.cuda_graphs and te_model:
-            use_cuda_graphs(model, precision, input_ids, labels, cache_weights)
+            use_cuda_graphs(model, precision, input_ids, labels, cache_weights, documents)
             capture_s = time.perf_counter() - start
-        passes = Passes(model, cache_weights, input_ids, labels)
+        passes = Passes(model, cache_weights, input_ids, labels, documents)
         loss = float(passes(0))
         prepare_s = time.perf_counter() - start
-        error = self._error(loss, arguments)
+        error = self._error(loss if documents is None else whole_rows(model, input_ids, labels), arguments)
         passes(1)
         count = times_in(self.seconds, report.timed_ms(lambda: passes(1)), MIN_PASSES, MAX_PASSES)
         launch_ms = enqueue_ms(lambda: passes(1))  # whose work keeps the GPU busy when the first lap begins
@@ -212,22 +245,23 @@ class Visitor:
 
     def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         input_ids, labels = self._micro_batch(arguments)
-        accumulation = arguments.gradient_accumulation_steps or 1
+        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
         ds_config, _ = resolve_ds_config(arguments, 1)
         engine = build_engine(model, arguments, ds_config)
         try:
             micro_step = MicroStep(engine, precision, arguments)
             start = time.perf_counter()
-            loss = float(micro_step(input_ids, labels, 0))
+            loss = float(micro_step(input_ids, labels, 0, documents))
             prepare_s = time.perf_counter() - start
-            error = self._error(loss, arguments)
+            alike = loss if documents is None else whole_rows(engine.module, input_ids, labels)
+            error = self._error(alike, arguments)
             start, others = time.perf_counter(), range(1, accumulation) or range(1)
             for index in others:
-                micro_step(input_ids, labels, index)
+                micro_step(input_ids, labels, index, documents)
             synchronize()
             step_ms = (time.perf_counter() - start) / len(others) * accumulation * 1e3
 
-            passes = Passes(engine.module, micro_step.cache_weights, input_ids, labels)
+            passes = Passes(engine.module, micro_step.cache_weights, input_ids, labels, documents)
             laps = Laps()
             for number in range(times_in(self.seconds, step_ms, MIN_STEPS, MAX_STEPS)):
                 if micro_step.main_grads:
@@ -235,7 +269,7 @@ class Visitor:
                 laps.mark()
                 for index in range(accumulation):
                     start = time.perf_counter()
-                    micro_step(input_ids, labels, index)
+                    micro_step(input_ids, labels, index, documents)
                     if number == index == 0:  # the GPU was idle
                         launch_ms = (time.perf_counter() - start) * 1e3
                 laps.mark("step")

@@ -26,7 +26,15 @@ ONLY_IN = {
         "train/checkpoint.py",
         "train/loop.py",
     },
-    "sentencepiece": {"train/train_tokenizer.py", "train/prepare_data.py"},
+    "sentencepiece": {"train/train_tokenizer.py", "train/text_encoder.py"},
+    "datasets": {"train/corpus.py"},
+    "ray": {"train/prepare_executors.py"},
+    "dill": {"train/prepare_executors.py"},
+    "fasttext": {"train/prepare_filters.py"},
+    "datatrove": {
+        f"train/prepare_{name}.py"
+        for name in "blocks data decontaminate dedup executors filters job minhash steps tally words".split()
+    },
 }
 
 
@@ -53,6 +61,22 @@ def test_packages_are_imported_only_where_they_belong(package: str) -> None:
     users = {relative(p) for p in SOURCES if package in imports(p)}
     assert users, f"nothing imports {package}; is this rule still about something?"
     assert users <= ONLY_IN[package]
+
+
+def test_training_does_not_know_preparation() -> None:
+    """What train.py imports, and what that imports, has nothing of preparation: a GPU node does without it."""
+    seen: set[str] = set()
+    waiting = ["train/train.py"]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("train"):
+                parts = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                files = {part.replace(".", "/") + ".py" for part in parts}
+                waiting += [file for file in files if (ROOT / file).is_file() and file not in seen]
+    assert {"train/loop.py", "train/dataset.py"} < seen
+    assert not [name for name in seen if "prepare" in name or "corpus" in name]
 
 
 def test_model_and_demo_do_not_know_training() -> None:

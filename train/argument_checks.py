@@ -11,6 +11,7 @@ from typing import Any
 from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS
 from model.te_backend import ATTENTION_BACKENDS
 from model.variants import VARIANTS, variant_problems
+from train.mixture import weight_problems
 from train.strict_json import get
 
 MAX_SEED = 2**32 - 1  # what numpy's generator takes
@@ -71,20 +72,17 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
     )
     sources, weights = a.data.sources, a.data.weights
     check("data.sources", lambda: bool(sources), 'name at least one: {"name": "folder"}')
-    check(
-        "data.sources data.weights",
-        lambda: weights is None or weights.keys() == sources.keys(),
-        "weights must name exactly the sources",
-    )
-    check(
-        "data.weights",
-        lambda: weights is None or all(math.isfinite(w) and w > 0 for w in weights.values()),
-        "each weight must be positive; remove a source instead of giving it none",
-    )
+    if weights is not None and bad.isdisjoint(("data.sources", "data.weights")):
+        problems += weight_problems(weights, list(sources))
     if not any(key.startswith("precision.") for key in bad):
         problems += a.precision.validate()
         if bad.isdisjoint(("model.variant", "model.compile")) and a.model.variant in VARIANTS:
             problems += variant_problems(a.model.variant, a.precision, a.model.compile)
+    check(
+        "data.document_mask model.variant",
+        lambda: not (a.data.document_mask and a.model.variant in TRANSFORMERS_VARIANTS),
+        "transformers' attention here has no documents; set it to false, or choose te_linear or te_layer",
+    )
     fp8 = a.precision.compute == "fp8"
     check(
         "speed.cuda_graphs gradient_checkpointing",

@@ -19,6 +19,7 @@ from model.precision import PrecisionConfig
 from model.speed import SpeedConfig
 from train import strict_json
 from train.argument_checks import value_problems
+from train.mixture import MixtureStage
 from train.strict_json import all_fields, default_of, get, leaves, sections
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -33,11 +34,13 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
     "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit resume_from_checkpoint report_to "
-    "run_name wandb_project model.config model.init_from precision.calibration_passes speed.cuda_graphs".split()
+    "run_name wandb_project data.verify data.allow_changes_on_resume model.config model.init_from "
+    "precision.calibration_passes speed.cuda_graphs".split()
 )
 # Keys that checkpoints from before they existed lack, and what runs did then.
 BEFORE_THERE_WERE = {
     "precision.auto": False,
+    "data.document_mask": False,
     **{f"speed.{f.name}": False for f in dataclasses.fields(SpeedConfig)},
 }
 
@@ -78,7 +81,19 @@ class DataArguments:
     sources: dict[str, str] = option(
         "name -> folder written by prepare_data.py; relative: here, else the repository"
     )
-    weights: dict[str, float] | None = option("name -> share of the samples; null: by tokens", None)
+    weights: dict[str, float] | list[MixtureStage] | None = option(
+        'name -> share of the samples; null: by tokens; by stage: [{"until_tokens": N, "weights": {...}}, ..., '
+        '{"weights": {...}}]',
+        None,
+    )
+    verify: bool = option("recompute every hash and look at every token id of the shards at the start", False)
+    allow_changes_on_resume: bool = option(
+        "a resume may change tokenizer, data, data.* and max_seq_length; each change is logged", False
+    )
+    document_mask: bool = option(
+        "te_*: attention stays within documents, positions begin anew with each, its last token predicts nothing",
+        False,
+    )
 
 
 @dataclass(kw_only=True)
@@ -194,7 +209,7 @@ class TrainingArguments:
         values = {key: get(self, key) for key in defaults}
         width = max(map(len, defaults))
         return "\n".join(
-            f"{'*' if value != defaults[key] else ' '} {key:<{width}}  {json.dumps(value)}"
+            f"{'*' if value != defaults[key] else ' '} {key:<{width}}  {json.dumps(value, default=dataclasses.asdict)}"
             for key, value in values.items()
         )
 

@@ -86,6 +86,7 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         graphs_allowed=stage < 3
         and not args.gradient_checkpointing
         and (args.speed.cuda_graphs or world_size == 1 or not shares_amax),
+        document_mask=args.data.document_mask,
         other_memory_gib=max(0.0, accounting.state_memory_gib(config, stage, world_size) - held),
     )
 

@@ -1,121 +1,188 @@
-"""Text files -> documents, strictly: what cannot be read is named and counted, never skipped in silence.
+"""Inputs -> files -> documents, all of them or the share of one of several tasks.
 
-One document a line in .jsonl (.gz, .zst), one a row in .parquet, one a file in .txt and source text. The word
-`python-stdlib` stands for the standard library sources of the running Python: real text on every machine.
+One document a line in .jsonl (.gz, .zst), one a row in .parquet and in datasets' folders, one a file in .txt and
+source text. The word `python-stdlib` stands for the standard library sources of the running Python: real text on every
+machine. `hf:NAME[:CONFIG[:SPLIT]]` is a dataset of the Hugging Face hub.
 """
 
-import codecs
-import gzip
 import importlib.util
 import json
 import os
 import sysconfig
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from train.corpus_readers import (
+    Document,
+    Dropped,
+    Items,
+    read_arrow,
+    read_compressed_jsonl,
+    read_jsonl,
+    read_parquet,
+    read_text,
+)
 
 STDLIB = "python-stdlib"
+HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .sql .html .css".split()
 )
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-ALLOWED = f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))}, or the word {STDLIB}"
+SPLITTABLE = (".jsonl", ".parquet", ".arrow")
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
+ALLOWED = (
+    f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))}, a folder of datasets' save_to_disk, "
+    f"{HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
+)
 # Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 )
-MAX_DOCUMENT_BYTES = 64 << 20
-READ_BYTES = 1 << 20
 
-BAD_UTF8 = "bad UTF-8"
-INVALID_JSON = "invalid JSON"
-MISSING_KEY = "missing key"
-NULL_TEXT = "null text"
-NOT_A_STRING = "text is not a string"
-EMPTY = "empty document"
-TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
-TRUNCATED_GZ = "truncated or corrupt .gz"
-TRUNCATED_ZST = "truncated or corrupt .zst"
-BAD_PARQUET = "unreadable .parquet"
+__all__ = ["ALLOWED", "Document", "Dropped", "Source", "list_sources", "read_documents", "read_share"]
 
 
 @dataclass(frozen=True)
-class Document:
-    """A document's text, which encodes to UTF-8, and where it came from (file, or file:line)."""
+class Source:
+    """A file to read: its absolute `path`, how (`kind`: a suffix, or "stdlib"), its `bytes` and time of change."""
 
-    text: str
-    where: str
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """`count` documents that could not be read. A broken file counts once: how many it held is unknown."""
-
-    reason: str
-    where: str
-    detail: str = ""
-    count: int = 1
+    path: str
+    kind: str
+    bytes: int
+    mtime_ns: int
 
 
-class _UnreadableError(Exception):
-    """The rest of a file cannot be read; holds the reason."""
-
-
-def list_files(inputs: Iterable[str]) -> list[Path]:
+def list_sources(inputs: Iterable[str]) -> list[Source]:
     """The files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
 
     Files of other kinds inside a folder are left out, as are hidden ones; a file named itself must be of a known kind.
 
     Raises:
-        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or the
-            package that reads .zst is not installed.
+        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, a
+            dataset of several splits without one of them named, or a package that an input needs is not installed.
     """
-    files: list[Path] = []
+    files: list[tuple[Path, str]] = []
     for name in inputs:
-        path = Path(name)
-        if name == STDLIB:
-            found = _stdlib_files()
-        elif path.is_dir():
-            found = [file for file in _walk(path) if _kind(file)]
-        elif path.is_file():
-            found = [path] if _kind(path) else []
-        else:
-            raise ValueError(f"input {name} does not exist; give files or folders, or the word {STDLIB}")
+        found = _files_of(name)
         if not found:
             raise ValueError(f"input {name} holds nothing to read; allowed: {ALLOWED}")
         files += found
     seen: set[str] = set()
-    for file in files:
-        real = os.path.realpath(file)
-        if real in seen:
+    for file, kind in files:
+        if (real := os.path.realpath(file)) in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
-    zst = next((file for file in files if _kind(file) == ".jsonl.zst"), None)
-    if zst is not None and importlib.util.find_spec("zstandard") is None:
+        if kind == ".jsonl.zst" and importlib.util.find_spec("zstandard") is None:
+            raise ValueError(
+                f"{file} needs the package zstandard, which is not installed; pip install zstandard, or decompress it"
+            )
+    stats = [(file.absolute(), kind, file.stat()) for file, kind in files]
+    return [Source(str(path), kind, stat.st_size, stat.st_mtime_ns) for path, kind, stat in stats]
+
+
+def _files_of(name: str) -> list[tuple[Path, str]]:
+    """The files of one input, each with its kind."""
+    path = Path(name)
+    if name == STDLIB:
+        return [(file, "stdlib") for file in _stdlib_files()]
+    if name.startswith(HUB):
+        return _hub_files(name)
+    if path.is_dir():
+        if (path / SAVED_SPLITS).is_file():
+            splits = json.loads((path / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
+            raise ValueError(
+                f"input {name} is a saved dataset with the splits {', '.join(splits)}; name one of them: "
+                f"{path / splits[0]}"
+            )
+        if (path / SAVED_DATASET).is_file():
+            return _saved_files(path)
+        return [(file, kind) for file in _walk(path) if (kind := _kind(file))]
+    if not path.is_file():
         raise ValueError(
-            f"{zst} needs the package zstandard, which is not installed; pip install zstandard, or decompress the file"
+            f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}"
         )
-    return files
+    return [(path, kind)] if (kind := _kind(path)) else []
 
 
-def read_documents(inputs: Iterable[str], text_key: str = "text") -> Iterator[Document | Dropped]:
+def _saved_files(folder: Path) -> list[tuple[Path, str]]:
+    """The files of a dataset that datasets' save_to_disk wrote, by its own list."""
+    try:
+        state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again"
+        ) from error
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again"
+        )
+    return [(file, ".arrow") for file in files]
+
+
+def _hub_files(name: str) -> list[tuple[Path, str]]:
+    """The files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(
+            f"input {name} needs the package datasets, which is not installed; pip install datasets"
+        )
+    import datasets
+
+    dataset, _, rest = name.removeprefix(HUB).partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        loaded = datasets.load_dataset(dataset, config or None, split=split or "train")
+    except Exception as error:  # datasets raises many kinds: no such set, configuration or split, no network
+        raise ValueError(
+            f"input {name}: datasets cannot load it: {error}. Check the name, {HUB}NAME[:CONFIG[:SPLIT]] "
+            "(the split train unless given), and the network; or download it and give its files"
+        ) from error
+    return [(Path(entry["filename"]), ".arrow") for entry in loaded.cache_files]
+
+
+def read_documents(inputs: Iterable[str], text_key: str = "text") -> Items:
     """Every document of `inputs` in order, with a `Dropped` in the place of what cannot be read.
 
-    Raises ValueError as `list_files` does, before anything is read.
+    Raises ValueError as `list_sources` does, before anything is read.
     """
-    inputs = list(inputs)
-    stdlib = set(_stdlib_files()) if STDLIB in inputs else set()
-    for path in list_files(inputs):
-        kind = _kind(path)
-        if kind == ".parquet":
-            yield from _read_parquet(path, text_key)
-        elif kind in RECORD_SUFFIXES:
-            yield from _read_jsonl(path, kind, text_key)
+    return read_share(list_sources(inputs), text_key, 0, 1)
+
+
+def read_share(sources: list[Source], text_key: str, task: int, tasks: int) -> Items:
+    """The share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split. The shares
+    of all tasks in their order are what one task would read."""
+    for source, start, stop in _share(sources, task, tasks):
+        path = Path(source.path)
+        if source.kind == ".jsonl":
+            yield from read_jsonl(path, text_key, start, stop)
+        elif source.kind == ".parquet":
+            yield from read_parquet(path, text_key, start, stop)
+        elif source.kind == ".arrow":
+            yield from read_arrow(path, text_key, start, stop)
+        elif source.kind in RECORD_SUFFIXES:
+            yield from read_compressed_jsonl(path, source.kind, text_key)
         else:
-            yield _read_text_file(path, is_stdlib=path in stdlib)
+            yield from read_text(path, is_stdlib=source.kind == "stdlib")
+
+
+def _share(sources: list[Source], task: int, tasks: int) -> Iterator[tuple[Source, int, int]]:
+    """(file, first byte, byte after the last) of a share. What cannot be split belongs where it begins. An empty file
+    counts as one byte, so that it has a place."""
+    total = sum(max(source.bytes, 1) for source in sources)
+    low, high = total * task // tasks, total * (task + 1) // tasks
+    begin = 0
+    for source in sources:
+        end = begin + max(source.bytes, 1)
+        if source.kind in SPLITTABLE and source.bytes:
+            if max(low, begin) < min(high, end):
+                yield source, max(low - begin, 0), min(high, end) - begin
+        elif low <= begin < high:
+            yield source, 0, source.bytes
+        begin = end
 
 
 def _kind(path: Path) -> str:
@@ -150,147 +217,3 @@ def _stdlib_files() -> list[Path]:
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     return sorted(file for file in files if file.stat().st_size > 0)  # an empty __init__.py is no document
-
-
-def _check_text(text: Any, where: str) -> Document | Dropped:
-    if text is None:
-        return Dropped(NULL_TEXT, where)
-    if not isinstance(text, str):
-        return Dropped(NOT_A_STRING, where, f"a {type(text).__name__}")
-    if not text.strip():
-        return Dropped(EMPTY, where)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        return Dropped(BAD_UTF8, where, str(error))
-    if size > MAX_DOCUMENT_BYTES:
-        return Dropped(TOO_LONG, where, f"{size} bytes; split it, or give it as .jsonl")
-    return Document(text, where)
-
-
-def _read_text_file(path: Path, is_stdlib: bool) -> Document | Dropped:
-    where = str(path)
-    if path.stat().st_size > MAX_DOCUMENT_BYTES:
-        return Dropped(TOO_LONG, where, f"{path.stat().st_size} bytes; split it, or give it as .jsonl")
-    data = path.read_bytes()
-    try:
-        # Python's own sources may name another encoding in their first lines.
-        text = importlib.util.decode_source(data) if is_stdlib else data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return Dropped(BAD_UTF8, where, str(error))
-    return _check_text(text, where)
-
-
-def _read_jsonl(path: Path, kind: str, text_key: str) -> Iterator[Document | Dropped]:
-    number = 0
-    try:
-        for number, line in enumerate(_lines(path, kind), start=1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield _parse_line(line, f"{path}:{number}", text_key)
-    except _UnreadableError as error:
-        yield Dropped(
-            str(error), f"{path}:{number + 1}", str(error.__cause__ or "the file ends inside a frame")
-        )
-        return
-    if number == 0:
-        yield Dropped(EMPTY, str(path), "an empty file")
-
-
-def _parse_line(line: bytes, where: str, text_key: str) -> Document | Dropped:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return Dropped(BAD_UTF8, where, str(error))
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Dropped(INVALID_JSON, where, str(error))
-    if not isinstance(record, dict):
-        return Dropped(INVALID_JSON, where, "not a JSON object")
-    if text_key not in record:
-        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {', '.join(sorted(record)[:8])}")
-    return _check_text(record[text_key], where)
-
-
-def _lines(path: Path, kind: str) -> Iterator[bytes]:
-    if kind == ".jsonl":
-        with open(path, "rb") as file:
-            yield from file
-    elif kind == ".jsonl.gz":
-        try:
-            with gzip.open(path, "rb") as stream:
-                yield from stream
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _UnreadableError(TRUNCATED_GZ) from error
-    else:
-        yield from _split_lines(_zstd_blocks(path))
-
-
-def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
-def _zstd_blocks(path: Path) -> Iterator[bytes]:
-    """Decompressed blocks of all frames of a file. zstandard's own reader takes a cut frame for the end of the data."""
-    import zstandard
-
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    started = False
-    with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            while block:
-                started = True
-                try:
-                    yield frame.decompress(block)
-                except zstandard.ZstdError as error:
-                    raise _UnreadableError(TRUNCATED_ZST) from error
-                block = frame.unused_data
-                if frame.eof:
-                    frame, started = zstandard.ZstdDecompressor().decompressobj(), False
-    if started:
-        raise _UnreadableError(TRUNCATED_ZST)
-
-
-def _read_parquet(path: Path, text_key: str) -> Iterator[Document | Dropped]:
-    import pyarrow
-    import pyarrow.parquet
-
-    row = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            rows = file.metadata.num_rows
-            if rows == 0:
-                yield Dropped(EMPTY, str(path), "an empty file")
-            elif text_key not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names[:8])
-                yield Dropped(MISSING_KEY, str(path), f"no column {text_key!r} among {names}", count=rows)
-            else:
-                for batch in file.iter_batches(batch_size=1024, columns=[text_key]):
-                    for text in _column_values(batch.column(0)):
-                        row += 1
-                        where = f"{path}:{row}"
-                        bad = isinstance(text, UnicodeDecodeError)
-                        yield Dropped(BAD_UTF8, where, str(text)) if bad else _check_text(text, where)
-    except (pyarrow.ArrowException, OSError) as error:
-        yield Dropped(BAD_PARQUET, f"{path}:{row + 1}", str(error).splitlines()[0])
-
-
-def _column_values(column: Any) -> Iterator[Any]:
-    """A column's values; a string that is not UTF-8 comes as its UnicodeDecodeError (Arrow does not check)."""
-    import pyarrow
-
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
-        yield from column.to_pylist()
-        return
-    for value in column.cast(pyarrow.large_binary()).to_pylist():
-        try:
-            yield None if value is None else value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield error

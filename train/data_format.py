@@ -13,7 +13,7 @@ The shard layout is the one datatrove writes. Readers open what the manifest lis
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,12 @@ class Manifest:
     """What `manifest.json` holds.
 
     `documents` counts {"in", "out", "dropped": {reason: count}}; `text_bytes` is the UTF-8 size of the documents kept.
+    Further counts of what was done to documents may stand beside these, by reason or not. Where token ids were
+    imported there was no text: `text_key` and `text_bytes` are null.
     `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
     tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
-    add-one-smoothed unigram distribution of the train tokens; null when a split is empty.
+    add-one-smoothed unigram distribution of the train tokens; null when a split is empty. `steps` are the optional
+    steps of the preparation with their settings; what they removed is in `documents` as "removed", {step: count}.
     """
 
     schema: int
@@ -70,12 +73,13 @@ class Manifest:
     tokenizer_sha256: str
     tokenizer_files: list[str]
     inputs: list[str]
-    text_key: str
+    text_key: str | None
     eval_fraction: float
     documents: dict[str, Any]
-    text_bytes: int
+    text_bytes: int | None
     unigram_loss: float | None
     shards: list[Shard]
+    steps: dict[str, Any] = field(default_factory=dict)
 
     def split_shards(self, split: str) -> list[Shard]:
         """The shards of one split, in the order of their tokens."""
@@ -136,17 +140,20 @@ def _parse_manifest(values: Any) -> Manifest:
 def _check_keys(what: str, values: Any, kind: type) -> None:
     if not isinstance(values, dict):
         raise DataError(f"{what} is not a JSON object")
-    names = {field.name for field in fields(kind)}
-    if missing := sorted(names - values.keys()):
+    names = {f.name for f in fields(kind)}
+    required = {f.name for f in fields(kind) if f.default_factory is MISSING}
+    if missing := sorted(required - values.keys()):
         raise DataError(f"{what} lacks {', '.join(missing)}")
     if unknown := sorted(values.keys() - names):
         raise DataError(f"{what} has unknown keys {', '.join(unknown)}")
     scalars: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), float: (int, float)}
-    for field in fields(kind):
-        allowed = scalars.get(field.type)
-        value = values[field.name]
+    scalars |= {kind | None: (*allowed, type(None)) for kind, allowed in scalars.items()}
+    for entry in fields(kind):
+        allowed = scalars.get(entry.type)
+        value = values.get(entry.name)
         if allowed and (not isinstance(value, allowed) or isinstance(value, bool)):
-            raise DataError(f"{what}: '{field.name}' is {value!r}, not a {field.type.__name__}")  # type: ignore[union-attr]
+            wanted = getattr(entry.type, "__name__", entry.type)
+            raise DataError(f"{what}: '{entry.name}' is {value!r}, not {wanted}")
 
 
 def _check_values(manifest: Manifest) -> None:
@@ -159,11 +166,17 @@ def _check_values(manifest: Manifest) -> None:
     if not isinstance(names, list) or not names or any(n != os.path.basename(str(n)) for n in names):
         raise DataError(f"'tokenizer_files' is {names!r}, not a list of at least one file name")
     counts = manifest.documents
-    dropped = counts.get("dropped") if isinstance(counts, dict) else None
-    if not isinstance(dropped, dict) or not all(
-        isinstance(number, int) for number in (counts.get("in"), counts.get("out"), *dropped.values())
+    required = {"in": int, "out": int, "dropped": dict}
+    if (
+        not isinstance(counts, dict)
+        or not all(isinstance(counts.get(key), kind) for key, kind in required.items())
+        or not all(
+            _is_count(v) or isinstance(v, dict) and all(map(_is_count, v.values())) for v in counts.values()
+        )
     ):
         raise DataError(f"'documents' is {counts!r}, not the numbers in, out and dropped by reason")
+    if not isinstance(manifest.steps, dict):
+        raise DataError(f"'steps' is {manifest.steps!r}, not a JSON object")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.split not in SPLITS or shard.name != os.path.basename(shard.name):
@@ -176,6 +189,10 @@ def _check_values(manifest: Manifest) -> None:
             )
         if not 1 <= shard.documents <= shard.tokens:
             raise DataError(f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: bool = False) -> None:

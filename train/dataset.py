@@ -1,13 +1,12 @@
 """Token shards -> training samples, packed full: `open_stream` and `MicroBatches`.
 
-    manifest -> TokenSource (memory-mapped tokens of one folder) -> SampleStream (global order) -> MicroBatches (rank)
+    manifest -> TokenSource (the tokens of one folder) -> SampleStream (global order) -> MicroBatches (rank)
 
 A sample is a window of seq_length + 1 tokens of the split's concatenated documents, at a stride of seq_length, so
 that each token is predicted once and nothing is padded. The order of samples is a pure function of (seed, manifests,
 seq_length, weights, position); the state of a run is the number of samples it has consumed.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -19,88 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from train.data_format import SPLITS, DataError, check_shards, check_tokenizer, read_manifest
+from train.data_format import DataError, verify_shard
+from train.mixture import Weights, mix
 from train.sampler import Mixture, permutation_key, permute
+from train.token_source import TokenSource
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, ...]  # input_ids, labels; with a document mask positions, too
+NO_LABEL = -100  # what the loss ignores
 
-OPEN_SHARDS = 256  # a mapping holds a file descriptor; a login shell often allows 1024
+VERIFY_THREADS = 8
 PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
-
-
-class TokenSource:
-    """The windows of one split of one prepared folder.
-
-    Attributes: `manifest`, `num_tokens` in the split, `num_windows`, `folder`.
-
-    Raises:
-        DataError: no such prepared folder, a corrupt manifest, a missing or truncated shard, another tokenizer than
-            the one that made the ids, or less than one window.
-    """
-
-    def __init__(
-        self, name: str, folder: str | Path, split: str, seq_length: int, verify: bool = False
-    ) -> None:
-        if split not in SPLITS:
-            raise DataError(f"split {split!r} is none of {', '.join(SPLITS)}")
-        if seq_length < 1:
-            raise DataError(f"seq_length {seq_length} must be at least 1 token")
-        self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
-        self.manifest = read_manifest(self.folder)
-        check_shards(self.folder, self.manifest, split, verify)
-        check_tokenizer(self.folder, self.manifest)
-        self.shards = self.manifest.split_shards(split)
-        self.num_tokens = sum(shard.tokens for shard in self.shards)
-        self.num_windows = max(0, (self.num_tokens - 1) // seq_length)
-        if self.num_windows == 0:
-            remedy = "a larger --eval_fraction" if split == "eval" else "more text"
-            raise DataError(
-                f"{self.folder}: the {split} split has {self.num_tokens} tokens, one sample needs {seq_length + 1}; "
-                f"prepare it with {remedy}, or lower max_seq_length"
-            )
-        self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
-        self._starts = np.cumsum([0] + [shard.tokens for shard in self.shards])
-        self._map = lru_cache(OPEN_SHARDS)(self._open)
-
-    def _open(self, index: int) -> np.ndarray:
-        path = self.folder / self.shards[index].name
-        return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
-
-    def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
-        """Fill one sample: input_ids [T] and labels [T], labels one token ahead.
-
-        Raises:
-            DataError: a token id beyond the vocabulary, which an embedding would answer with an error of its own.
-        """
-        start = window * self.seq_length
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        offset = start - int(self._starts[shard])
-        tokens = self._map(shard)[offset : offset + self.seq_length + 1]
-        if len(tokens) <= self.seq_length:  # the window goes on in the next shards
-            parts, missing = [tokens], self.seq_length + 1 - len(tokens)
-            while missing:
-                shard += 1
-                parts.append(self._map(shard)[:missing])
-                missing -= len(parts[-1])
-            tokens = np.concatenate(parts)
-        if tokens.max() >= self.manifest.vocab_size:
-            raise self._bad_token(start, tokens)
-        input_ids[:] = tokens[:-1]
-        labels[:] = tokens[1:]
-
-    def _bad_token(self, start: int, tokens: np.ndarray) -> DataError:
-        """The error for the first id beyond the vocabulary in `tokens`, of which the first is the split's `start`th."""
-        first = int(np.argmax(tokens >= self.manifest.vocab_size))
-        shard = int(np.searchsorted(self._starts, start + first, side="right")) - 1
-        return DataError(
-            f"{self.folder / self.shards[shard].name}: token {start + first - int(self._starts[shard])} has the id "
-            f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
-            "prepare or copy the data again"
-        )
-
-    def digest(self) -> str:
-        """A hash of the hashes of the split's shards, in order: the identity of its tokens."""
-        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
 
 class SampleStream:
@@ -108,6 +35,13 @@ class SampleStream:
 
     train: sources are mixed by `weights` (None: by their size) with exact quotas, each shuffled anew every epoch.
     eval: every window of every source once, each source in its natural order, spread evenly; `weights` play no role.
+
+    document_mask: batches have positions that begin anew with each document, for attention within documents, and the
+    last token of a document has no label (NO_LABEL). So a document is trained on as if it stood alone: what would
+    follow its end is the beginning of an unrelated document, which attention no longer leads to. What is left out of
+    "each token is predicted once" are the first tokens of documents, and nothing else: with the beginning-of-text token
+    that prepare_data.py writes these are no news to a model. Batches differ in their number of labels by that, which
+    the loss has to be weighted by (train/engine.py).
 
     Attributes:
         vocab_size: of the tokenizer that all sources share.
@@ -117,15 +51,24 @@ class SampleStream:
             sources by eval tokens; NaN when no source has an eval split.
     """
 
-    def __init__(self, sources: list[TokenSource], weights: Mapping[str, float] | None, seed: int) -> None:
+    def __init__(
+        self,
+        sources: list[TokenSource],
+        weights: Weights | None,
+        seed: int,
+        document_mask: bool = False,
+    ) -> None:
+        self.document_mask = document_mask
         self.sources = sorted(sources, key=lambda source: source.name)
         self.split, self.seq_length, self.seed = sources[0].split, sources[0].seq_length, seed
         self._check_tokenizers()
         windows = [source.num_windows for source in self.sources]
         if self.split == "eval":
             self._mixture = Mixture(windows, max_period=sum(windows))
+        elif weights is None:
+            self._mixture = Mixture(windows)
         else:
-            self._mixture = Mixture(windows if weights is None else self._checked_weights(weights))
+            self._mixture = mix(weights, [source.name for source in self.sources], seq_length=self.seq_length)
         self.vocab_size = self.sources[0].manifest.vocab_size
         self.num_tokens = sum(source.num_tokens for source in self.sources)
         self.num_samples = sum(windows)
@@ -140,19 +83,6 @@ class SampleStream:
                     f"data sources {first.name!r} and {source.name!r} were prepared with different tokenizers "
                     f"({first.folder} and {source.folder}); prepare both with the same"
                 )
-
-    def _checked_weights(self, weights: Mapping[str, float]) -> list[float]:
-        names = [source.name for source in self.sources]
-        if set(weights) != set(names):
-            raise DataError(
-                f"data weights name {sorted(weights)}, the sources are {names}: give one weight each"
-            )
-        for name, weight in weights.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise DataError(
-                    f"data weight of {name!r} is {weight}; it must be above 0 (or leave the source out)"
-                )
-        return [weights[name] for name in names]
 
     def _unigram_loss(self) -> float:
         pairs = [
@@ -185,7 +115,9 @@ class SampleStream:
         return ids
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples start..start+count-1 of the global order: (input_ids, labels), int64 [count, seq_length] each.
+        """Samples start..start+count-1 of the global order: (input_ids, labels), with a document mask (input_ids,
+        labels, positions), int64 [count, seq_length] each. positions: of a token in its document, or in what of it the
+        sample has; they begin with 0 at each document's and each sample's first token.
 
         Raises:
             DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt tokens.
@@ -195,9 +127,43 @@ class SampleStream:
             raise DataError(f"samples {start} to {start + count} {end} {self.split} samples were asked for")
         input_ids = np.empty((count, self.seq_length), dtype=np.int64)
         labels = np.empty_like(input_ids)
-        for row, (source, window) in enumerate(self.sample_ids(start, count)):
+        samples = self.sample_ids(start, count)
+        for row, (source, window) in enumerate(samples):
             self.sources[source].read(window, input_ids[row], labels[row])
-        return torch.from_numpy(input_ids), torch.from_numpy(labels)
+        batch = torch.from_numpy(input_ids), torch.from_numpy(labels)
+        return (*batch, self._separate_documents(samples, labels)) if self.document_mask else batch
+
+    def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> torch.Tensor:
+        """Take the labels of last tokens away; returns the positions, int64 [samples, T].
+
+        Raises:
+            DataError: document ends that do not increase.
+        """
+        T = self.seq_length
+        # of the batch in a row, the token after each document; increasing, for those of a row are above row * T
+        after = np.concatenate(
+            [
+                self.sources[source].document_ends(window) + row * T
+                for row, (source, window) in enumerate(samples)
+            ]
+        )
+        if (after[1:] <= after[:-1]).any():
+            source, window = samples[(after[np.argmax(after[1:] <= after[:-1])] - 1) // T]
+            raise DataError(
+                f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
+                "increase: the content of an index changed; prepare or copy the data again"
+            )
+        labels.reshape(-1)[after - 1] = NO_LABEL
+        begins = np.zeros(labels.size + 1, dtype=bool)
+        begins[after] = begins[::T] = True
+        starts = np.flatnonzero(begins[:-1])
+        # One a token, and back to 0 at each start, summed up in place: the memory that several arrays of the batch's
+        # size would take is given back and zeroed anew for every batch, which takes longer than all the rest.
+        positions = np.ones(labels.size, dtype=np.int64)
+        positions[0] = 0
+        positions[starts[1:]] -= starts[1:] - starts[:-1]
+        np.cumsum(positions, out=positions)
+        return torch.from_numpy(positions.reshape(labels.shape))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError when the model's vocabulary does not hold all ids of the data."""
@@ -208,38 +174,81 @@ class SampleStream:
                 "with the model's tokenizer"
             )
 
+    def verify(self, part: int = 0, parts: int = 1) -> int:
+        """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their
+        number.
+
+        Raises:
+            DataError: as check_shards does.
+        """
+        shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
+        with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the interpreter lock
+            list(pool.map(lambda item: verify_shard(item[0].folder, item[0].manifest, item[1]), shards))
+        return len(shards)
+
     def fingerprint(self) -> dict[str, Any]:
         """What must not change between a run and its resume, as JSON values: all that the order depends on."""
-        sources = {
+        sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
                 "shards_sha256": source.digest(),
                 "tokens": source.num_tokens,
-                "weight": weight,
             }
-            for source, weight in zip(self.sources, self._mixture.weights, strict=True)
+            for source in self.sources
         }
         values = {"split": self.split, "seq_length": self.seq_length, "seed": self.seed, "sources": sources}
+        for index, name in enumerate(sources):
+            # Where weights never change, as checkpoints had it before there were stages.
+            if len(self._mixture.starts) == 1:
+                sources[name]["weight"] = self._mixture.weights[0][index]
+            else:
+                sources[name]["weight_from_sample"] = {
+                    str(start): weights[index]
+                    for start, weights in zip(self._mixture.starts, self._mixture.weights, strict=True)
+                }
         return json.loads(json.dumps(values))
 
     def describe(self) -> str:
-        """One line a source for the log."""
+        """One line a source for the log, with its weight in every stage."""
         return "\n".join(
             f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
-            f"{source.num_windows:,} samples of {self.seq_length}, {weight:.2%} of the mixture ({source.folder})"
-            for source, weight in zip(self.sources, self._mixture.weights, strict=True)
+            f"{source.num_windows:,} samples of {self.seq_length}, {self._shares(index)} ({source.folder})"
+            for index, source in enumerate(self.sources)
+        )
+
+    def _shares(self, index: int) -> str:
+        """The weight of a source in the mixture, over the stages."""
+        first, *later = (weights[index] for weights in self._mixture.weights)
+        changes = "".join(
+            f", {weight:.2%} from token {start * self.seq_length:,} on"
+            for weight, start in zip(later, self._mixture.starts[1:], strict=True)
+        )
+        return f"{first:.2%} of the mixture{changes}"
+
+    def stage_that_begins(self, start: int, count: int) -> str | None:
+        """For the log: the stage of the mixture that begins within samples start..start+count-1, if one does."""
+        starts = self._mixture.starts
+        found = [stage for stage, first in enumerate(starts) if start <= first < start + count]
+        if len(starts) == 1 or not found:
+            return None
+        weights = zip(self.sources, self._mixture.weights[found[-1]], strict=True)
+        return (
+            f"mixture: stage {found[-1] + 1} of {len(starts)} begins with sample {starts[found[-1]]:,}: "
+            + ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights)
         )
 
 
 def open_stream(
     sources: Mapping[str, str | Path],
-    weights: Mapping[str, float] | None,
+    weights: Weights | None,
     seq_length: int,
     seed: int,
     split: str = "train",
     verify: bool = False,
+    document_mask: bool = False,
 ) -> SampleStream:
-    """Open prepared folders ({name: folder}) as one stream; `verify` also checks every hash and token id.
+    """Open prepared folders ({name: folder}) as one stream; `verify` also checks every hash and token id;
+    document_mask: see SampleStream.
 
     Raises:
         DataError: as TokenSource and SampleStream do; its message names the folder and what to do.
@@ -247,7 +256,7 @@ def open_stream(
     if not sources:
         raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
     opened = [TokenSource(name, folder, split, seq_length, verify) for name, folder in sources.items()]
-    return SampleStream(opened, weights, seed)
+    return SampleStream(opened, weights, seed, document_mask)
 
 
 class MicroBatches:
@@ -267,7 +276,7 @@ class MicroBatches:
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def get(self, consumed: int, micro_step: int) -> Batch:
-        """(input_ids, labels), int64 [batch_size, seq_length], `micro_step` micro-steps after `consumed` samples."""
+        """What SampleStream.batch gives, `micro_step` micro-steps after `consumed` samples."""
         stride = self.batch_size * self.world_size
         start = consumed + micro_step * stride + self.rank * self.batch_size
         if self._ahead is not None and self._ahead[0] == start:

@@ -38,9 +38,9 @@ from train.data_format import (
     read_manifest,
     verify_shard,
 )
-from train.dataset import TokenSource
 from train.document_index import Lengths, histogram_table, pieces, plot_histogram, read_lengths
-from train.prepare_data import TextEncoder
+from train.text_encoder import TextEncoder
+from train.token_source import TokenSource
 
 SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
 PROGRESS_INTERVAL_S = 5.0
@@ -54,11 +54,9 @@ def describe(folder: Path, manifest: Manifest) -> str:
     for field in dataclasses.fields(manifest):
         if field.name not in ("documents", "shards"):
             lines += _value_lines(field.name, getattr(manifest, field.name))
-    counts = manifest.documents
-    dropped = counts["dropped"]
-    totals = counts["in"], counts["out"], sum(dropped.values())
-    lines.append("\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals))
-    lines += [f"{count:>13,}  {reason}" for reason, count in sorted(dropped.items(), key=lambda x: -x[1])]
+    if manifest.text_key is None:
+        lines.append("\ntoken ids that were imported from the inputs, not text that was prepared")
+    lines += _document_lines(manifest.documents)
     splits = {split: manifest.split_shards(split) for split in SPLITS}
     lines += _size_lines("split", {**splits, "all": manifest.shards})
     parts: dict[str, list[Shard]] = {}
@@ -67,6 +65,19 @@ def describe(folder: Path, manifest: Manifest) -> str:
         if rest := shards[SHOWN_ITEMS:]:
             parts[f"... to {rest[-1].name}"] = rest
     return "\n".join(lines + _size_lines("shard", parts))
+
+
+def _document_lines(counts: dict[str, Any]) -> list[str]:
+    """The manifest's counts of documents: the totals, those dropped by reason, and whatever else was counted."""
+    dropped = counts["dropped"]
+    totals = counts["in"], counts["out"], sum(dropped.values())
+    lines = ["\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals)]
+    lines += [f"{count:>13,}  {reason}" for reason, count in sorted(dropped.items(), key=lambda x: -x[1])]
+    for name, value in counts.items():
+        if name not in ("in", "out", "dropped"):
+            parts = value if isinstance(value, dict) else {"": value}
+            lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
+    return lines
 
 
 def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
@@ -85,7 +96,7 @@ def _value_lines(name: str, value: Any) -> list[str]:
         shown = [*map(str, value[:SHOWN_ITEMS]), *more]
         return [f"  {'' if i else name:<17} {item}" for i, item in enumerate(shown)]
     counted = name in ("vocab_size", "text_bytes")
-    text = format(value, ",") if counted else "none" if value is None else value
+    text = "none" if value is None else format(value, ",") if counted else value
     return [f"  {name:<17} {text}"]
 
 
@@ -258,7 +269,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", metavar="DIR", help="a folder that prepare_data.py wrote")
+    parser.add_argument("folder", metavar="DIR", help="a folder of prepared or imported data")
     parser.add_argument("--verify", action="store_true", help="recompute every hash, check every token id")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the histogram of document lengths")
     parser.add_argument("--samples", type=int, default=2, help="random samples to print (2)")

@@ -18,8 +18,8 @@ from model.fp8_state import fp8_state, snapshot_fp8_state
 from model.precision import Precision, fp8_modules
 from train import checkpoint
 from train.arguments import TrainingArguments
-from train.dataset import MicroBatches, SampleStream
-from train.engine import MicroStep
+from train.dataset import NO_LABEL, MicroBatches, SampleStream
+from train.engine import MicroStep, labelled, on_device
 from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
 
@@ -67,14 +67,16 @@ def train(run: Run) -> Path | None:
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        if stage := run.train_stream.stage_that_begins(state.consumed_samples, samples_per_step):
+            run.metrics.message(f"step {state.step + 1}: {stage}")
         loss_sum = torch.zeros((), device=engine.device)
+        share_sum = torch.zeros((), device=engine.device)  # of tokens with a label, where not all have one
         for index in range(accumulation):
-            input_ids, labels = batches.get(state.consumed_samples, index)
-            loss_sum += run.micro_step(
-                input_ids.to(engine.device, non_blocking=True),
-                labels.to(engine.device, non_blocking=True),
-                index,
-            )
+            batch = batches.get(state.consumed_samples, index)
+            input_ids, labels, documents = on_device(batch, engine.device)
+            loss_sum += run.micro_step(input_ids, labels, index, documents)
+            if documents is not None:
+                share_sum += labelled(labels)
         state.step += 1
         state.consumed_samples += samples_per_step
         state.consumed_tokens += tokens_per_step
@@ -93,6 +95,8 @@ def train(run: Run) -> Path | None:
         record: dict[str, Any] = {}
         if logs or saves:
             loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
+            if args.data.document_mask:
+                loss /= _mean_over_ranks(share_sum / accumulation)
             _check(loss, run)
         if logs:
             record["loss"] = loss
@@ -141,14 +145,14 @@ def evaluate(run: Run) -> float:
     engine.eval()
     for start in range(rank * batch, math.ceil(samples / (batch * world)) * batch * world, batch * world):
         rows = max(0, min(batch, samples - start))
-        input_ids, labels = run.eval_stream.batch(start if rows else 0, max(rows, 1))
-        missing = batch - input_ids.shape[0]
-        input_ids = torch.cat([input_ids, input_ids[:1].expand(missing, -1)])
-        labels = torch.cat([labels, torch.full_like(labels[:1], -100).expand(missing, -1)])
-        if not rows:
-            labels = torch.full_like(labels, -100)
-        loss = engine(input_ids.to(engine.device), labels=labels.to(engine.device)).loss
-        tokens = rows * args.max_seq_length
+        found = run.eval_stream.batch(start if rows else 0, max(rows, 1))
+        missing = batch - len(found[0])
+        found = tuple(torch.cat([t, t[:1].expand(missing, -1)]) for t in found)
+        found[1][rows:] = NO_LABEL
+        tokens = int((found[1] != NO_LABEL).sum())
+        input_ids, labels, documents = on_device(found, engine.device)
+        within = {} if documents is None else {"documents": documents}
+        loss = engine(input_ids, labels=labels, **within).loss
         if tokens:  # the mean over no label is nan
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
     engine.train()

@@ -1,250 +1,146 @@
+#!/usr/bin/env python3
 """Text -> token shards with a manifest: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
 
 A document becomes BOS + its tokens + EOS; text never yields special ids, so a literal "</s>" in it stays text. A
-document goes to the eval split by a hash of its text: equal texts stay on one side. The same inputs give the same
-bytes, whatever the number of workers. Documents that cannot be read are counted by reason, and more of them than
---max_dropped end the run with status 1 and no manifest.
+document goes to the eval split by a hash of its text: equal texts stay on one side. Documents that cannot be read are
+counted by reason, and more of them than --max_dropped end the run with status 1 and no manifest.
+
+The work is split into tasks, which datatrove runs on this machine, as Slurm jobs or on a Ray cluster (--executor). The
+same inputs and options give the same bytes, whatever runs them; the same command again goes on after a crash.
 """
 
 import argparse
-import hashlib
-import json
-import multiprocessing
+import importlib.util
+import math
 import os
+import shutil
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from train.corpus import ALLOWED, list_files, read_documents
-from train.data_format import SCHEMA, SPLITS, DataError, Manifest, token_dtype
-from train.files import sha256_file
-from train.prepare_counts import Counts, Progress, text_batches, unigram_loss
-from train.shard_writer import OutputFolder, ShardWriter
+if importlib.util.find_spec("datatrove") is None:
+    sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
-TOKENIZER_FILES = (
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+from train.corpus import ALLOWED, list_sources
+from train.data_format import SPLITS, Manifest
+from train.prepare_blocks import encoder_of, read_progress, read_results
+from train.prepare_executors import run_local, run_ray, running_slurm, submit_slurm
+from train.prepare_job import Finish, Job, begin, finish
+from train.prepare_steps import add_arguments, options_of
+from train.prepare_tally import Stage
+from train.shard_writer import OutputFolder
+
+TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
+MOST_TASKS = 1000
+PROGRESS_S = 5.0
+SLURM_NAME = "prepare_data.slurm"  # stays in the output folder: the ids of the jobs and the log of the last
 
 
-class TextEncoder:
-    """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
-
-    Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first;
-    `encode` text -> ids, without BOS and EOS, and `decode` ids (without these) -> text.
+def job_of(args: argparse.Namespace) -> Job:
+    """The job that the command line asks for.
 
     Raises:
-        DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
+        ValueError: inputs, tokenizer or options that cannot be meant.
     """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.encode: Callable[[str], list[int]]
-        self.decode: Callable[[list[int]], str]
-        self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
-        if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
-            raise DataError(
-                f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there; give a folder that has one, or "
-                "train one with train/train_tokenizer.py"
-            )
-        path = self.folder / self.files[0]
-        load = self._load_sentencepiece if path.name == "tokenizer.model" else self._load_tokenizers
-        try:
-            load(path)
-        except DataError:
-            raise
-        except Exception as error:  # tokenizers raises plain Exception for a broken file
-            raise DataError(f"{path} cannot be read: {error}") from error
-
-    def _load_sentencepiece(self, path: Path) -> None:
-        import sentencepiece
-
-        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-        self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
-        if min(self.bos_id, self.eos_id) < 0:
-            raise DataError(f"{path} has no BOS or no EOS; documents need both")
-        self.encode, self.decode = model.encode, model.decode
-
-    def _load_tokenizers(self, path: Path) -> None:
-        import tokenizers
-
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer.encode_special_tokens = True  # a literal "</s>" in text is text
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.bos_id = self._special_id(tokenizer, "bos_token")
-        self.eos_id = self._special_id(tokenizer, "eos_token")
-
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-
-        def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-
-        self.encode, self.decode = encode, decode
-
-    def _special_id(self, tokenizer: Any, key: str) -> int:
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if name in self.files:
-                token = json.loads((self.folder / name).read_text(encoding="utf-8")).get(key)
-                token = token["content"] if isinstance(token, dict) else token
-                if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
-                    return token_id
-        raise DataError(f"{self.folder} names no {key} in tokenizer_config.json; documents need BOS and EOS")
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Encoded documents: `tokens` [sum of lengths], `lengths` [documents] in tokens, `is_eval` [documents]."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    is_eval: np.ndarray
-
-
-def encode_batch(encoder: TextEncoder, texts: list[str], eval_fraction: float) -> _Batch:
-    """Encode documents and choose their splits."""
-    encoded = [[encoder.bos_id, *encoder.encode(text), encoder.eos_id] for text in texts]
-    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
-    return _Batch(
-        tokens=np.concatenate([np.array(ids, dtype=token_dtype(encoder.vocab_size)) for ids in encoded]),
-        lengths=np.array([len(ids) for ids in encoded]),
-        is_eval=np.array([int.from_bytes(value, "little") < eval_fraction * 2**64 for value in hashes]),
+    encoder_of(
+        args.tokenizer
+    )  # a wrong tokenizer is an error before the inputs are listed, which may take long
+    steps = options_of(args)
+    sources = list_sources(args.input)
+    size = sum(source.bytes for source in sources)
+    return Job(
+        inputs=tuple(args.input),
+        sources=tuple(sources),
+        tokenizer=Path(args.tokenizer).absolute(),
+        output=Path(args.output).absolute(),
+        text_key=args.text_key,
+        eval_fraction=args.eval_fraction,
+        max_bytes=args.max_bytes,
+        shard_tokens=args.shard_tokens,
+        shuffle_seed=args.shuffle_seed,
+        tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MOST_TASKS),
+        steps=steps,
     )
 
 
-_worker_encoder: TextEncoder
-
-
-def _start_worker(folder: str) -> None:
-    global _worker_encoder
-    _worker_encoder = TextEncoder(folder)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:  # a killed parent would leave its workers waiting for ever
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _encode_in_worker(texts: list[str], eval_fraction: float) -> _Batch:
-    return encode_batch(_worker_encoder, texts, eval_fraction)
-
-
-def encode_all(
-    batches: Iterable[list[str]], encoder: TextEncoder, eval_fraction: float, workers: int
-) -> Iterator[_Batch]:
-    """Encode batches in their order, in this process (workers=1) or in a pool.
-
-    Raises:
-        RuntimeError: a worker process died.
-    """
-    if workers == 1:
-        for batch in batches:
-            yield encode_batch(encoder, batch, eval_fraction)
-        return
-    spawn = multiprocessing.get_context(
-        "spawn"
-    )  # fork is unsafe beside the threads of the tokenizer libraries
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (str(encoder.folder),))
-    pending: deque[Future[_Batch]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch, eval_fraction))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise RuntimeError("a worker process died (killed, or out of memory); nothing was committed. Run the same "
-                           "command again, with fewer --workers if memory was short") from error  # fmt: skip
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def prepare(args: argparse.Namespace) -> Manifest:
-    """Prepare `args.input` into `args.output`; see the command's --help for the fields.
+def prepare(args: argparse.Namespace) -> Manifest | None:
+    """Prepare `args.input` into `args.output`; see the command's --help for the fields. None: Slurm will.
 
     Raises:
         ValueError: bad inputs, tokenizer, output folder (DataError), or more documents dropped than allowed.
-        RuntimeError: a worker died.
+        RuntimeError: a worker died, or tasks failed.
     """
-    encoder = TextEncoder(args.tokenizer)
-    list_files(args.input)  # wrong inputs are an error before an output is touched
-    dtype = token_dtype(encoder.vocab_size)
-    counts, progress, tokens = Counts(), Progress(), 0
-    token_counts = {split: np.zeros(encoder.vocab_size, dtype=np.int64) for split in SPLITS}
-    with OutputFolder(args.output, args.overwrite) as output:
-        writers = {split: ShardWriter(output.folder, split, dtype, args.shard_tokens) for split in SPLITS}
-        batches = text_batches(read_documents(args.input, args.text_key), counts, args.max_bytes)
-        for batch in encode_all(batches, encoder, args.eval_fraction, args.workers):
-            write_batch(batch, writers, token_counts)
-            tokens += len(batch.tokens)
-            progress.update(counts, tokens)
-        for writer in writers.values():
-            writer.close()
-        print(progress.line(counts, tokens), file=sys.stderr, flush=True)
-        if counts.dropped:
-            print(counts.table(), file=sys.stderr, flush=True)
-        if counts.dropped.total() > args.max_dropped:
-            raise DataError(
-                f"{counts.dropped.total()} documents were dropped, --max_dropped allows {args.max_dropped}: nothing "
-                "was committed. Mend the inputs (the table names them), or allow as many"
-            )
-        if not writers["train"].shards:
-            raise DataError("no document for the train split: give more text, a larger --max_bytes or a smaller "
-                            "--eval_fraction")  # fmt: skip
-        manifest = Manifest(
-            schema=SCHEMA,
-            dtype=dtype.name,
-            vocab_size=encoder.vocab_size,
-            bos_id=encoder.bos_id,
-            eos_id=encoder.eos_id,
-            tokenizer_sha256=sha256_file(encoder.folder / encoder.files[0]),
-            tokenizer_files=encoder.files,
-            inputs=list(args.input),
-            text_key=args.text_key,
-            eval_fraction=args.eval_fraction,
-            documents={
-                "in": counts.documents + counts.dropped.total(),
-                "out": counts.documents,
-                "dropped": dict(sorted(counts.dropped.items())),
-            },
-            text_bytes=counts.text_bytes,
-            unigram_loss=unigram_loss(token_counts["train"], token_counts["eval"]),
-            shards=[shard for split in SPLITS for shard in writers[split].shards],
+    job = job_of(args)
+    with OutputFolder(job.output, args.overwrite, resumable=True) as output:
+        begin(job)
+        if args.executor == "local":
+            run_local(job.stages(), job.stage_folder, args.workers or _cores(), Progress(job).show)
+        elif args.executor == "ray":
+            run_ray(job.stages(), job.stage_folder, args.workers or -1)
+        if read_progress(job.results, job.tasks)[0] == job.tasks:
+            tell_losses(job)
+            return finish(job, output, args.max_dropped)
+    submit(job, args)  # its jobs take the folder themselves
+    return None
+
+
+def tell_losses(job: Job) -> None:
+    """What was dropped and removed, on stderr."""
+    tally = read_results(job.results, job.tasks, encoder_of(str(job.tokenizer)).vocab_size).tally
+    if tally.dropped or tally.by_step:
+        print(tally.table(), file=sys.stderr, flush=True)
+
+
+def submit(job: Job, args: argparse.Namespace) -> None:
+    """Submit the stages of the job, the last of which writes the manifest, unless they are on their way already."""
+    records = job.output / SLURM_NAME
+    ids = records / "jobs.txt"
+    if running := running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else []):
+        done, tally, tokens = read_progress(job.results, job.tasks)
+        print(f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {done} of {job.tasks} tasks done, "
+              f"{tally.kept:,} documents, {tokens:,} tokens")  # fmt: skip
+        return
+    shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
+    records.mkdir()
+    stages = [(stage, job.stage_folder / stage.name) for stage in job.stages()]
+    # the last one removes the work folder: its own records cannot be in there
+    stages.append((Stage("finish", [Finish(job, args.max_dropped)], 1), records))
+    jobs = submit_slurm(
+        stages, args.workers or -1, args.slurm_partition, args.slurm_time, dict(args.slurm_args)
+    )
+    ids.write_text("\n".join([*jobs, ""]), encoding="utf-8")
+    print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. {job.output / 'manifest.json'} is there when the last has "
+          "ended; the same command again shows how far it is, and after a failure goes on")  # fmt: skip
+
+
+class Progress:
+    """A line with the rate every few seconds on stderr."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.start_s = self.last_s = time.monotonic()
+        _, _, self.before = read_progress(job.results, job.tasks)  # tokens of an earlier, unfinished run
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now - self.last_s < PROGRESS_S:
+            return
+        self.last_s = now
+        done, tally, tokens = read_progress(self.job.results, self.job.tasks)
+        rate = (tokens - self.before) / (now - self.start_s) / 1e6
+        print(
+            f"{done} of {self.job.tasks} tasks, {tally.kept:,} documents, {tally.text_bytes / 1e6:,.1f} MB, "
+            f"{tokens:,} tokens in {now - self.start_s:.0f} s ({rate:.2f} M tokens/s), "
+            f"{tally.dropped.total():,} dropped, {tally.by_step.total():,} removed",
+            file=sys.stderr,
+            flush=True,
         )
-        output.copy_tokenizer(encoder.folder, encoder.files)
-        output.commit(manifest)
-    return manifest
 
 
-def write_batch(batch: _Batch, writers: dict[str, ShardWriter], token_counts: dict[str, np.ndarray]) -> None:
-    """Append a batch's documents to the shards of their splits and count its tokens."""
-    ends = np.cumsum(batch.lengths)
-    for end, length, is_eval in zip(
-        ends.tolist(), batch.lengths.tolist(), batch.is_eval.tolist(), strict=True
-    ):
-        writers["eval" if is_eval else "train"].write(batch.tokens[end - length : end])
-    in_eval = np.repeat(batch.is_eval, batch.lengths)
-    for split, chosen in (("train", ~in_eval), ("eval", in_eval)):
-        token_counts[split] += np.bincount(batch.tokens[chosen], minlength=len(token_counts[split]))
+def _cores() -> int:
+    return min(os.cpu_count() or 1, 16)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -252,39 +148,82 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    parser.add_argument("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
-    parser.add_argument("--output", required=True, help="the folder to write")
-    parser.add_argument("--text_key", default="text", help="key or column of the text (default: text)")
-    parser.add_argument(
-        "--eval_fraction", type=float, default=0.01, help="held-out share of documents (0.01)"
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
+    add("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
+    add("--output", required=True, help="the folder to write")
+    add("--text_key", default="text", help="key or column of the text (default: text)")
+    add("--eval_fraction", type=float, default=0.01, help="held-out share of documents (0.01)")
+    add("--max_dropped", type=int, default=0, help="unreadable documents to tolerate (0)")
+    add(
+        "--max_bytes",
+        type=int,
+        help="stop before the text exceeds this many bytes, an equal share in each task",
     )
-    parser.add_argument("--max_dropped", type=int, default=0, help="unreadable documents to tolerate (0)")
-    parser.add_argument("--max_bytes", type=int, help="stop before the text exceeds this many bytes")
-    parser.add_argument(
-        "--shard_tokens", type=int, default=1 << 28, help="tokens a shard holds at most (2^28)"
+    add("--shard_tokens", type=int, default=1 << 28, help="tokens a shard holds at most (2^28)")
+    add(
+        "--shuffle_seed",
+        type=int,
+        help="shuffle the documents of each shard, by a seed for each task; default: no",
     )
-    parser.add_argument(
-        "--workers", type=int, default=min(os.cpu_count() or 1, 16), help="processes (one a core, at most 16)"
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace the prepared data in --output, or what is unfinished there",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the prepared data in --output")
+    cluster = parser.add_argument_group("how it is run")
+    add = cluster.add_argument
+    add("--executor", choices=("local", "slurm", "ray"), default="local", help="where the tasks run (local)")
+    add("--tasks", type=int, help=f"parts of the work (one for {TASK_BYTES >> 20} MiB, at most {MOST_TASKS})")
+    add("--workers", type=int, help="tasks at a time (local: one a core, at most 16; clusters: all)")
+    add("--slurm_partition", default="", help="of the jobs; required for slurm")
+    add("--slurm_time", default="24:00:00", help="limit of a task (24:00:00)")
+    add(
+        "--slurm_args",
+        nargs="*",
+        type=_key_value,
+        default=[],
+        metavar="KEY=VALUE",
+        help="more options of sbatch",
+    )
+    add_arguments(parser)
     args = parser.parse_args(argv)
     for name, low, high in (("eval_fraction", 0, 0.5), ("max_dropped", 0, None), ("max_bytes", 1, None),
-                            ("shard_tokens", 1, None), ("workers", 1, None)):  # fmt: skip
+                            ("shard_tokens", 1, None), ("workers", 1, None), ("tasks", 1, None),
+                            ("shuffle_seed", 0, None)):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not (low <= value and (high is None or value <= high)):
             parser.error(f"--{name} {value}: allowed is {low} to {'any' if high is None else high}")
+    if args.executor == "slurm" and not args.slurm_partition:
+        parser.error("--executor slurm needs --slurm_partition (sinfo lists them)")
     return args
 
 
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: KEY=VALUE is expected, such as account=team")
+    return key, value
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed, else 1 with the reason on stderr."""
+    """Run the command; 0 when the data was committed (slurm: submitted), else 1 with the reason on stderr."""
     args = parse_arguments(argv)
     try:
         manifest = prepare(args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if manifest is not None:
+        summarize(manifest)
+    return 0
+
+
+def summarize(manifest: Manifest) -> None:
+    """What was committed, on stdout."""
+    counts = manifest.documents
+    print(f"documents: {counts['in']:,} in, {counts['out']:,} out, {sum(counts['dropped'].values()):,} dropped, "
+          f"{sum(counts['removed'].values()):,} removed")  # fmt: skip
     for split in SPLITS:
         shards = manifest.split_shards(split)
         documents = sum(shard.documents for shard in shards)
@@ -295,7 +234,6 @@ def main(argv: list[str] | None = None) -> int:
         print("the eval split is empty: evaluation needs a larger --eval_fraction or more documents")
     else:
         print(f"unigram loss of the eval split: {manifest.unigram_loss:.4f} nats per token")
-    return 0
 
 
 if __name__ == "__main__":

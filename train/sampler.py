@@ -4,51 +4,208 @@
 samples of one source and epoch. Both answer for any position at once, so a resume costs nothing.
 """
 
+import bisect
 import hashlib
 import heapq
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 # Weights without a common denominator up to this are rounded to multiples of its inverse (a drift of at most one
-# sample in two million). It bounds the tables of a mixture: 6 bytes times this.
+# sample in two million). It bounds the tables of a mixture: 6 bytes times this, a stage.
 MAX_PERIOD = 1_000_000
 FEISTEL_ROUNDS = 6
 
 
 class Mixture:
-    """Exact quotas: after n samples, of K sources each has given n * its weight to within 1 - 1/(2K - 2), for every n.
+    """Exact quotas: after any n samples each of K sources has given its target to within 1 - 1/(2K - 2) samples.
 
-    The order is that of the earliest deadline. With d = 1/(2K - 2), the j-th sample of a source of weight w may come
-    once n * w has reached j - 1 + d and is due before n * w exceeds j - d; of those that may come, the one due first
-    does. None is ever late (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). With
-    rational weights the order repeats after their common denominator, so one period is all there is to keep.
+    The target is n * weight, and with stages the sum over the stages of their samples * weight. The order is that of
+    the earliest deadline. With d = 1/(2K - 2), the j-th sample of a source may come once its target has reached
+    j - 1 + d and is due before it exceeds j - d; of those that may come, the one due first does. None is ever late,
+    for weights that change too (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980), where a
+    deadline beyond a change is that of the weights to come. With rational weights the order of a stage repeats after
+    their common denominator, but for its end, where such deadlines count, and perhaps its first period, which takes
+    up what the stage before left: so these are all there is to keep.
 
-    Attributes: `weights`, those in effect, which sum to 1; `period` in samples.
+    Args: `weights` of the first stage, one a source, 0 allowed where another stage has more; `later` stages, each with
+    its first sample, increasing and above 0, and its weights.
+
+    Attributes: `starts`, the first sample of each stage; `weights` in effect in each stage, which sum to 1.
+
+    Raises:
+        ValueError: a weight so small that no period up to `max_period` has a sample of its source.
     """
 
-    def __init__(self, weights: list[float] | list[int], max_period: int = MAX_PERIOD) -> None:
-        self.quotas = _quotas(weights, max_period)
-        self.period = sum(self.quotas)
-        self.weights = [quota / self.period for quota in self.quotas]
-        self._source = np.array(_schedule(self.quotas), dtype=np.uint16)
-        self._rank = np.empty(self.period, dtype=np.uint32)
-        for index, quota in enumerate(self.quotas):
-            self._rank[self._source == index] = np.arange(quota)
+    def __init__(
+        self,
+        weights: Sequence[float],
+        max_period: int = MAX_PERIOD,
+        later: Sequence[tuple[int, Sequence[float]]] = (),
+    ) -> None:
+        stages = [_quotas(each, max_period) for each in (weights, *(each for _, each in later))]
+        self.starts = [0, *(start for start, _ in later)]
+        self.weights = [[quota / sum(quotas) for quota in quotas] for quotas in stages]
+        self._segments: list[_Segment] = []
+        targets, given = _Targets(self.starts, stages), [0] * len(weights)
+        for stage in range(len(stages)):
+            given = self._add_stage(targets, stage, given)
 
     def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """For samples start..start+count-1: their sources [count] and their ordinals within the source [count]."""
-        cycle, place = np.divmod(np.arange(start, start + count, dtype=np.int64), self.period)
-        source = self._source[place].astype(np.int64)
-        return source, cycle * np.array(self.quotas, dtype=np.int64)[source] + self._rank[place]
+        parts, stop = [], start + count
+        index = bisect.bisect_right(self._segments, start, key=lambda segment: segment.start) - 1
+        while start < stop:
+            last = index + 1 == len(self._segments)
+            end = stop if last else min(stop, self._segments[index + 1].start)
+            parts.append(self._segments[index].locate(start, end))
+            start, index = end, index + 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    def _add_stage(self, targets: "_Targets", stage: int, given: list[int]) -> list[int]:
+        """Append the segments of a stage; `given` and the answer: samples of each source before and after it."""
+        start, stop = self.starts[stage], self.starts[stage + 1] if stage + 1 < len(self.starts) else None
+        smallest = min(quota for quota in targets.quotas[stage] if quota)
+        # From here on a sample that may come can have its deadline in the next stage.
+        settled = None if stop is None else max(start, stop - sum(targets.quotas[stage]) // smallest - 2)
+        for part in targets.periods(stage, list(given), settled):
+            if part:
+                self._segments.append(_Segment.of(start, part, given))
+                start += len(part)
+                given = self._segments[-1].given(start)
+        if stop is None or settled is None:
+            return given
+        if start < settled:  # the last part repeats until there
+            given = self._segments[-1].given(settled)
+        self._segments.append(_Segment.of(settled, targets.order(stage, list(given), settled, stop), given))
+        return self._segments[-1].given(stop)
 
 
-def _quotas(weights: list[float] | list[int], max_period: int) -> list[int]:
+@dataclass(frozen=True)
+class _Segment:
+    """From sample `start` on, `source` [length] over and over, until the next segment begins.
+
+    `rank` [length] counts the samples of the same source before in the segment, `quotas` [K] those of one repetition,
+    and `before` [K] what the sources had given when the segment began.
+    """
+
+    start: int
+    source: np.ndarray
+    rank: np.ndarray
+    quotas: np.ndarray
+    before: np.ndarray
+
+    @classmethod
+    def of(cls, start: int, order: list[int], given: list[int]) -> "_Segment":
+        source, rank = np.array(order, dtype=np.uint16), np.empty(len(order), dtype=np.uint32)
+        quotas = np.bincount(source, minlength=len(given)).astype(np.int64)
+        for index, quota in enumerate(quotas):
+            rank[source == index] = np.arange(quota)
+        return cls(start, source, rank, quotas, np.array(given, dtype=np.int64))
+
+    def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        cycle, place = np.divmod(np.arange(start, stop, dtype=np.int64) - self.start, len(self.source))
+        source = self.source[place].astype(np.int64)
+        return source, self.before[source] + cycle * self.quotas[source] + self.rank[place]
+
+    def given(self, position: int) -> list[int]:
+        """Samples that each source has given before sample `position` of the run."""
+        cycles, place = divmod(position - self.start, len(self.source))
+        rest = np.bincount(self.source[:place], minlength=len(self.quotas))
+        return [int(n) for n in self.before + cycles * self.quotas + rest]
+
+
+class _Targets:
+    """What each source should have given after n samples of the run, exact and linear within a stage.
+
+    In stage s that of source k is (offset[s][k] + slope[s][k] * n) / unit[s], all whole numbers.
+    """
+
+    def __init__(self, starts: list[int], quotas: list[list[int]]) -> None:
+        self.starts, self.quotas, self.sources = starts, quotas, len(quotas[0])
+        self.slope, self.offset, self.unit = [], [], []
+        reached = [Fraction(0)] * self.sources
+        for stage, parts in enumerate(quotas):
+            period, common = sum(parts), math.lcm(*(value.denominator for value in reached))
+            slope = [quota * common for quota in parts]
+            self.slope.append(slope)
+            self.offset.append(
+                [int(r * common) * period - starts[stage] * s for r, s in zip(reached, slope, strict=True)]
+            )
+            self.unit.append(common * period)
+            if stage + 1 < len(starts):
+                samples = starts[stage + 1] - starts[stage]
+                reached = [r + Fraction(q * samples, period) for r, q in zip(reached, parts, strict=True)]
+
+    def release(self, stage: int, source: int, ordinal: int) -> float:
+        """The first sample, counted from 1, at which the ordinal-th of a source may come, as seen in `stage`."""
+        scale = 2 * self.sources - 2  # 1/d
+        level = self.unit[stage] * (scale * (ordinal - 1) + 1) - self.offset[stage][source] * scale
+        if slope := self.slope[stage][source]:
+            return -(-level // (scale * slope))
+        return 0 if level <= 0 else math.inf
+
+    def due(self, stage: int, source: int, ordinal: int) -> float:
+        """The last sample, counted from 1, at which it may come."""
+        scale = 2 * self.sources - 2
+        for s in range(stage, len(self.starts)):
+            if slope := self.slope[s][source]:
+                level = self.unit[s] * (scale * ordinal - 1) - self.offset[s][source] * scale
+                sample = level // (scale * slope)
+                if s + 1 == len(self.starts) or sample < self.starts[s + 1]:
+                    return sample
+        return math.inf
+
+    def periods(self, stage: int, given: list[int], stop: int | None) -> tuple[list[int], list[int]]:
+        """The order of a stage from its start, as (what comes once, what repeats after it); each may be empty.
+
+        All of it comes once if `stop` is reached before anything repeats. `given` is counted up.
+        """
+        start, quotas = self.starts[stage], self.quotas[stage]
+        period, order = sum(quotas), list[int]()
+        # what each source is ahead of its quotas at the end of a period -> where that is in the order
+        seen: dict[tuple[int, ...], int] = {}
+        ahead = tuple(given)
+        while ahead not in seen:
+            seen[ahead] = len(order)
+            now = start + len(order)
+            end = now + period if stop is None else min(now + period, stop)
+            order += self.order(stage, given, now, end)
+            if end < now + period:
+                return order, []
+            cycles = len(order) // period
+            ahead = tuple(n - cycles * quota for n, quota in zip(given, quotas, strict=True))
+        return order[: seen[ahead]], order[seen[ahead] :]
+
+    def order(self, stage: int, given: list[int], start: int, stop: int) -> list[int]:
+        """The sources of samples start..stop-1, which are of `stage`; `given`, before them, is counted up."""
+        if self.sources == 1:
+            given[0] += stop - start
+            return [0] * (stop - start)
+        waiting = [(self.release(stage, source, n + 1), source) for source, n in enumerate(given)]
+        heapq.heapify(waiting)
+        ready: list[tuple[float, int]] = []  # (due, source)
+        order = []
+        for sample in range(start + 1, stop + 1):
+            while waiting and waiting[0][0] <= sample:
+                _, source = heapq.heappop(waiting)
+                heapq.heappush(ready, (self.due(stage, source, given[source] + 1), source))
+            _, source = heapq.heappop(ready)
+            order.append(source)
+            given[source] += 1
+            heapq.heappush(waiting, (self.release(stage, source, given[source] + 1), source))
+        return order
+
+
+def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
     """Whole numbers in the proportion of the weights: samples of each source in one period."""
-    exact = [
-        Fraction(str(weight)) for weight in weights
-    ]  # 0.1 means one tenth, not its nearest binary fraction
+    # 0.1 means one tenth, not its nearest binary fraction
+    exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= max_period:
@@ -57,38 +214,14 @@ def _quotas(weights: list[float] | list[int], max_period: int) -> list[int]:
     by_remainder = sorted(range(len(shares)), key=lambda k: (quotas[k] - shares[k] * max_period, k))
     for index in by_remainder[: max_period - sum(quotas)]:
         quotas[index] += 1
-    if 0 in quotas:
-        raise ValueError(f"weight {weights[quotas.index(0)]} is below one in {max_period} of the sum of the weights; "
-                         "raise it or leave the source out")  # fmt: skip
+    for weight, quota in zip(weights, quotas, strict=True):
+        if weight and not quota:
+            raise ValueError(
+                f"weight {weight} is below one in {max_period} of the sum of the weights; raise it or leave the "
+                "source out"
+            )
     common = math.gcd(*quotas)
     return [quota // common for quota in quotas]
-
-
-def _schedule(quotas: list[int]) -> list[int]:
-    """The source of each of the sum(quotas) samples of a period."""
-    period = sum(quotas)
-    if len(quotas) == 1:
-        return [0] * period
-    scale = 2 * len(quotas) - 2  # 1/d
-
-    def release(source: int, ordinal: int) -> tuple[int, int, int]:
-        return -(-(scale * (ordinal - 1) + 1) * period // (scale * quotas[source])), source, ordinal
-
-    waiting = [release(source, 1) for source in range(len(quotas))]
-    heapq.heapify(waiting)
-    ready: list[tuple[int, int, int]] = []  # (due, source, ordinal)
-    order = []
-    for taken in range(1, period + 1):
-        while waiting and waiting[0][0] <= taken:
-            _, source, ordinal = heapq.heappop(waiting)
-            heapq.heappush(
-                ready, ((scale * ordinal - 1) * period // (scale * quotas[source]), source, ordinal)
-            )
-        _, source, ordinal = heapq.heappop(ready)
-        order.append(source)
-        if ordinal < quotas[source]:
-            heapq.heappush(waiting, release(source, ordinal + 1))
-    return order
 
 
 def permutation_key(seed: int, source: str, epoch: int) -> np.ndarray:

@@ -27,37 +27,65 @@ from train.files import sync_folder
 
 # It stands in the folder from before the first shard until after the manifest, and is locked while its writer lives.
 MARKER_NAME = "prepare_data.unfinished"
-SHARD_NAME = re.compile(r"(train|eval)_\d{5}\.ds(\.index)?")
+WORK_NAME = "prepare_data.work"  # what an unfinished preparation has done so far
+SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
 class ShardWriter:
-    """Writes one split's documents into shards of at most `shard_tokens` tokens (a longer document has its own)."""
+    """Writes one split's documents into shards of at most `shard_tokens` tokens (a longer document has its own).
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
+    prefix: stands in the shards' names behind the split. shuffle: permutes the documents of each shard, which is then
+    held in memory until it is full.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        dtype: np.dtype,
+        shard_tokens: int,
+        prefix: str = "",
+        shuffle: np.random.Generator | None = None,
+    ) -> None:
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.prefix, self.shuffle = prefix, shuffle
         self.shards: list[Shard] = []
         self._file: BinaryIO | None = None
         self._tokens = 0
         self._ends: list[int] = []
+        self._held: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray) -> None:
         """Append one document: tokens [n] of the writer's dtype."""
         if self._file is not None and self._tokens + len(tokens) > self.shard_tokens:
             self.close()
         if self._file is None:
-            self._name = f"{self.split}_{len(self.shards):05d}.ds"
+            self._name = f"{self.split}_{self.prefix}{len(self.shards):05d}.ds"
             self._file = open(self.folder / self._name, "wb")  # open across calls
             self._hash = hashlib.sha256()
+        self._tokens += len(tokens)
+        if self.shuffle is None:
+            self._append(tokens, self._tokens)
+        else:
+            self._held.append(tokens.copy())  # not a view of the batch that it came in
+
+    def _append(self, tokens: np.ndarray, end: int) -> None:
+        assert self._file is not None
         data = tokens.tobytes()
         self._file.write(data)
         self._hash.update(data)
-        self._tokens += len(tokens)
-        self._ends.append(self._tokens)
+        self._ends.append(end)
 
     def close(self) -> None:
         """Finish the shard being written, if any, and flush it to the disk."""
         if self._file is None:
             return
+        if self.shuffle is not None:
+            end = 0
+            for index in self.shuffle.permutation(len(self._held)):
+                end += len(self._held[index])
+                self._append(self._held[index], end)
+            self._held = []
         _flush_and_close(self._file)
         index = np.array(self._ends, dtype=INDEX_DTYPE).tobytes()
         index_file = open(self.folder / (self._name + ".index"), "wb")
@@ -90,13 +118,17 @@ class OutputFolder:
     and shards beside a marker. When the context ends without `commit` by an ordinary exception, its own shards go
     too; after a kill they stay, and the marker tells the next run.
 
+    A `resumable` preparation goes on where it ended: without `overwrite` nothing of an unfinished run is cleared, and
+    what it did stays when the context ends without `commit`. What it notes about itself goes into the folder `work`.
+
     Raises:
         DataError: the folder holds prepared data and `overwrite` is not set, holds shards of unknown origin, or
             another process is writing to it.
     """
 
-    def __init__(self, folder: str | Path, overwrite: bool) -> None:
-        self.folder, self.overwrite = Path(folder), overwrite
+    def __init__(self, folder: str | Path, overwrite: bool, resumable: bool = False) -> None:
+        self.folder, self.overwrite, self.resumable = Path(folder), overwrite, resumable
+        self.work = self.folder / WORK_NAME
         self._marker = self.folder / MARKER_NAME
 
     def __enter__(self) -> "OutputFolder":
@@ -121,15 +153,21 @@ class OutputFolder:
         sync_folder(self.folder)
         self._own_files = self._own_tokenizer_files(has_manifest)
         (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
-        self._clear()
+        if not self.resumable or self.overwrite or not self.work.is_dir():
+            self._clear()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not (self.folder / MANIFEST_NAME).exists():
+        committed = (self.folder / MANIFEST_NAME).exists()
+        if not committed and self.resumable and self.work.is_dir():
+            self._lock.close()
+            return
+        if not committed:
             self._clear()
-        self._marker.unlink(missing_ok=True)
+        self._marker.unlink(missing_ok=True)  # before `work`: half of that would not be worth going on from
+        shutil.rmtree(self.work, ignore_errors=True)
         self._lock.close()
 
     def commit(self, manifest: Manifest) -> None:
@@ -174,3 +212,4 @@ class OutputFolder:
     def _clear(self) -> None:
         for path in [*self._shard_files(), self.folder / (MANIFEST_NAME + ".tmp")]:
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)

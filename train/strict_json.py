@@ -67,6 +67,14 @@ def is_section(kind: Any) -> TypeGuard[type]:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
+def listed_section(kind: Any) -> type | None:
+    """The dataclass of which the type of a key allows a list; None where it allows no such list."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is list and is_section(typing.get_args(option)[0]):
+            return typing.get_args(option)[0]
+    return None
+
+
 def sections(cls: type) -> list[tuple[str, type]]:
     """(name, dataclass) of the keys of `cls` that are sections."""
     return [(name, kind) for name, kind in key_types(cls).items() if is_section(kind)]
@@ -185,6 +193,8 @@ def build(
                 problems.append(f"{path}: {json.dumps(section)} is given, an object (a section) is expected")
                 bad.update(key for key, _ in all_fields(kind, path + "."))
                 values[name] = build(kind, {}, [], bad, path + ".", known)
+        elif isinstance(raw.get(name), list) and (item := listed_section(kind)):
+            values[name] = _build_list(item, raw[name], problems, bad, path)
         elif name in raw and fits(raw[name], kind):
             values[name] = as_type(raw[name], kind)
         elif name in raw or required:
@@ -196,6 +206,20 @@ def build(
             if required:
                 values[name] = None
     return cls(**values)
+
+
+def _build_list(cls: type, raw: list[Any], problems: list[str], bad: set[str], path: str) -> list[Any]:
+    """The instances of `cls` from the JSON objects of a list; a problem in one is also a problem of the list."""
+    before, built = len(problems), []
+    for index, item in enumerate(raw):
+        place = f"{path}[{index}]"
+        if isinstance(item, dict):
+            built.append(build(cls, item, problems, bad, place + "."))
+        else:
+            problems.append(f"{place}: {json.dumps(item)} is given, an object is expected")
+    if len(problems) > before:
+        bad.add(path)
+    return built
 
 
 def set_override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:

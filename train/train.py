@@ -33,19 +33,19 @@ from torch import nn
 from transformers import MistralConfig
 
 from model import accounting, te_backend
-from model.autotune import differences
 from model.build import ARCHITECTURE, build_model, load_config
 from model.calibration import calibrate
 from model.precision import Precision
 from model.proof import ProofError, attention_of, backend_of, prove
 from train import autotune, checkpoint
-from train.arguments import TrainingArguments, load_arguments, resume_differences
+from train.arguments import TrainingArguments, load_arguments
 from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine, without_prints
+from train.engine import MicroStep, build_engine, on_device, without_prints
 from train.export import export, is_exported, tokenizer_of
 from train.loop import Run, TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
+from train.resume import resume_state
 
 # What a user can mend: shown as one message, without a traceback.
 USER_ERRORS = (
@@ -125,8 +125,12 @@ def run_training(args: TrainingArguments) -> None:
     args, tuned = autotune.resolve_auto(args, world, say)
 
     # model
-    te_backend.choose_attention_backend(args.model.attention_backend)
+    attention = args.model.attention_backend
+    te_backend.choose_attention_backend(attention)
     precision = Precision(args.precision)
+    if args.data.document_mask:
+        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
+        te_backend.choose_attention_backend(attention)
     config = load_config(args.model.config)
     model = build_model(
         config,
@@ -137,14 +141,25 @@ def run_training(args: TrainingArguments) -> None:
         gradient_checkpointing=args.gradient_checkpointing,
         compile=args.model.compile,
         speed=args.speed,
+        document_mask=args.data.document_mask,
     )
 
     # data
     train_stream, eval_stream = (
-        open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
+        open_stream(
+            args.data.sources,
+            args.data.weights,
+            args.max_seq_length,
+            args.seed,
+            split=split,
+            document_mask=args.data.document_mask,
+        )
         for split in ("train", "eval")
     )
     train_stream.check_vocabulary(config.vocab_size)
+    if args.data.verify:
+        shards = sum(stream.verify(rank, world) for stream in (train_stream, eval_stream))
+        say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
     if args.max_seq_length > config.max_position_embeddings:
         raise ValueError(
             f"max_seq_length {args.max_seq_length} exceeds the model's max_position_embeddings "
@@ -166,7 +181,9 @@ def run_training(args: TrainingArguments) -> None:
     )
     resume_from = checkpoint.choose(output_dir / "checkpoints", args.resume_from_checkpoint, say)
     if resume_from is not None:
-        resume_state(state, checkpoint.read_state(resume_from), resume_from)
+        saved = checkpoint.read_state(resume_from)
+        for line in resume_state(state, saved, resume_from, args.data.allow_changes_on_resume):
+            say(line)
 
     # proof, before the first step
     flops = accounting.flops_per_token(config, args.max_seq_length)
@@ -178,8 +195,9 @@ def run_training(args: TrainingArguments) -> None:
     say(attention_of_all_ranks(model, precision))
     if resume_from is None:
         batch = args.per_device_train_batch_size
-        ids, labels = (t.to(precision.device) for t in train_stream.batch(rank * batch, batch))
-        for line in calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1):
+        ids, labels, documents = on_device(train_stream.batch(rank * batch, batch), precision.device)
+        passes = calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents)
+        for line in passes:
             say(line)
 
     # engine
@@ -251,29 +269,6 @@ def model_description(config: MistralConfig) -> dict[str, Any]:
     return {key: getattr(config, key, None) for key in keys}
 
 
-def resume_state(state: checkpoint.RunState, saved: checkpoint.RunState, path: Path) -> None:
-    """Continue `state` where `saved` stopped.
-
-    Raises CheckpointError: the run that wrote `path` was configured differently, or trained on other data.
-    """
-    found = resume_differences(saved.train_config, state.train_config)
-    for what, old, new in (
-        ("number of ranks", saved.world_size, state.world_size),
-        ("ZeRO stage", saved.zero_stage, state.zero_stage),
-        ("model configuration", saved.model_config, state.model_config),
-        ("data", saved.data_fingerprint, state.data_fingerprint),
-    ):
-        found += differences(json.loads(json.dumps(old)), json.loads(json.dumps(new)), what)
-    if found:
-        raise checkpoint.CheckpointError(
-            f"{path} is of a run that was configured differently:\n  " + "\n  ".join(found) + "\n"
-            "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"
-        )
-    state.step = saved.step
-    state.consumed_samples = saved.consumed_samples
-    state.consumed_tokens = saved.consumed_tokens
-
-
 def write_configurations(output_dir: Path, args: TrainingArguments, ds_config: dict[str, Any]) -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     for name, content in (("train_config.json", args.to_dict()), ("ds_config.json", ds_config)):
@@ -307,6 +302,13 @@ def start_report(
         f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
         f"{args.max_steps * tokens_per_step / train_stream.num_tokens:.2f} times the training data",
     ]
+    if args.data.document_mask:
+        shards = [shard for source in train_stream.sources for shard in source.shards]
+        length = train_stream.num_tokens / sum(shard.documents for shard in shards)
+        lines.append(
+            f"data.document_mask: attention stays within documents, {length:,.0f} tokens on average, and their last "
+            "tokens predict nothing; FLOPs and mfu count attention over whole samples, which is too much"
+        )
     peak = peak_tflops(device, "bf16")
     if peak is not None:
         lines.append(

@@ -59,6 +59,9 @@ def autotune(
         modules = measure_modules(task, timer, deadline)
         attention = measure_attention(task, timer, deadline)
         backend, why_attention = choose_attention(attention, task.attention_backend)
+        if task.document_mask:
+            plain = task.resolved("bf16")
+            backend = te_backend.document_attention(backend, plain.te, plain.dtype)
         te_backend.choose_attention_backend(backend)
         ways = plans(modules, task.precision.bf16_modules)
         steps = measure_steps(task, ways, timer, deadline)

@@ -26,6 +26,7 @@ from model.autotune.timing import (
     release_memory,
     take_turns,
 )
+from model.documents import attend
 from model.fp8_state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_attention, head_dim
@@ -140,7 +141,12 @@ def measure_attention(task: Task, timer: Timer, deadline: Deadline) -> list[Atte
     precision = task.resolved("bf16")
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return []
-    return [_attention_time(backend, task, precision, timer, deadline) for backend in ATTENTION_CANDIDATES]
+    offered = te_backend.document_backends() if task.document_mask else ATTENTION_CANDIDATES
+    return [
+        _attention_time(backend, task, precision, timer, deadline)
+        for backend in ATTENTION_CANDIDATES
+        if backend in offered
+    ]
 
 
 def _attention_time(
@@ -152,7 +158,7 @@ def _attention_time(
         return result
     te_backend.choose_attention_backend(backend)
     try:
-        result.error = max(attention_errors(task.config, precision))
+        result.error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
         used, allowed = te_backend.attention_backend_in_use(precision.te), ATTENTION_TOLERANCE["bf16"]
         if not used.startswith(backend):
             result.note = f"Transformer Engine ran {used}"
@@ -175,13 +181,17 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=precision.device, dtype=precision.dtype)
 
+    documents = task.documents()
     BT = (task.batch_size, task.seq_length)
+    if documents is not None:
+        documents, BT = documents.to(precision.device), (1, task.batch_size * task.seq_length)
     qkv = [random_tensor(*BT, heads, D).requires_grad_() for heads in (N, K, K)]
+    q, k, v = qkv
     upstream = random_tensor(*BT, N * D)
 
     def run() -> None:
         for _ in range(QUEUED_PASSES):
-            torch.autograd.grad(attention(*qkv), qkv, upstream)
+            torch.autograd.grad(attend(attention, q, k, v, documents), qkv, upstream)
 
     return take_turns({"": run}, timer)[""] / QUEUED_PASSES
 
@@ -236,11 +246,13 @@ class _Step:
         vocabulary = task.config.vocab_size
         ids = torch.randint(vocabulary, shape, generator=generator, device=precision.device)
         self.ids, self.labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        documents = task.documents()
+        self.within = {} if documents is None else {"documents": documents.to(precision.device)}
 
     def __call__(self, index: int) -> torch.Tensor:
         """Pass `index` (0 has to come first); returns the loss, detached."""
         first = index % self.cycle == 0 if self.cycle else None
-        loss = self.forward(self.ids, labels=self.labels, is_first_microbatch=first).loss
+        loss = self.forward(self.ids, labels=self.labels, is_first_microbatch=first, **self.within).loss
         loss.backward()
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
@@ -270,14 +282,19 @@ class _Step:
     def capture(self) -> None:
         """From now on with CUDA graphs. Raises RuntimeError: they compute something else."""
         cache_weights = self.cycle is not None
-        use_cuda_graphs(self.model, self.precision, self.ids, self.labels, cache_weights)
+        use_cuda_graphs(
+            self.model, self.precision, self.ids, self.labels, cache_weights, self.within.get("documents")
+        )
         eager, graphed = self.forward, self.model.forward
         before = snapshot_fp8_state(self.model, self.precision)
         results = []
         for forward in (eager, graphed):
             load_fp8_state(self.model, self.precision, before)
             loss = forward(
-                self.ids, labels=self.labels, is_first_microbatch=True if cache_weights else None
+                self.ids,
+                labels=self.labels,
+                is_first_microbatch=True if cache_weights else None,
+                **self.within,
             ).loss
             loss.backward()
             # the gradient that comes last depends on the whole backward

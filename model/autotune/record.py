@@ -96,6 +96,7 @@ def asked_of(task: Task) -> dict[str, Any]:
             "model": {key: getattr(task.config, key, None) for key in ARCHITECTURE},
             "model.variant": task.variant,
             "model.attention_backend": task.attention_backend,
+            **({"data.document_mask": True} if task.document_mask else {}),  # older records lack it
             "precision": precision,
             "speed": asdict(task.speed),
         }

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.build import build_model
+from model.documents import Documents, random_documents
 from model.precision import Precision, PrecisionConfig, gemm_modules, matrices
 from model.speed import SpeedConfig
 
@@ -23,8 +24,8 @@ class Task:
 
     precision, speed, attention_backend: as asked for; compute is fp8. accumulation: micro-batches of a step. main_grad:
     the GEMMs add weight gradients into float32 buffers. graphs_allowed: whether the run can use CUDA graphs.
-    other_memory_gib: what the run holds besides weights, gradients and activations (optimizer state); a way to run that
-    leaves no room for it is not chosen.
+    document_mask: attention stays within documents. other_memory_gib: what the run holds besides weights, gradients and
+    activations (optimizer state); a way to run that leaves no room for it is not chosen.
     """
 
     config: MistralConfig
@@ -38,6 +39,7 @@ class Task:
     accumulation: int = 8
     main_grad: bool = False
     graphs_allowed: bool = True
+    document_mask: bool = False
     other_memory_gib: float = 0.0
 
     def resolved(self, compute: str, bf16_modules: list[str] | None = None) -> Precision:
@@ -57,6 +59,14 @@ class Task:
             return (False,)
         return (True,) if self.speed.cuda_graphs else (False, True)
 
+    def documents(self) -> Documents | None:
+        """Some for a batch of the run, if it has any. Half a row each on average: where documents are shorter,
+        attention takes less time, and what is chosen matters less."""
+        if not self.document_mask:
+            return None
+        generator = torch.Generator().manual_seed(0)
+        return random_documents(self.batch_size, self.seq_length, self.seq_length / 2, generator)
+
     def build(self, precision: Precision, config: MistralConfig | None = None) -> nn.Module:
         """The model (of `config`, where that is another one) as the run would have it."""
         model = build_model(
@@ -65,6 +75,7 @@ class Task:
             precision,
             gradient_checkpointing=self.gradient_checkpointing,
             speed=self.speed,
+            document_mask=self.document_mask,
         ).train()
         if self.main_grad:
             for module in gemm_modules(model, precision).values():

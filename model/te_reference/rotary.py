@@ -73,19 +73,24 @@ def apply_rotary_pos_emb(
     start_positions: Tensor | None = None,
     interleaved: bool = False,
     fused: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Rotate t, [B, S, N, D] ("bshd") or [S, B, N, D] ("sbhd"), by freqs [>= S, 1, 1, <= D].
+    """Rotate t, [B, S, N, D] ("bshd"), [S, B, N, D] ("sbhd") or [T, N, D] ("thd"), by freqs [>= S, 1, 1, <= D].
 
-    start_positions: int [B], the position of each sequence's first token (default 0). fused: compute in
+    start_positions: int [B], the position of each sequence's first token (default 0), not for "thd". cu_seqlens: int
+    [sequences + 1], for "thd": where each sequence begins among the T tokens, and T. fused: compute in
     float32 and round once, as the fused kernel of TransformerLayer does; otherwise cos and sin are rounded to
     t's dtype first, as in transformers.
     Raises ValueError: interleaved=True, another format, or freqs too short.
     """
-    if interleaved or tensor_format not in ("bshd", "sbhd"):
+    packed = tensor_format == "thd"
+    if interleaved or tensor_format not in ("bshd", "sbhd", "thd") or packed != (cu_seqlens is not None):
         raise ValueError(
             f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, interleaved={interleaved}): the CPU "
-            "reference supports 'bshd' and 'sbhd', not interleaved."
+            "reference supports 'bshd' and 'sbhd', and 'thd' with cu_seqlens, not interleaved."
         )
+    if packed:
+        return _rotate_packed(t, freqs, start_positions, fused, cu_seqlens)
     length = t.shape[1] if tensor_format == "bshd" else t.shape[0]
     last = length + (0 if start_positions is None else int(start_positions.max()))
     if last > freqs.shape[0]:
@@ -104,6 +109,21 @@ def apply_rotary_pos_emb(
         cos, sin = freqs.cos().to(t.dtype), freqs.sin().to(t.dtype)
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+
+
+def _rotate_packed(
+    t: Tensor, freqs: Tensor, start_positions: Tensor | None, fused: bool, cu_seqlens: Any
+) -> Tensor:
+    """As one sequence, whose tokens each have the angle of their position."""
+    if start_positions is not None:
+        raise ValueError("apply_rotary_pos_emb: start_positions are not supported with 'thd'.")
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    positions = torch.arange(len(t), device=t.device) - cu_seqlens[:-1].long().repeat_interleave(lengths)
+    if int(lengths.max()) > len(freqs):
+        raise ValueError(
+            f"rotary frequencies for {len(freqs)} positions, but {int(lengths.max())} are needed."
+        )
+    return apply_rotary_pos_emb(t[None], freqs[positions], "bshd", fused=fused)[0]
 
 
 def split_and_rotate(

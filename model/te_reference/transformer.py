@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.te_reference.attention import CAUSAL, MultiheadAttention
+from model.te_reference.attention import CAUSAL, FORMATS, PACKED_CAUSAL, MultiheadAttention
 from model.te_reference.base import PARALLELISM, check_arguments
 from model.te_reference.layernorm_mlp import LayerNormMLP
 
@@ -107,9 +107,15 @@ class TransformerLayer(nn.Module):
         window_size: tuple[int, int] | None = None,
         is_first_microbatch: bool | None = None,
         rotary_pos_emb: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
     ) -> Tensor:
-        """[B, S, hidden_size] (or [S, B, ...] for "sbhd") -> the same shape.
+        """[B, S, hidden_size] (or [S, B, ...] for "sbhd", [T, ...] for "thd") -> the same shape.
 
+        cu_seqlens_q, max_seqlen_q: for "thd", as in DotProductAttention, for queries and keys; cu_seqlens_kv,
+        max_seqlen_kv: for cross attention, which is not here, without effect.
         rotary_pos_emb: angles [>= S, 1, 1, kv_channels] of RotaryPositionEmbedding. is_first_microbatch: as
         in Linear.
         """
@@ -119,6 +125,10 @@ class TransformerLayer(nn.Module):
             is_first_microbatch=is_first_microbatch,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_q,
         )
         hidden_states = self._add(attention, hidden_states)
         mlp = self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)
@@ -133,13 +143,13 @@ def _check_layer_arguments(given: dict[str, Any]) -> None:
         "TransformerLayer",
         given,
         {
-            "self_attn_mask_type": CAUSAL,
+            "self_attn_mask_type": (PACKED_CAUSAL,) if given["attn_input_format"] == "thd" else CAUSAL,
             "fuse_qkv_params": (True,),
             "bias": (False,),
             "activation": ("swiglu",),
             "activation_params": (None,),
             "normalization": ("RMSNorm",),
-            "attn_input_format": ("bshd", "sbhd"),
+            "attn_input_format": FORMATS,
             "bottom_right_diagonal": (None,),
             "softcap": (0.0,),
             "enc_dec_attn_mask_type": ("no_mask",),

@@ -304,6 +304,21 @@ def test_a_tampered_row_is_left_out_and_the_program_fails(
 
 
 @pytest.mark.usefixtures("process_group")
+def test_rows_within_documents_are_timed_and_proven(tmp_path: Path) -> None:
+    output = tmp_path / "documents.json"
+    rows = ["te_layer_fp8_delayed", "documents_te_layer_fp8_delayed", "documents_te_linear_bf16"]
+    options = ["--rows", "hf_bf16", *rows, "--step_rows", "documents_te_layer*delayed", "--rounds", "1"]
+    options += ["--document_length", "20", "--output", str(output)]
+    assert bench_model.main(options) == 0
+    report = json.loads(output.read_text())
+    assert "--document_length 20" in report["command"]
+    losses = {(r["measure"], r["row"]): r["loss"] for r in report["results"]}
+    assert set(losses) == {*(("bare", row) for row in ("hf_bf16", *rows)), ("step", rows[1])}
+    # the same weights and tokens, with and without what is before a document
+    assert losses["bare", rows[0]] != losses["bare", rows[1]] == pytest.approx(losses["step", rows[1]])
+
+
+@pytest.mark.usefixtures("process_group")
 def test_an_attention_that_there_is_not_is_no_fault_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_attention(*_: object) -> Proof:
         raise ValueError("No dot product attention backend is available for the provided inputs.")

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,7 @@ from tests.train.conftest import corpus_texts, write_jsonl
 from train.data_format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare_counts import unigram_loss
-from train.prepare_data import TextEncoder, encode_all
-from train.shard_writer import MARKER_NAME
+from train.shard_writer import MARKER_NAME, WORK_NAME
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -77,7 +74,7 @@ def test_record_formats(tmp_path, prepare, name):
     assert prepare(tmp_path / "out", tmp_path / name, eval_fraction=0) == 0
     assert decoded(tmp_path / "out") == TEXTS
     manifest = read_manifest(tmp_path / "out")
-    assert manifest.documents == {"in": 4, "out": 4, "dropped": {}}
+    assert manifest.documents == {"in": 4, "out": 4, "dropped": {}, "removed": {}}
     assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert manifest.unigram_loss is None
 
@@ -141,15 +138,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, name):
+def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypatch, name):
     data, reason, where = BAD[name]
     write_jsonl(tmp_path / "good.jsonl", TEXTS)
     (tmp_path / name).write_bytes(data)
     assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0) == 1
     message = capsys.readouterr().err
-    assert f"1  {reason}" in message and where in message and "--max_dropped allows 0" in message
-    assert list((tmp_path / "out").iterdir()) == []  # no manifest, no shards
+    assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
+    monkeypatch.setattr("train.prepare_blocks.read_share", None)  # to accept that, nothing is read again
     assert (
         prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0, max_dropped=1)
         == 0
@@ -191,13 +189,11 @@ def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):
     assert not (tmp_path / "out").exists()
 
 
-def test_bytes_do_not_depend_on_workers(tmp_path, prepare, monkeypatch, corpus):
-    monkeypatch.setattr("train.prepare_counts.BATCH_BYTES", 5000)
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 7}])
+def test_bytes_do_not_depend_on_workers(tmp_path, prepare, corpus, options):
+    options = {"eval_fraction": 0.1, "shard_tokens": 3000, "tasks": 3, **options}
     for workers in (1, 2):
-        assert (
-            prepare(tmp_path / str(workers), corpus, workers=workers, eval_fraction=0.1, shard_tokens=3000)
-            == 0
-        )
+        assert prepare(tmp_path / str(workers), corpus, workers=workers, **options) == 0
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     manifest = read_manifest(tmp_path / "1")
     assert len(manifest.split_shards("train")) > 2
@@ -266,7 +262,7 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
     other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
     assert prepare(tmp_path, other, overwrite=True, eval_fraction=0) == 0
     assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
-    assert not (tmp_path / "eval_00000.ds").exists()
+    assert not list(tmp_path.glob("eval_*"))
 
 
 def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
@@ -286,48 +282,52 @@ def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, caps
     assert (tmp_path / "train_00007.ds").read_bytes() == b"foreign"
 
 
-def test_rerun_after_a_kill_starts_clean(tmp_path, prepare, corpus, tokenizer_dir):
-    """A run killed between its shards and its manifest leaves no data, and the next one the same bytes."""
+def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
+    for name, options in (("plain", {}), ("a", {"shuffle_seed": 1}), ("b", {"shuffle_seed": 2})):
+        assert prepare(tmp_path / name, corpus, eval_fraction=0, tasks=2, **options) == 0
+    plain, a, b = (decoded(tmp_path / name) for name in ("plain", "a", "b"))
+    assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
+
+
+def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):
+    assert prepare(tmp_path, corpus, tasks=3, max_bytes=20_000) == 0
+    assert 15_000 < read_manifest(tmp_path).text_bytes <= 20_000
+
+
+def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, capsys):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"caf\xe9")
+    out = tmp_path / "out"
+    assert prepare(out, corpus, bad, tasks=2) == 1  # one document dropped: unfinished
+    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 1
+    error = capsys.readouterr().err
+    assert "tasks: 2 -> 3" in error and "eval_fraction: 0.01 -> 0.5" in error and "--overwrite" in error
+    bad.write_text("mended")
+    assert prepare(out, corpus, bad, tasks=2) == 1
+    assert (
+        "1 input files are new, gone or changed" in (error := capsys.readouterr().err) and "bad.txt" in error
+    )
+    assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
+    assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
+
+
+def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
+    """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
+    doing again what was done."""
     code = (
         "import os, signal, sys, train.prepare_data as p\n"
         "p.OutputFolder.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "p.main(sys.argv[1:])"
     )
     out = tmp_path / "out"
-    arguments = [
-        "--input",
-        str(corpus),
-        "--tokenizer",
-        str(tokenizer_dir),
-        "--output",
-        str(out),
-        "--workers",
-        "1",
-    ]
-    done = subprocess.run([sys.executable, "-c", code, *arguments, "--shard_tokens", "2000"], timeout=120)
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]
+    options = {"shard_tokens": 2000, "tasks": 2}
+    for name, value in {**options, "workers": 1}.items():
+        arguments += [f"--{name}", str(value)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], timeout=120)
     assert done.returncode == -signal.SIGKILL
-    assert (out / "train_00003.ds").exists() and not (out / "manifest.json").exists()
-    assert prepare(out, corpus) == 0 and prepare(tmp_path / "fresh", corpus) == 0
+    assert (out / "train_00001_00001.ds").exists() and not (out / "manifest.json").exists()
+    assert prepare(tmp_path / "fresh", corpus, **options) == 0
+    monkeypatch.setattr("train.prepare_blocks.encode_batch", None)
+    assert prepare(out, corpus, **options) == 0
     assert contents(out) == contents(tmp_path / "fresh")
-
-
-def test_a_killed_worker_raises(tokenizer_dir):
-    def endless():
-        killed = False
-        while True:
-            yield corpus_texts(20)
-            if not killed and (children := _children()):
-                killed = True
-                threading.Timer(0.5, os.kill, (children[-1], signal.SIGKILL)).start()
-
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="worker process died"):
-        for _ in encode_all(endless(), TextEncoder(tokenizer_dir), 0.0, workers=2):
-            pass
-    assert time.monotonic() - start < 60
-
-
-def _children() -> list[int]:
-    import multiprocessing
-
-    return [process.pid for process in multiprocessing.active_children() if process.pid]

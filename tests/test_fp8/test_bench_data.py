@@ -1,0 +1,75 @@
+"""test_fp8/bench_data.py: what it reports and refuses to pass over, and the program as it is run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from test_fp8 import bench_data
+from test_fp8.data_folders import make_folder, make_sparse_folder
+from train.data_format import read_manifest, verify_shard
+from train.dataset import open_stream
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def results(rate: float = 2e8, milliseconds: float = 1.0, more_bytes: int = 0) -> list[dict[str, Any]]:
+    read = {"what": "read", "boundaries": True, "batch_size": 8, "tokens_per_second": rate}
+    corpus = {
+        "what": "corpus",
+        "corpus": "600 B",
+        "ms_per_1000_ids": milliseconds,
+        "memory_of_ids_bytes": 400_000,
+    }
+    return [read, corpus, {**corpus, "memory_of_ids_bytes": 400_000 + more_bytes}]
+
+
+def test_each_missed_requirement_is_named() -> None:
+    assert bench_data.misses(results()) == []
+    assert "50 M tokens/s with boundaries in batches of 8; 100 M" in bench_data.misses(results(rate=5e7))[0]
+    assert "20.0 ms for 1,000 ids of 600 B tokens; 10" in bench_data.misses(results(milliseconds=20))[0]
+    assert "1,400,000 bytes of the large corpus" in bench_data.misses(results(more_bytes=1_000_000))[0]
+
+
+def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
+    tokens = np.arange(1000) % 400
+    folder = make_folder(tmp_path / "a", {"train": [tokens, tokens]}, document_tokens=np.array([3, 5]))
+    manifest = read_manifest(folder)
+    for shard in manifest.shards:
+        verify_shard(folder, manifest, shard)
+    assert np.fromfile(folder / "train_00001.ds.index", "<u8").tolist() == [3, 8, 1000]
+    stream = open_stream({"a": folder}, None, 16, seed=1)
+    assert {tuple(row) for row in stream.batch(0, stream.num_samples)[0].tolist()} >= {tuple(range(16))}
+    sparse = make_sparse_folder(tmp_path / "b", 2, 10**9)
+    stream = open_stream({"b": sparse}, None, 2048, seed=1, document_mask=True)
+    assert stream.num_tokens == 2 * 10**9 and not stream.batch(0, 4)[0].any()
+    assert sum(path.stat().st_blocks for path in sparse.iterdir()) * 512 < 1_000_000
+
+
+def test_the_program(tmp_path: Path) -> None:
+    """On small data; a loaded machine may miss what is required, which the exit status then says."""
+    command = [sys.executable, str(ROOT / "test_fp8/bench_data.py"), "--tokens", "2000000", "--rounds", "1"]
+    command += ["--batch_size", "8", "--output", str(tmp_path / "data.json"), "--work_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    written = json.loads((tmp_path / "data.json").read_text())
+    assert done.returncode == bool(written["misses"]), done.stdout + done.stderr
+    assert written["command"] == (
+        "python test_fp8/bench_data.py --tokens 2000000 --seq_length 2048 --batch_size 8 --rounds 1"
+    )
+    assert str(tmp_path) not in (tmp_path / "data.json").read_text()
+    reads = [r for r in written["results"] if r["what"] == "read"]
+    assert [r["boundaries"] for r in reads] == [False, True]
+    assert all(r["tokens_per_second"] > 10e6 for r in reads)  # per-token Python would give below one million
+    small, large = (r for r in written["results"] if r["what"] == "corpus")
+    assert large["tokens"] > 595e9 and large["shards"] > 50 * small["shards"] and large["open_s"] < 30
+    assert large["ms_per_1000_ids"] < 100 and large["memory_of_ids_bytes"] < 2_000_000
+    assert (tmp_path / "data.png").stat().st_size > 1000
+    assert "1,000 sample ids" in done.stdout and {p.name for p in tmp_path.iterdir()} == {
+        "data.json",
+        "data.png",
+    }
