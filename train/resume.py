@@ -54,7 +54,8 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow_data_change
 
 def _is_of_data(difference: str, other_length: bool) -> bool:
     """Whether a line "key: old -> new" is of what ALLOW allows: with another sequence length the number of samples of
-    a micro-batch may be another one, too, so that a step can have as many tokens as before."""
+    a micro-batch may be another one, too, so that a step can have as many tokens as before. A document mask is what is
+    computed, not which data."""
     key = difference.partition(": ")[0]
     follows = ("max_seq_length", "per_device_train_batch_size") if other_length else ()
-    return key.startswith("data.") or key in follows
+    return key in follows or (key.startswith("data.") and key != "data.document_mask")

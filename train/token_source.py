@@ -24,11 +24,15 @@ class _ShardFile:
     map kills the process without a word.
     """
 
+    descriptor = -1  # where it could not be opened
+
     def __init__(self, path: Path) -> None:
-        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 class TokenSource:

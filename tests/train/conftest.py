@@ -59,7 +59,7 @@ def prepare(tokenizer_dir: Path) -> Callable[..., int]:
     return run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and prepared data, by the project's own tools, from the standard library's sources."""
     folder = tmp_path_factory.mktemp("data")
@@ -87,7 +87,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "text"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration that every recipe takes on every backend."""
     path = tmp_path_factory.mktemp("model") / "config.json"

@@ -129,7 +129,7 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
     assert total / count == pytest.approx(metrics(whole)[-1]["eval_loss"], abs=1e-2)
 
     with pytest.raises(CheckpointError, match="data.document_mask: true -> false"):
-        data = {**settings["data"], "document_mask": False}
+        data = {**settings["data"], "document_mask": False, "allow_changes_on_resume": True}
         run({**settings, "data": data}, max_steps=7, gradient_accumulation_steps=3)
 
 
