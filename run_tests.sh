@@ -3,6 +3,7 @@
 #
 #   ./run_tests.sh [pytest arguments]          what every machine can run
 #   ./run_tests.sh --slow [pytest arguments]   also what takes minutes
+#   ./run_tests.sh --reliability [arguments]   only tests/reliability, with the many trials of its full form
 #   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
 #
 # With several GPUs, --gpu also runs what needs them.
@@ -15,10 +16,10 @@ source scripts/setup_env.sh
 mode="cpu"
 case "${1:-}" in
   -h | --help)
-    sed -n '2,8p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
-  --gpu | --slow)
+  --gpu | --slow | --reliability)
     mode="${1#--}"
     shift
     ;;
@@ -47,6 +48,11 @@ setup_env dev
 lint
 marks="not gpu and not multi_gpu"
 if [[ "$mode" != slow ]]; then marks+=" and not slow"; fi
+if [[ "$mode" == reliability ]]; then
+  set -- tests/reliability "$@"
+else
+  marks+=" and not reliability"
+fi
 # Two workers share the cores: more torch threads than that only get in each other's way.
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"

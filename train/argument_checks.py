@@ -14,9 +14,11 @@ from model.variants import VARIANTS, variant_problems
 from train.mixture import weight_problems
 from train.strict_json import get
 
+SMALLEST_WINDOW = 16  # steps: the median of fewer says little
 MAX_SEED = 2**32 - 1  # what numpy's generator takes
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 SAVE_STRATEGIES = ("steps", "no")
+ON_SAVE_FAILURE = ("stop", "continue")
 
 
 def value_problems(a: Any, bad: set[str]) -> list[str]:
@@ -37,22 +39,26 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
     numbers(
         "max_steps max_seq_length per_device_train_batch_size per_device_eval_batch_size "
         "gradient_accumulation_steps train_batch_size_tokens learning_rate adam_epsilon logging_steps "
-        "max_eval_samples save_total_limit decay_steps",
+        "max_eval_samples save_total_limit decay_steps max_skipped_steps",
         lambda v: v > 0,
         "must be positive",
     )
     numbers(
-        "warmup_steps weight_decay max_grad_norm eval_steps save_steps",
+        "warmup_steps weight_decay max_grad_norm eval_steps save_steps spike_threshold replica_check_steps "
+        "hang_timeout_s",
         lambda v: v >= 0,
         "must not be negative",
     )
     numbers("seed", lambda v: 0 <= v <= MAX_SEED, f"must be between 0 and {MAX_SEED}")
+    numbers("spike_window", lambda v: v >= SMALLEST_WINDOW, f"must be at least {SMALLEST_WINDOW}")
     numbers("min_lr_ratio", lambda v: 0 <= v <= 1, "must be between 0 and 1")
     numbers("adam_beta1 adam_beta2", lambda v: 0 <= v < 1, "must be at least 0 and below 1")
     for key, choices in (
         ("lr_scheduler_type", SCHEDULES),
         ("report_to", ("none", "wandb")),
         ("save_strategy", SAVE_STRATEGIES),
+        ("on_save_failure", ON_SAVE_FAILURE),
+        ("on_spike", ("warn", "rollback")),
         ("model.variant", VARIANTS),
         ("model.attention_backend", ATTENTION_BACKENDS),
     ):
@@ -69,6 +75,16 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
         "warmup_steps decay_steps max_steps",
         lambda: not (wsd and a.decay_steps) or a.warmup_steps + a.decay_steps <= a.max_steps,
         "warmup and decay together are longer than the run",
+    )
+    check(
+        "on_spike save_strategy",
+        lambda: a.on_spike != "rollback" or a.save_strategy != "no",
+        "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
+    )
+    check(
+        "on_spike spike_threshold",
+        lambda: a.on_spike != "rollback" or a.spike_threshold > 0,
+        "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
     )
     sources, weights = a.data.sources, a.data.weights
     check("data.sources", lambda: bool(sources), 'name at least one: {"name": "folder"}')

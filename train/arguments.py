@@ -33,9 +33,10 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 # what calibration found.
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
-    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit resume_from_checkpoint report_to "
-    "run_name wandb_project data.verify data.allow_changes_on_resume model.config model.init_from "
-    "precision.calibration_passes speed.cuda_graphs".split()
+    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit on_save_failure "
+    "resume_from_checkpoint report_to run_name wandb_project data.verify data.allow_changes_on_resume "
+    "model.config model.init_from precision.calibration_passes speed.cuda_graphs "
+    "max_skipped_steps spike_threshold spike_window on_spike replica_check_steps hang_timeout_s".split()
 )
 # Keys that checkpoints from before they existed lack, and what runs did then.
 BEFORE_THERE_WERE = {
@@ -132,6 +133,29 @@ class TrainingArguments:
         True,
     )
 
+    max_skipped_steps: int = option(
+        "steps in a row that may be skipped because a loss or gradient is not finite; then the run stops", 10
+    )
+    spike_threshold: float = option(
+        "spreads (robust standard deviations) above the median at which a loss or gradient norm is a spike; 0: never",
+        10.0,
+    )
+    on_spike: str = option(
+        "warn | rollback: back to the last checkpoint, and on from there without the samples that led to the spike",
+        "warn",
+    )
+    spike_window: int = option("steps whose median and spread a spike is judged by, 16 or more", 128)
+    replica_check_steps: int = option(
+        "steps between comparisons of the ranks' weights by checksum, one pass over the weights each; 0: none",
+        100,
+    )
+
+    hang_timeout_s: float = option(
+        "seconds without a finished step, evaluation batch or save after which the run ends and says which rank hangs; "
+        "0: never",
+        1800.0,
+    )
+
     output_dir: str | None = option("folder of the run; null: output/<name of the config file>", None)
     logging_steps: int = option("steps between log lines", 10)
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0)
@@ -142,6 +166,11 @@ class TrainingArguments:
         "steps",
     )
     save_total_limit: int = option("checkpoints that are kept", 3)
+    on_save_failure: str = option(
+        "stop | continue: whether a save that failed (a full disk) ends the run, or it trains on until the next save; "
+        "the last save of a run always counts",
+        "stop",
+    )
     resume_from_checkpoint: str = option("auto (the newest good one) | never | path of a checkpoint", "auto")
     report_to: str = option("none | wandb", "none")
     run_name: str | None = option("the run's name in wandb; null: wandb's choice", None)

@@ -195,6 +195,12 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
                 f"zero_optimization.{key}: offloading is not supported; remove it (ZeRO 1 to 3 share the "
                 "optimizer's memory between ranks, gradient_checkpointing saves activations)"
             )
+    for section, name in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        if config.get(section, {}).get(name, True) is not True:
+            problems.append(
+                f"{section}.{name}: {json.dumps(config[section][name])} would have steps taken whose gradients are not "
+                "finite; remove it"
+            )
     model = arguments.model
     if stage == 3 and compiles(model.variant, arguments.precision, model.compile):
         problems.append(

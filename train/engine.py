@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,40 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
         undo_initial_step(engine)
+    skip_steps_that_are_not_finite(engine)
     return engine
+
+
+def skip_steps_that_are_not_finite(engine: Any) -> None:
+    """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
+
+    Those leave everything as it is where the norm of the reduced gradients, the same on every rank, is not finite, set
+    `overflow`, by which the engine counts, and keep the norm. Here torch's AdamW is called whatever the gradients are.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow"):
+        return
+    step, clip = optimizer.step, engine.clip_fp32_gradients
+
+    def measure() -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
+
+    def measured_clip() -> None:
+        measure()
+        clip()
+
+    def checked_step(closure: Any = None) -> None:
+        if not engine.gradient_clipping():
+            measure()
+        optimizer.overflow = not math.isfinite(
+            optimizer._global_grad_norm
+        )  # waits for the GPU, as all of them do
+        if not optimizer.overflow:
+            step(closure)
+
+    optimizer.overflow = False
+    engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step
 
 
 class MicroStep:
@@ -88,7 +122,11 @@ class MicroStep:
         loss = engine(input_ids, labels=labels, is_first_microbatch=first, **within).loss
         if within:
             loss = loss * labelled(labels)
-        engine.backward(loss)  # divides by the accumulation steps
+        # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). Made NaN on
+        # one rank they are NaN after the reduction, and the step is skipped on all. Else it is a factor of 1.
+        engine.backward(
+            loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        )  # divides by the accumulation steps
         if self.main_grads:
             self.main_grads.mark()
         engine.step()  # acts at the last micro-batch

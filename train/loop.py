@@ -20,10 +20,14 @@ from train import checkpoint
 from train.arguments import TrainingArguments
 from train.dataset import NO_LABEL, MicroBatches, SampleStream
 from train.engine import MicroStep, labelled, on_device
+from train.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
 from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
-
-MAX_SKIPPED_STEPS = 10
+from train.replicas import ReplicaCheck
+from train.rollback import Rollback, past_skipped
+from train.signals import Stopped, StopVote
+from train.slow_ranks import SlowRanks
+from train.watchdog import Watchdog
 
 
 class TrainingError(RuntimeError):
@@ -44,13 +48,16 @@ class Run:
     metrics: MetricsLogger
     state: checkpoint.RunState
     flops_per_token: float
+    stop_vote: StopVote
+    watchdog: Watchdog
 
 
 def train(run: Run) -> Path | None:
     """Train from `run.state.step` to max_steps; returns the checkpoint of the last step, None with save_strategy no.
 
-    Raises TrainingError: a loss that is not finite at a logged or saved step, MAX_SKIPPED_STEPS skipped in a row, or
-    FP8 stopped running.
+    Raises Stopped: by a signal, after the step and its checkpoint. TrainingError: max_skipped_steps skipped in a row, a
+    loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
+    differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
     """
     args, engine, state = run.arguments, run.engine, run.state
     world = dist.get_world_size()
@@ -60,18 +67,33 @@ def train(run: Run) -> Path | None:
     batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, dist.get_rank(), world)
     peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
 
-    skipped, skipped_in_a_row = engine.skipped_steps, 0
+    health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
+    health.load_state_dict(state.health)
+    replicas = ReplicaCheck(engine, run.precision)
+    rollback = Rollback(
+        run.output_dir / "checkpoints", engine, run.precision, state, health, run.metrics, run.train_stream
+    )
+    if args.replica_check_steps:
+        run.metrics.message(f"replica check, every {args.replica_check_steps} steps: {replicas.scope()}")
     engine.train()
     clock, clock_step = time.perf_counter(), state.step
+    slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
+    if state.evaluation_due:
+        evaluate_late(run)
     while state.step < args.max_steps:
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        state.consumed_samples = past_skipped(state.consumed_samples, samples_per_step, state.skipped_samples)
         if stage := run.train_stream.stage_that_begins(state.consumed_samples, samples_per_step):
             run.metrics.message(f"step {state.step + 1}: {stage}")
         loss_sum = torch.zeros((), device=engine.device)
         share_sum = torch.zeros((), device=engine.device)  # of tokens with a label, where not all have one
+        health.before_step()
+        first_sample = state.consumed_samples
         for index in range(accumulation):
+            run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {accumulation}")
+            slow_ranks.begin()
             batch = batches.get(state.consumed_samples, index)
             input_ids, labels, documents = on_device(batch, engine.device)
             loss_sum += run.micro_step(input_ids, labels, index, documents)
@@ -80,24 +102,43 @@ def train(run: Run) -> Path | None:
         state.step += 1
         state.consumed_samples += samples_per_step
         state.consumed_tokens += tokens_per_step
-        # DeepSpeed leaves the weights as they are where a gradient is not finite, and says nothing
-        skipped_in_a_row = skipped_in_a_row + 1 if engine.skipped_steps > skipped else 0
-        skipped = engine.skipped_steps
-        if skipped_in_a_row == MAX_SKIPPED_STEPS:
+        record: dict[str, Any] = {}
+        share = share_sum / accumulation if args.data.document_mask else None
+        skipped = health.after_step(state.step, first_sample, loss_sum / accumulation, share)
+        if skipped:
+            record["skipped"] = _tell_skipped(run, loss_sum / accumulation, samples_per_step)
+        if health.skipped_in_a_row == args.max_skipped_steps:
+            if record:
+                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
             raise TrainingError(
-                f"the gradients of the last {MAX_SKIPPED_STEPS} steps, to step {state.step}, were not finite and no "
-                f"weight changed; {_advice(run)}"
+                f"the gradients of the last {args.max_skipped_steps} steps, to step {state.step}, were not finite and "
+                f"no weight changed; {_advice(run)}"
             )
 
+        stops = run.stop_vote.stop()
+        run.watchdog.met(f"step {state.step} is done")
+        slow_ranks.step(state.step, run.metrics.message)
         last = state.step == args.max_steps
-        logs, saves = (last or (n and state.step % n == 0) for n in (args.logging_steps, args.save_steps))
-        saves = saves and args.save_strategy != "no"
-        record: dict[str, Any] = {}
-        if logs or saves:
+        logs, saves, evaluates = (
+            last or bool(n and state.step % n == 0)
+            for n in (args.logging_steps, args.save_steps, args.eval_steps)
+        )
+        checks = args.replica_check_steps and state.step % args.replica_check_steps == 0
+        if checks:
+            replicas.run(state.step)
+        if logs or saves or evaluates or stops or health.full():
+            if spikes := health.look():  # waits for the GPU
+                record["spikes_found"] = _tell_spikes(run, spikes, samples_per_step)
+                run.watchdog.met(f"looked at the numbers to step {state.step}")
+                if args.on_spike == "rollback" and rollback.after(spikes, samples_per_step):
+                    run.watchdog.met(f"is back at step {state.step}")
+                    clock, clock_step = time.perf_counter(), state.step
+                    continue
+        if logs or saves or evaluates or stops:
             loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
             if args.data.document_mask:
                 loss /= _mean_over_ranks(share_sum / accumulation)
-            _check(loss, run)
+            _check(loss, skipped, run)
         if logs:
             record["loss"] = loss
             now = time.perf_counter()
@@ -108,33 +149,67 @@ def train(run: Run) -> Path | None:
             record["tokens_per_second"] = rate
             record["mfu"] = mfu(rate / world, run.flops_per_token, peak)
             record["memory_gib"] = _peak_memory_gib()
-            record["skipped_steps"] = skipped
+            record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
+            if bad := health.mend_histories():
+                run.metrics.message(
+                    f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they are "
+                    "taken out, for their scales could not have moved while they are in"
+                )
             clock, clock_step = now, state.step
-        if last or (args.eval_steps and state.step % args.eval_steps == 0):
-            record["eval_loss"], record["unigram_loss"] = evaluate(run), run.train_stream.unigram_loss
+        if evaluates:
+            eval_loss = None if stops else evaluate(run)
+            if eval_loss is None:  # the resumed run makes up for it
+                stops = state.evaluation_due = True
+            else:
+                record["eval_loss"], record["unigram_loss"] = eval_loss, run.train_stream.unigram_loss
             clock, clock_step = time.perf_counter(), state.step
         if record:
             run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
-        if saves:
-            start = time.perf_counter()
-            path = checkpoint.save(
-                engine, run.output_dir / "checkpoints", state, run.precision, args.save_total_limit
-            )
-            run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        if (saves or stops) and args.save_strategy != "no":
+            state.health = health.state_dict()
+            run.watchdog.met(f"saves step {state.step}")
+            _save(run, last or stops)
+            run.watchdog.met(f"step {state.step} is saved")
             clock, clock_step = time.perf_counter(), state.step
+        if stops and (not last or state.evaluation_due):
+            batches.close()
+            raise Stopped(state.step, _checkpoint_of(run))
     batches.close()
-    if args.save_strategy == "no":
+    slow_ranks.close()
+    return _checkpoint_of(run)
+
+
+def _checkpoint_of(run: Run) -> Path | None:
+    """The checkpoint of this step, None with save_strategy no."""
+    if run.arguments.save_strategy == "no":
         return None
-    return run.output_dir / "checkpoints" / checkpoint.name_of(state.step)
+    return run.output_dir / "checkpoints" / checkpoint.name_of(run.state.step)
+
+
+def _save(run: Run, last: bool) -> None:
+    """Write the checkpoint of this step. Raises SaveError, unless the run is to go on to its next save."""
+    start, args = time.perf_counter(), run.arguments
+    try:
+        path = checkpoint.save(
+            run.engine, run.output_dir / "checkpoints", run.state, run.precision, args.save_total_limit
+        )
+    except checkpoint.SaveError as error:
+        if last or args.on_save_failure == "stop":
+            raise
+        run.metrics.message(
+            f"warning: {error}. on_save_failure is continue: the run goes on to its next save"
+        )
+    else:
+        run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
+def evaluate(run: Run) -> float | None:
     """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
 
     The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank
     makes the same number of forwards (the collectives of ZeRO 3 would hang otherwise); rows beyond the last
-    sample are masked.
+    sample are masked. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
     """
     args, engine = run.arguments, run.engine
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -143,6 +218,7 @@ def evaluate(run: Run) -> float:
     before = snapshot_fp8_state(engine.module, run.precision)
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
     engine.eval()
+    stops = False
     for start in range(rank * batch, math.ceil(samples / (batch * world)) * batch * world, batch * world):
         rows = max(0, min(batch, samples - start))
         found = run.eval_stream.batch(start if rows else 0, max(rows, 1))
@@ -155,11 +231,28 @@ def evaluate(run: Run) -> float:
         loss = engine(input_ids, labels=labels, **within).loss
         if tokens:  # the mean over no label is nan
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+        stops = run.stop_vote.stop()
+        run.watchdog.met(f"evaluates step {run.state.step}")
+        if stops:
+            break
     engine.train()
     for key, tensor in fp8_state(engine.module, run.precision).items():
         tensor.copy_(before[key])
+    if stops:
+        return None
     dist.all_reduce(total)
     return float(total[0] / total[1])
+
+
+def evaluate_late(run: Run) -> None:
+    """Make up for the evaluation that the run was stopped in. Raises Stopped: it is stopped again meanwhile."""
+    state = run.state
+    eval_loss = evaluate(run)
+    if eval_loss is None:
+        raise Stopped(state.step, _checkpoint_of(run))
+    state.evaluation_due = False
+    losses = {"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss}
+    run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **losses})
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
@@ -169,9 +262,33 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     return float(value / dist.get_world_size())
 
 
-def _check(loss: float, run: Run) -> None:
-    if not math.isfinite(loss):
-        raise TrainingError(f"the loss of step {run.state.step} is {loss}; {_advice(run)}")
+def _tell_skipped(run: Run, loss: torch.Tensor, samples: int) -> dict[str, Any]:
+    """Say that the last step was skipped, with its `samples` samples; returns them for the metrics."""
+    found = samples_record(run.train_stream, run.state.consumed_samples - samples, samples)
+    losses = ranks_without_finite_loss(loss)
+    where = ", ".join(f"{value} on rank {rank}" for rank, value in losses.items())
+    run.metrics.message(
+        f"step {run.state.step} is skipped on all ranks, no weight changed: "
+        f"{f'the loss is {where}' if where else 'the loss is finite, a gradient is not'}; {samples_text(found)}"
+    )
+    return {**found, "ranks": list(losses)}
+
+
+def _tell_spikes(run: Run, spikes: list[Spike], samples: int) -> list[dict[str, Any]]:
+    """Say which steps spiked, with their `samples` samples; returns them for the metrics."""
+    found = []
+    for spike in spikes:
+        record = samples_record(run.train_stream, spike.first_sample, samples)
+        run.metrics.message(f"step {spike.step} is a spike: {spike}; {samples_text(record)}")
+        found.append({"step": spike.step, spike.what: spike.value, "threshold": spike.threshold, **record})
+    return found
+
+
+def _check(loss: float, skipped: bool, run: Run) -> None:
+    if not (skipped or math.isfinite(loss)):
+        raise TrainingError(
+            f"the loss of step {run.state.step} is {loss} and the step was not skipped; {_advice(run)}"
+        )
     if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
         raise TrainingError(f"at step {run.state.step} no module runs FP8 any more")
 

@@ -132,6 +132,18 @@ class MetricsLogger:
         else:
             print(text, flush=True)
 
+    def rewind(self, step: int) -> None:
+        """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume."""
+        if not self.is_main:
+            return
+        path = Path(self._file.name)
+        self._file.close()
+        discard_after(path.parent, step)
+        self._file = path.open("a", encoding="utf-8")
+        self._recent = deque([(step, time.monotonic())], maxlen=10)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
     def close(self) -> None:
         """Close the file, the bar and the wandb run. A second call does nothing."""
         if not self.is_main or self._file.closed:

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from train import signals
+
+if __name__ == "__main__":
+    signals.install()  # the imports below take seconds
 
 import deepspeed
 import numpy as np
@@ -43,22 +48,32 @@ from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine, on_device, without_prints
 from train.export import export, is_exported, tokenizer_of
-from train.loop import Run, TrainingError, train
+from train.loop import Run, TrainingError, evaluate_late, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
+from train.replicas import ReplicaError
 from train.resume import resume_state
+from train.watchdog import Watchdog
 
-# What a user can mend: shown as one message, without a traceback.
+# What a user can mend: shown as one message, without a traceback. Started again as it is, the run would end so again,
+# unless it is the system's fault (OSError).
 USER_ERRORS = (
     ValueError,
     OSError,
     ProofError,
     TrainingError,
+    ReplicaError,
     checkpoint.CheckpointError,
     te_backend.BackendError,
 )
 
 
+NOT_AS_IT_IS = 2
+CRASHED = 1
+
+
 def main(argv: list[str]) -> int:
+    """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; NOT_AS_IT_IS (2): what was asked for
+    cannot be done, or the numbers went wrong; CRASHED (1): all else, worth another start from the last checkpoint."""
     try:
         arguments = load_arguments(argv)
         init_distributed()
@@ -66,24 +81,29 @@ def main(argv: list[str]) -> int:
     except USER_ERRORS as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
-        return fail(f"error: {error}\n(FP8_TRACEBACK=1 shows where)")
+        status = CRASHED if isinstance(error, OSError) else NOT_AS_IT_IS
+        return fail(f"error: {error}\n(FP8_TRACEBACK=1 shows where)", status)
+    except signals.Stopped:
+        dist.destroy_process_group()
+        return signals.STOPPED
     except Exception:
-        return fail(traceback.format_exc())
+        return fail(traceback.format_exc(), CRASHED)
     dist.destroy_process_group()
     return 0
 
 
-def fail(message: str) -> int:
+def fail(message: str, status: int) -> int:
     """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
     ends those. Rank 0 speaks first: what every rank finds is told once."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left that it would have to wait for
         time.sleep(2)
     print(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr, flush=True)
     if world > 1:
         sys.stdout.flush()
-        os._exit(1)
-    return 1
+        os._exit(status)
+    return status
 
 
 def init_distributed() -> None:
@@ -184,6 +204,9 @@ def run_training(args: TrainingArguments) -> None:
         saved = checkpoint.read_state(resume_from)
         for line in resume_state(state, saved, resume_from, args.data.allow_changes_on_resume):
             say(line)
+        state.health, state.evaluation_due = saved.health, saved.evaluation_due
+        if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
+            state.skipped_samples = saved.skipped_samples
 
     # proof, before the first step
     flops = accounting.flops_per_token(config, args.max_seq_length)
@@ -225,20 +248,38 @@ def run_training(args: TrainingArguments) -> None:
         is_main=rank == 0,
     )
     if rank == 0:
+        (output_dir / signals.STOPPED_FILE).unlink(missing_ok=True)
         write_configurations(output_dir, args, ds_config)
         if tuned is not None:
             autotune.save(tuned, output_dir)
         aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
             metrics.message(f"checkpoints of later steps were moved to {aside}")
-    if state.step >= args.max_steps:
-        metrics.message(f"this run has its {args.max_steps} steps already; nothing to train")
-        last = resume_from
-    else:
-        run = Run(
-            args, output_dir, engine, micro_step, precision, train_stream, eval_stream, metrics, state, flops
-        )
-        last = train(run)
+    vote, watchdog = signals.StopVote(args.hang_timeout_s), Watchdog(args.hang_timeout_s)
+    run = Run(
+        arguments=args,
+        output_dir=output_dir,
+        engine=engine,
+        micro_step=micro_step,
+        precision=precision,
+        train_stream=train_stream,
+        eval_stream=eval_stream,
+        metrics=metrics,
+        state=state,
+        flops_per_token=flops,
+        stop_vote=vote,
+        watchdog=watchdog,
+    )
+    try:
+        with watchdog:
+            last = what_is_left(run, resume_from)
+    except signals.Stopped as stopped:
+        if rank == 0:
+            signals.write_stopped(output_dir, stopped)
+        metrics.message(str(stopped))
+        metrics.close()
+        dist.barrier()
+        raise
     if rank == 0:
         if last is None:
             metrics.message(
@@ -250,6 +291,17 @@ def run_training(args: TrainingArguments) -> None:
             metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
     metrics.close()
     dist.barrier()
+
+
+def what_is_left(run: Run, resumed_from: Path | None) -> Path | None:
+    """Train, if there are steps left; returns the last checkpoint, None if there is none."""
+    state, steps = run.state, run.arguments.max_steps
+    if state.step < steps:
+        return train(run)
+    run.metrics.message(f"this run has its {steps} steps already; nothing to train")
+    if state.evaluation_due:
+        evaluate_late(run)
+    return resumed_from
 
 
 def print_line(line: str) -> None:

@@ -15,66 +15,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.machine import ROOT, executable, run_training
+
 sys.path.insert(0, str(ROOT / "scripts"))
 import check_requirements
 import run_info
 
 from train.arguments import load_arguments
-
-TOOLS = "bash dirname basename df awk grep sed head nproc tr flock env cat mkdir rm".split()
-
-
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def machine(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine with a compiler, an active virtual environment that has everything, no GPU, and no
-    package index. Starting a training process there writes its arguments to started.txt and fails with status 7."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in TOOLS:
-        if found := shutil.which(name):
-            (tools / name).symlink_to(found)
-    executable(tools / "c++", "exit 0")
-    started = f'echo "$0 $*" > "{tmp_path}/started.txt"; exit 7'
-    executable(
-        tmp_path / "venv/bin/python",
-        f'[[ "$*" == *distributed.run* ]] && {{ {started}; }}\nexec {sys.executable} "$@"',
-    )
-    executable(tmp_path / "venv/bin/ninja", "exit 0")
-    for name in ("venv/bin/deepspeed", "slurm/srun"):
-        executable(tmp_path / name, started)
-    executable(tmp_path / "slurm/scontrol", "echo node-a; echo node-b")
-    return {
-        "PATH": str(tools),
-        "HOME": str(tmp_path),
-        "VIRTUAL_ENV": str(tmp_path / "venv"),
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-    }
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(
-            {"model": {"config": "tiny"}, "data": {"sources": {"x": str(tmp_path / "x")}}, "max_steps": 10}
-        )
-    )
-    return path
-
-
-def run_training(
-    machine: dict[str, str], tmp_path: Path, *arguments: str | Path
-) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "run_training.sh"), *map(str, arguments)]
-    return subprocess.run(command, env=machine, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
 def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -153,7 +100,7 @@ def test_a_wrong_key_stops_before_anything_starts(
     machine: dict[str, str], tmp_path: Path, config: Path
 ) -> None:
     run = run_training(machine, tmp_path, config, "--max_stepz", "3")
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "did you mean max_steps" in run.stderr
     assert not (tmp_path / "started.txt").exists()
 
@@ -166,13 +113,13 @@ def test_two_processes_on_a_cpu(machine: dict[str, str], tmp_path: Path, config:
     run = run_training(machine, tmp_path, config, "--learning_rate", "1e-4")
     assert run.returncode == 7, run.stderr
     words = started(tmp_path).split()
-    assert words[0].endswith("/deepspeed") and words[1:4] == ["--quiet", "--num_gpus", "2"]
+    assert words[1:4] == [f"{ROOT}/train/launch.py", "--nproc", "2"]
     assert words[-4:] == [f"{ROOT}/train/train.py", str(config), "--learning_rate", "1e-4"]
 
 
 def test_process_count(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
     assert run_training({**machine, "NPROC": "3"}, tmp_path, config).returncode == 7
-    assert "--num_gpus 3" in started(tmp_path)
+    assert "--nproc 3" in started(tmp_path)
     run = run_training({**machine, "NPROC": "two"}, tmp_path, config)
     assert run.returncode == 1 and "NPROC=two" in run.stderr
 
@@ -184,8 +131,7 @@ def test_slurm_starts_one_launcher_a_node(machine: dict[str, str], tmp_path: Pat
     assert run.returncode == 7, run.stderr
     command = started(tmp_path)
     assert "/srun --nodes=2 --ntasks=2 --ntasks-per-node=1" in command
-    assert "torch.distributed.run --nproc_per_node 8 --nnodes 2" in command
-    assert "--rdzv_id 41234 --rdzv_backend c10d --rdzv_endpoint node-a:21234" in command
+    assert "train/launch.py --nproc 8 --nnodes 2 --master_addr node-a --master_port 21234" in command
     assert command.endswith(f"{ROOT}/train/train.py {config}\n")
 
 
@@ -196,12 +142,6 @@ def test_nodes_without_slurm(machine: dict[str, str], tmp_path: Path, config: Pa
     run = run_training({**machine, **nodes, "MASTER_ADDR": "node-a"}, tmp_path, config)
     assert run.returncode == 7, run.stderr
     assert "--nnodes 2 --node_rank 1 --master_addr node-a --master_port 29500" in started(tmp_path)
-
-
-def test_chosen_gpus_are_left_to_torchrun(machine: dict[str, str], tmp_path: Path, config: Path) -> None:
-    run = run_training({**machine, "CUDA_VISIBLE_DEVICES": "GPU-1234", "NPROC": "1"}, tmp_path, config)
-    assert run.returncode == 7, run.stderr
-    assert "torch.distributed.run --nproc_per_node 1 --standalone" in started(tmp_path)
 
 
 def test_help() -> None:

@@ -263,7 +263,7 @@ def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     assert program(config, work, *rows, *broken, *extra) == 2
     told = capfd.readouterr()
     assert told.out.count("not run again") == 2
-    assert "row broken: the training ended with status 1" in told.err
+    assert "row broken: the training ended with status 2" in told.err
     assert "'nonsense' matches no module" in told.err
 
     assert program(config, work, *rows, "--tolerance", "1e-9", *extra) == 1

@@ -113,3 +113,48 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     (make(tmp_path, 2) / checkpoint.MANIFEST).unlink()
     assert checkpoint.set_aside(tmp_path, after_step=1) is None
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+
+
+def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
+    """Never the one that was just committed, even with one of a later step beside it."""
+    for step in (1, 2, 3, 9):
+        make(tmp_path, step)
+    checkpoint._discard_old(tmp_path / "step-00000003", keep=2)
+    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [2, 3, 9]
+    checkpoint._discard_old(tmp_path / "step-00000003", keep=1)
+    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+    checkpoint._discard_old(tmp_path / "step-00000009", keep=0)
+    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+
+
+def test_a_manifest_of_before_it_had_a_hash_is_read(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    content = json.loads((path / checkpoint.MANIFEST).read_text())
+    del content["sha256"]
+    (path / checkpoint.MANIFEST).write_text(json.dumps({**content, "schema": 1}, indent=1))
+    assert choose(tmp_path) == (path, [])
+    (path / checkpoint.MANIFEST).write_text(json.dumps(content, indent=1))
+    assert checkpoint.problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    whole = (path / checkpoint.MANIFEST).read_bytes()
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        (path / checkpoint.MANIFEST).write_bytes(changed)
+        assert checkpoint.problems(path, hashes=False), bit
+
+
+def test_what_is_replaced_counts_until_its_successor_is_committed(tmp_path: Path) -> None:
+    path = make(tmp_path, 2)
+    checkpoint._make_room(path, needed=0)
+    path.mkdir()  # the save is under way, or was killed
+    assert choose(tmp_path)[0] == tmp_path / "step-00000002.before"
+    assert checkpoint.set_aside(tmp_path, after_step=2) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.before"]
+    with pytest.raises(OSError, match=r"has not the room: .* are free and .* GB are needed"):
+        checkpoint._make_room(path, needed=2**60)
+    assert "what it wrote is removed" in checkpoint._undo(path, 2**60, checkpoint.SaveError("rank 0: full"))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and checkpoint.problems(path) == []

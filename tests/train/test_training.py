@@ -293,16 +293,19 @@ def test_steps_without_finite_gradients_end_the_run(settings: dict, monkeypatch:
         )  # 0, with gradient 0 * inf
 
     monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_gradient)
-    monkeypatch.setattr(loop, "MAX_SKIPPED_STEPS", 3)
     with pytest.raises(
         loop.TrainingError,
         match="the gradients of the last 3 steps, to step 3, were not finite.*this run has saved no checkpoint",
     ):
-        run(settings)
-    assert [m["skipped_steps"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
+        run(settings, max_skipped_steps=3)
+    lines = metrics(Path(settings["output_dir"]))
+    assert [m["step"] for m in lines if "skipped" in m] == [1, 2, 3]
+    assert [m["skipped_steps"] for m in lines[:2]] == [1, 2]
 
 
-def test_a_loss_that_is_not_finite_is_never_saved(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = mistral_base.causal_lm_loss
     calls = []
 
@@ -313,11 +316,18 @@ def test_a_loss_that_is_not_finite_is_never_saved(settings: dict, monkeypatch: p
 
     monkeypatch.setattr(mistral_base, "causal_lm_loss", nan_later)
     with pytest.raises(
-        loop.TrainingError, match="the loss of step 4 is nan; the checkpoints before it are intact"
+        loop.TrainingError,
+        match="the last 3 steps, to step 6, were not finite.*the checkpoints before it are intact",
     ):
-        run(settings, logging_steps=6, save_steps=2)
+        run(settings, logging_steps=6, save_steps=1, save_total_limit=9, max_skipped_steps=3)
     saved = Path(settings["output_dir"]) / "checkpoints"
-    assert [p.name for p in sorted(saved.glob("step-*"))] == ["step-00000002"]
+    assert [p.name for p in sorted(saved.glob("step-*"))] == [f"step-0000000{n}" for n in range(1, 6)]
+    states = [
+        torch.load(p / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+        for p in sorted(saved.glob("step-*"))
+    ]
+    same = [all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(states, states[1:], strict=False)]
+    assert same == [False, False, True, True]
 
 
 def test_a_run_can_move(settings: dict, tmp_path: Path, small_model: Path) -> None:

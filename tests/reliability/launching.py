@@ -1,0 +1,31 @@
+"""Starting ranks by train/launch.py, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.train.runs import ROOT
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process's, without what describes a rank."""
+    described = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in described}
+    path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return environment | {"OMP_NUM_THREADS": "1", "PATH": path} | more
+
+
+def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` on so many ranks to their end; standard error is in stdout."""
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(ROOT / script)]
+    return subprocess.run(
+        [*command, *arguments],
+        env=clean_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )

@@ -1,0 +1,97 @@
+"""Ranks that meet once a step, as those of a run do, and one of which goes wrong at step 20.
+
+    python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S
+
+FAULT is a function of FAULTS; the rank that has it prints `fault <seconds since 1970>` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from train import signals
+from train.slow_ranks import SlowRanks
+from train.watchdog import Watchdog
+
+STEPS = 1000
+FORWARD_S = 0.01
+
+
+def never_returns() -> None:
+    time.sleep(1e6)
+
+
+def keeps_the_lock() -> None:
+    """C code that hangs without giving the interpreter's lock back: no Python thread of this process can run."""
+    ctypes.PyDLL(None).sleep(1_000_000)
+
+
+class Engine:
+    """What SlowRanks looks at of an engine: a model with a norm after its last layer."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.module = nn.Module()
+        self.module.model = nn.Module()
+        self.module.model.norm = nn.Identity()
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+FAULTS = {
+    "slow": lambda: None,  # see main
+    "none": lambda: None,
+    "hang": never_returns,
+    "hang_in_c": keeps_the_lock,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "asked": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+}
+
+
+def main() -> int:
+    fault, timeout_s = sys.argv[1], float(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank, vote = dist.get_rank(), signals.StopVote(timeout_s)
+    engine = Engine()
+    slow_ranks = SlowRanks(engine, vote.group, cuda_graphs=False)
+    forward_s = FORWARD_S * (1.5 if fault == "slow" and rank == 1 else 1)
+    with Watchdog(timeout_s) as watchdog:
+        for step in range(1, STEPS + 1):
+            watchdog.doing(f"step {step}, micro-batch 1 of 1")
+            slow_ranks.begin()
+            time.sleep(forward_s)
+            engine.module.model.norm(torch.zeros(1))
+            if step == 20 and rank == int(os.environ.get("FAULTY_RANK", "1")):
+                print(f"fault {time.time()}", flush=True)
+                FAULTS[fault]()
+            if vote.stop():
+                print(f"rank {rank} left after step {step}", flush=True)
+                dist.barrier()
+                return signals.STOPPED
+            watchdog.met(f"step {step} is done")
+            slow_ranks.step(step, print if rank == 0 else str)
+            if fault == "slow" and step == 120:
+                break
+    if rank == 0:
+        print(f"all {STEPS} steps")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    signals.install()
+    sys.exit(main())

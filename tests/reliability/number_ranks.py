@@ -1,0 +1,240 @@
+"""Ranks whose numbers go wrong: what they find, as JSON.
+
+    python tests/reliability/number_ranks.py FOLDER CASES
+
+CASES is a JSON list of [ranks, function, arguments]; the functions are those of FUNCTIONS. FOLDER gets a file
+`<index>-<rank>.json` for each, with what the function returned on that rank. One process imports everything and forks
+the ranks of each number of ranks in turn, so that a case takes a second or two.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from model import mistral_base
+from model.build import build_model, load_config
+from model.fp8_state import fp8_state
+from model.precision import Precision
+from train import checkpoint, train
+from train.arguments import TrainingArguments
+from train.ds_config import resolve_ds_config
+from train.engine import MicroStep, build_engine
+from train.health import Health
+from train.loop import TrainingError
+from train.replicas import ReplicaError
+
+RIGHT_LOSS = mistral_base.causal_lm_loss
+
+
+def spoil(kind: str | None) -> None:
+    """From now on this rank's loss is wrong: nan_loss; inf_loss, whose gradient is finite; nan_gradient, with a finite
+    loss; large_loss: ten times as large, and so its gradient; None: right again."""
+
+    def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = RIGHT_LOSS(logits, labels)
+        match kind:
+            case "nan_loss":
+                return loss * float("nan")
+            case "inf_loss":
+                return loss + float("inf")
+            case "nan_gradient":
+                return loss + (logits.float() * 0).sum().clamp(min=0).sqrt()  # 0, with gradient 0 * inf
+        return loss * 10
+
+    mistral_base.causal_lm_loss = RIGHT_LOSS if kind is None else wrong
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key in value:
+            yield from tensors_in(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def digests(engine: Any, precision: Precision) -> dict[str, str]:
+    """Of all that a step may change on this rank: weights, the optimizer's float32 weights and moments, FP8 state."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parts = {
+        "weights": [getattr(p, "ds_tensor", p).data for p in engine.module.parameters()],
+        "optimizer": [
+            *(p.data for group in inner.param_groups for p in group["params"]),
+            *tensors_in(dict(inner.state)),
+        ],
+        "fp8": list(fp8_state(engine.module, precision).values()),
+    }
+    found = {}
+    for name, tensors in parts.items():
+        whole = hashlib.sha256()
+        for tensor in tensors:
+            whole.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found[name] = whole.hexdigest()
+    return found
+
+
+def skip(stage: int, precision: dict, data_types: dict, clipping: float, config: str) -> dict[str, Any]:
+    """Two good steps, a bad one of each kind on the last rank, a good one; what changed in each."""
+    raw = {
+        "model": {"config": config},
+        "data": {"sources": {"none": "none"}},
+        "precision": precision,
+        "max_steps": 100,
+        "max_seq_length": 16,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": clipping,
+        "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types},
+    }
+    world, rank = dist.get_world_size(), dist.get_rank()
+    args = TrainingArguments.from_dict(raw).resolve(world)
+    model_config, how = load_config(config), Precision(args.precision)
+    engine = build_engine(
+        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, world)[0]
+    )
+    micro_step = MicroStep(engine, how, args)
+    health = Health(engine, how, window=16, factor=10.0)
+    kinds = ["nan_loss", "inf_loss", "nan_gradient"]
+    kinds += ["nan_in_buffer"] if getattr(engine.optimizer, "fp32_groups_gradients", None) else []
+    steps = []
+    right_backward = engine.backward
+
+    def spoiled_backward(loss: torch.Tensor) -> None:
+        """As where a weight-gradient GEMM adds into the buffer itself (speed.main_grad)."""
+        right_backward(loss)
+        engine.optimizer.fp32_groups_gradients[0][0].view(-1)[0] = float("nan")
+
+    for step, kind in enumerate([None, None, *kinds, None], 1):
+        bad = rank == world - 1 and kind is not None
+        spoil(kind if bad and kind != "nan_in_buffer" else None)
+        engine.backward = spoiled_backward if bad and kind == "nan_in_buffer" else right_backward
+        before = digests(engine, how)
+        health.before_step()
+        for index in range(2):
+            generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
+            ids = torch.randint(model_config.vocab_size, (2, 16), generator=generator)
+            loss = micro_step(ids, ids, index)
+        skipped = health.after_step(step, 0, loss, None)
+        after = digests(engine, how)
+        finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
+        changed = [name for name in before if before[name] != after[name]]
+        steps.append({"kind": kind, "skipped": skipped, "changed": changed, "finite": finite})
+    spoil(None)
+    return {"steps": steps, "count": engine.skipped_steps}
+
+
+def whole_run(
+    settings: dict, spoiled: dict[str, str], rank: int = 0, left_out: list | None = None
+) -> dict[str, Any]:
+    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, or flip) go wrong.
+    left_out: what the checkpoint that it goes on from has as skipped_samples, in place of its own."""
+    if left_out is not None:
+        right_read = checkpoint.read_state
+
+        def read(path: Path) -> Any:
+            state = right_read(path)
+            state.skipped_samples = left_out
+            return state
+
+        checkpoint.read_state = read
+    arguments = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
+    right = MicroStep.__call__
+    calls = 0
+
+    def call(self: MicroStep, *values: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        accumulation = arguments.gradient_accumulation_steps or 1
+        step, last = -(-calls // accumulation), calls % accumulation == 0
+        kind = spoiled.get(str(step)) if dist.get_rank() == rank else None
+        spoil(None if kind == "flip" else kind)
+        loss = right(self, *values)
+        spoil(None)
+        if kind == "flip" and last:
+            weight = dict(self.engine.module.named_parameters())[flipped_weight(self.engine.module)]
+            weight.data.view(-1).view(torch.int16)[7] ^= 1  # the lowest bit of the mantissa
+        return loss
+
+    MicroStep.__call__ = call
+    try:
+        train.run_training(arguments)
+    except (TrainingError, ReplicaError) as error:
+        return {"error": str(error)}
+    finally:
+        MicroStep.__call__ = right
+        spoil(None)
+        if left_out is not None:
+            checkpoint.read_state = right_read
+    return {"error": None}
+
+
+def flipped_weight(module: torch.nn.Module) -> str:
+    """A matrix in the middle of the model."""
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
+    return names[len(names) // 2]
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"skip": skip, "whole_run": whole_run}
+
+
+def run_rank(rank: int, world: int, port: int, folder: Path, cases: list[tuple[int, list]]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    train.init_distributed()
+    for index, (_, function, values) in cases:
+        found = FUNCTIONS[function](**values)
+        # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
+        gc.collect()
+        (folder / f"{index}-{rank}.json").write_text(json.dumps(found))
+
+
+def main() -> int:
+    folder, cases = Path(sys.argv[1]), list(enumerate(json.loads(Path(sys.argv[2]).read_text())))
+    failed = False
+    for world in sorted({case[0] for _, case in cases}):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        children = []
+        for rank in range(world):
+            if (child := os.fork()) == 0:
+                try:
+                    run_rank(rank, world, port, folder, [c for c in cases if c[1][0] == world])
+                except BaseException:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                    os._exit(1)  # the others would wait for this one
+                os._exit(0)
+            children.append(child)
+        for _ in children:
+            child, status = os.wait()
+            if status:
+                failed = True
+                for other in set(children) - {child}:
+                    try:
+                        os.kill(other, 9)
+                    except ProcessLookupError:
+                        pass
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,383 @@
+"""Ranks that train and save a tiny FP8 model in a loop, and the faults that end them.
+
+    python tests/reliability/save_ranks.py SCENARIO FOLDER [--trials N] [--seed N] [--stage 0..3]
+
+One process imports everything and forks the ranks of each trial, so that a trial takes about a second. The scenarios
+are the functions of SCENARIOS; each prints one JSON object as its last line. FOLDER/checkpoints is what they save in.
+FOLDER/rank_*.jsonl has the loss and a hash of each step that a rank took: whoever takes a step again, after loading a
+checkpoint, must find the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.comm.torch import build_shm_op
+from transformers import MistralConfig
+
+from model.build import build_model, load_config
+from model.fp8_state import fp8_state
+from model.precision import Precision
+from train import checkpoint
+from train.arguments import TrainingArguments
+from train.ds_config import resolve_ds_config
+from train.engine import MicroStep, build_engine, without_prints
+
+RANKS = 2
+KEEP = 2
+DEADLINE_S = 60.0
+
+
+class Trainer:
+    """One rank: an engine, the newest checkpoint if there is one, and what it must find when it repeats a step."""
+
+    def __init__(self, folder: Path, stage: int, mark: Callable[[str], None]):
+        self.folder, self.root, self.mark = folder, folder / "checkpoints", mark
+        torch.set_num_threads(1)
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        self.rank = dist.get_rank()
+        raw = {
+            "model": {"config": str(folder / "config.json")},
+            "data": {"sources": {"none": "none"}},
+            "max_steps": 10**6,
+            "max_seq_length": 16,
+            "per_device_train_batch_size": 2,
+            "lr_scheduler_type": "constant",
+            "deepspeed": f"ds_config_zero{stage}.json",
+        }
+        args = TrainingArguments.from_dict(raw).resolve(dist.get_world_size())
+        self.config, self.precision = load_config(args.model.config), Precision(args.precision)
+        model = build_model(self.config, args.model.variant, self.precision, seed=1)
+        self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size())[0])
+        self.micro_step = MicroStep(self.engine, self.precision, args)
+        self.state = checkpoint.RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
+        self.log = folder / f"rank_{self.rank}.jsonl"
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.expected = {line["step"]: line for line in map(json.loads, lines)}
+        self.why: list[str] = []
+        start = time.perf_counter()
+        self.loaded = checkpoint.choose(self.root, "auto", self.why.append)
+        self.chosen_s = time.perf_counter() - start
+        if self.loaded is not None:
+            with without_prints():
+                checkpoint.load(self.engine, self.loaded, self.precision)
+            self.state.step = checkpoint.read_state(self.loaded).step
+            self.compare({"step": self.state.step, "digest": self.digest()})
+        if self.rank == 0:
+            checkpoint.set_aside(self.root, self.state.step)
+        dist.barrier()
+
+    def compare(self, line: dict[str, Any]) -> None:
+        """What was recorded of a step must come again."""
+        if line["step"] in self.expected:
+            for key, value in line.items():
+                assert value == self.expected[line["step"]][key], (line, self.expected[line["step"]])
+
+    def digest(self) -> str:
+        """Of this rank's part of the weights and of its FP8 state."""
+        tensors = [getattr(p, "ds_tensor", p).data for p in self.engine.module.parameters()]
+        tensors += fp8_state(self.engine.module, self.precision).values()
+        whole = hashlib.sha256()
+        for tensor in tensors:
+            whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return whole.hexdigest()
+
+    def step(self) -> None:
+        self.state.step += 1
+        generator = torch.Generator().manual_seed(self.state.step * RANKS + self.rank)
+        ids = torch.randint(self.config.vocab_size, (2, 16), generator=generator)
+        loss = float(self.micro_step(ids, ids, 0))
+        line = {"step": self.state.step, "loss": loss, "digest": self.digest()}
+        self.compare(line)
+        with open(self.log, "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def save(self) -> None:
+        self.mark("S")
+        checkpoint.save(self.engine, self.root, self.state, self.precision, KEEP)
+        self.mark("E")
+
+
+class Ranks:
+    """Forked ranks, each with a pipe: what it marks comes as (rank, letter), its report when it ends as JSON."""
+
+    def __init__(self, folder: Path, stage: int, body: Callable[[Trainer], Any]):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.pipes, self.pids, self.text = [], [], [""] * RANKS
+        for rank in range(RANKS):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                _run_rank(folder, stage, body, write)
+            os.close(write)
+            self.pipes.append(read)
+            self.pids.append(pid)
+
+    def next_mark(self, timeout_s: float = DEADLINE_S) -> tuple[int, str] | None:
+        """The next letter of any rank; None when all ended. Raises TimeoutError: they hang."""
+        while self.pipes.count(-1) < RANKS:
+            ready = select.select([p for p in self.pipes if p >= 0], [], [], timeout_s)[0]
+            if not ready:
+                self.kill()
+                raise TimeoutError(f"the ranks say nothing for {timeout_s} s")
+            rank = self.pipes.index(ready[0])
+            letter = os.read(ready[0], 1).decode()
+            if not letter:
+                os.close(ready[0])
+                self.pipes[rank] = -1
+                continue
+            self.text[rank] += letter
+            return rank, letter
+        return None
+
+    def kill(self, ranks: list[int] | None = None) -> None:
+        for rank in range(RANKS) if ranks is None else ranks:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def end(self) -> list[str]:
+        """Wait for all; what each rank wrote."""
+        while self.next_mark():
+            pass
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        return self.text
+
+    def reports(self) -> list[Any]:
+        """What `body` returned on each rank."""
+        texts = self.end()
+        assert all("{" in text for text in texts), texts
+        return [json.loads(text[text.index("{") :]) for text in texts]
+
+
+def _run_rank(folder: Path, stage: int, body: Callable[[Trainer], Any], pipe: int) -> None:
+    """A forked rank, from its start to its end."""
+    try:
+        report = body(Trainer(folder, stage, lambda letter: os.write(pipe, letter.encode()) and None))
+        os.write(pipe, json.dumps({"report": report}).encode())
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+# ---------------------------------------------------------------- what the ranks do
+
+
+def train_and_save(trainer: Trainer, saves: int = 10**6) -> dict[str, Any]:
+    """Steps and saves, until it is killed."""
+    for _ in range(saves):
+        trainer.step()
+        trainer.save()
+    return resume(trainer)
+
+
+def resume(trainer: Trainer) -> dict[str, Any]:
+    """Say what was loaded, and take two steps that must give what they gave before."""
+    trainer.step(), trainer.step()
+    return {"loaded": trainer.loaded and trainer.loaded.name, "why": trainer.why, "seconds": trainer.chosen_s}
+
+
+def save_slowly(trainer: Trainer, place: int) -> None:
+    """Rank 1 stops in its save before the `place`-th of: DeepSpeed's save, its optimizer shard half written, our file,
+    its hashes. It marks that with Z, and waits there to be killed."""
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        trainer.mark("Z")
+        time.sleep(DEADLINE_S)
+
+    trainer.step()
+    if trainer.rank == 1:
+        if place == 0:
+            trainer.engine.save_checkpoint = stop
+        elif place == 1:
+            writer = trainer.engine.checkpoint_engine
+
+            def half(state_dict: Any, path: str) -> None:
+                Path(path).write_bytes(b"half a file")
+                stop()
+
+            writer.save = half
+        else:
+            setattr(checkpoint, ("_rank_state", "describe_all")[place - 2], stop)
+    trainer.save()
+
+
+def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
+    """A good save, one on a disk that is full before it, one on a disk that gets full in it, and a good one again.
+
+    The folder is on a small file system, which another file fills."""
+    outcomes = []
+    root, filler = trainer.root, trainer.root.parent / "filler"
+    make_room = checkpoint._make_room
+
+    def fill(leave: float, needed: int) -> None:
+        free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
+        with open(filler, "wb") as file:
+            file.write(bytes(max(int(free - leave * needed), 0)))
+
+    def full_later(path: Path, needed: int) -> None:
+        make_room(path, needed)
+        fill(0.3, needed)
+
+    def full_before(path: Path, needed: int) -> None:
+        fill(0.9, needed)
+        make_room(path, needed)
+
+    for prepare in (make_room, full_before, full_later, make_room):
+        trainer.step()
+        needed = checkpoint.needed_bytes(trainer.engine, root, trainer.precision)
+        dist.barrier()
+        checkpoint._make_room = prepare
+        try:
+            trainer.save()
+            outcome = "saved"
+        except checkpoint.SaveError as error:
+            outcome = str(error)
+        dist.barrier()
+        folders = sorted(p.name for p in root.iterdir())
+        newest = checkpoint.committed(root)[-1]
+        outcomes.append(
+            {
+                "outcome": outcome,
+                "folders": folders,
+                "problems": checkpoint.problems(newest),
+                "needed": needed,
+                "bytes": sum(file.stat().st_size for file in newest.iterdir()),
+            }
+        )
+        dist.barrier()
+        if trainer.rank == 0:
+            filler.unlink(missing_ok=True)
+        dist.barrier()
+    return outcomes
+
+
+# ---------------------------------------------------------------- scenarios
+
+
+def warm_up(folder: Path) -> None:
+    """Import here what ranks import late, so that those of the trials are forked with it."""
+    (folder / "warm-up").mkdir(exist_ok=True)
+    shutil.copy(folder / "config.json", folder / "warm-up/config.json")
+    modules = Ranks(folder / "warm-up", 1, lambda t: train_and_save(t, 1) and list(sys.modules)).reports()[0]
+    for name in modules["report"]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def make(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """`--trials` steps, each saved; the last KEEP stay."""
+    return {"ranks": Ranks(folder, args.stage, lambda t: train_and_save(t, args.trials)).reports()}
+
+
+def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What each rank loads, and why not something newer."""
+    return {"ranks": Ranks(folder, args.stage, resume).reports()}
+
+
+def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """SIGKILL of all ranks at a random moment of a save, again and again; each trial begins with what the one before
+    left. A kill between two saves is no trial."""
+    chance, trials, saves_s, starts = random.Random(args.seed), 0, [0.1], 0
+    while trials < args.trials:
+        ranks, starts = Ranks(folder, args.stage, train_and_save), starts + 1
+        before_kill = chance.randint(1, 3)
+        while before_kill:
+            found = ranks.next_mark()
+            assert found is not None, f"a rank ended by itself in trial {trials}"
+            if found == (0, "S"):
+                began, before_kill = time.perf_counter(), before_kill - 1
+            elif found == (0, "E"):
+                saves_s.append(time.perf_counter() - began)
+        time.sleep(chance.uniform(0, max(saves_s[-20:])))
+        ranks.kill()
+        marks = ranks.end()
+        if marks[0][-1] == "S" or marks[1][-1] == "S":
+            trials += 1
+            newest = checkpoint.committed(folder / "checkpoints")
+            assert not newest or not checkpoint.problems(newest[-1]), f"trial {trials}: {newest[-1]}"
+    final = load(folder, args)
+    return {
+        **final,
+        "trials": trials,
+        "starts": starts,
+        "save_s": sum(saves_s[1:]) / max(len(saves_s) - 1, 1),
+    }
+
+
+def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """SIGKILL of a rank that is slow in its save: that save never commits, and the one before is loaded."""
+    make(folder, argparse.Namespace(stage=args.stage, trials=1))
+    good = checkpoint.committed(folder / "checkpoints")
+    longest_s = 0.0
+    for trial in range(args.trials):
+        ranks = Ranks(folder, args.stage, lambda t, place=(args.seed + trial) % 4: save_slowly(t, place))
+        while ranks.next_mark() != (1, "Z"):
+            pass
+        ranks.kill([1])
+        start = time.perf_counter()
+        ranks.end()  # the other rank ends by itself: the connection to the killed one is gone
+        longest_s = max(longest_s, time.perf_counter() - start)
+        assert checkpoint.committed(folder / "checkpoints") == good, f"trial {trial} committed"
+    return {**load(folder, args), "good": good[-1].name, "trials": args.trials, "longest_s": longest_s}
+
+
+def full_disk(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """`save_on_a_full_disk`, on the file system of FOLDER, which should be small."""
+    reports = Ranks(folder, args.stage, lambda t: save_on_a_full_disk(t)).reports()
+    return {"ranks": [r["report"] for r in reports]}
+
+
+SCENARIOS = {f.__name__: f for f in (make, load, kill_all, kill_one, full_disk)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--trials", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stage", type=int, default=1)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    config = MistralConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                           num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+                           sliding_window=None, tie_word_embeddings=False)  # fmt: skip
+    (args.folder / "config.json").write_text(json.dumps(config.to_dict()))
+    # Once here, not in each rank, where it is compiled under a lock that a killed rank would leave
+    build_shm_op()
+    if args.trials > 10:
+        warm_up(args.folder)
+    print(json.dumps(SCENARIOS[args.scenario](args.folder, args)))
+
+
+if __name__ == "__main__":
+    main()

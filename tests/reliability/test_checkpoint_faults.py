@@ -1,0 +1,221 @@
+"""Faults in saves and in what they wrote: a checkpoint that is not whole is never used, a whole one never lost.
+
+The ranks, two of them with DeepSpeed, gloo and the FP8 reference, are those of save_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.runs import ROOT, metrics, run
+from train import checkpoint
+from train.checkpoint_files import MANIFEST, committed, newest_good, problems
+
+
+def by_form(short: Any, full: Any) -> list[Any]:
+    """Parameters: the short form, and the full one with its marker and an hour of time."""
+    return [
+        pytest.param(short, id="short"),
+        pytest.param(full, id="full", marks=[pytest.mark.reliability, pytest.mark.timeout(3600)]),
+    ]
+
+
+def ranks(scenario: str, folder: Path, *options: object, before: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Run a scenario of save_ranks.py; its report. `before`: a command that starts it."""
+    command = [sys.executable, str(ROOT / "tests/reliability/save_ranks.py"), scenario, str(folder)]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*before, *command, *map(str, options)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def flip(file: Path, bit: int) -> None:
+    """Flip one bit, in place."""
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoints of steps 2 and 3, of two ranks."""
+    folder = tmp_path_factory.mktemp("made")
+    ranks("make", folder, "--trials", 3)
+    assert [p.name for p in committed(folder / "checkpoints")] == ["step-00000002", "step-00000003"]
+    return folder
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage."""
+    return shutil.copytree(made, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("trials", by_form(1, 100))
+def test_a_bit_flipped_in_any_file_is_found_and_the_file_named(saved: Path, trials: int) -> None:
+    """Each file of a checkpoint, its manifest too; `trials` random bits of each."""
+    chance, root = random.Random(0), saved / "checkpoints"
+    previous, newest = committed(root)
+    for file in sorted(newest.iterdir()):
+        for _ in range(trials):
+            bit = chance.randrange(8 * file.stat().st_size)
+            flip(file, bit)
+            log: list[str] = []
+            assert newest_good(root, log.append) == previous, (file.name, bit)
+            assert len(log) == 1 and str(file) in log[0], (log, bit)
+            flip(file, bit)
+    assert newest_good(root, log.append) == newest and len(log) == 1
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_in_the_middle(path: Path) -> None:
+    flip(path, 4 * path.stat().st_size)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "flipped": ("*_pp_rank_1_*optim_states.pt", flip_in_the_middle, "is altered"),
+    "missing": ("mp_rank_00_model_states.pt", Path.unlink, "is missing"),
+    "truncated": ("rank_00001.pt", truncate, "bytes, the manifest says"),
+    "empty": ("run_state.json", lambda p: p.write_bytes(b""), "has 0 bytes"),
+    "manifest": (MANIFEST, flip_in_the_middle, "manifest.json is"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["flipped", *(pytest.param(k, marks=pytest.mark.reliability) for k in list(DAMAGE)[1:])]
+)
+def test_all_ranks_fall_back_to_the_previous_one(saved: Path, kind: str) -> None:
+    """They load it, and their next steps give what they gave before; a `latest` that is garbage means nothing."""
+    pattern, damage, message = DAMAGE[kind]
+    (file,) = (saved / "checkpoints/step-00000003").glob(pattern)
+    damage(file)
+    (saved / "checkpoints/latest").write_text("step-00000003\x00garbage")
+    reports = [rank["report"] for rank in ranks("load", saved)["ranks"]]
+    assert [r["loaded"] for r in reports] == ["step-00000002"] * 2
+    assert len(reports[0]["why"]) == 1 and message in reports[0]["why"][0]
+    assert file.name in reports[0]["why"][0]
+    assert all(r["seconds"] < 30 for r in reports)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("latest", ["", "step-00000002", "step-00000099", "\x00\xff"])
+def test_deepspeeds_latest_plays_no_role(saved: Path, latest: str) -> None:
+    (saved / "checkpoints/latest").write_text(latest)
+    assert [r["report"]["loaded"] for r in ranks("load", saved)["ranks"]] == ["step-00000003"] * 2
+
+
+@pytest.mark.parametrize("trials", by_form(3, 200))
+def test_all_ranks_killed_in_a_save_lose_no_commit(tmp_path: Path, trials: int) -> None:
+    """Each trial begins with what the one before left: it loads that and repeats steps with equal numbers."""
+    report = ranks("kill_all", tmp_path, "--trials", trials)
+    assert report["trials"] == trials
+    assert report["ranks"][0]["report"]["loaded"] == report["ranks"][1]["report"]["loaded"] is not None
+
+
+@pytest.mark.parametrize("trials", by_form(1, 50))
+def test_a_save_in_which_a_slow_rank_is_killed_never_commits(tmp_path: Path, trials: int) -> None:
+    report = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
+    assert report["trials"] == trials
+    assert [r["report"]["loaded"] for r in report["ranks"]] == ["step-00000001"] * 2
+    assert report["longest_s"] < 10  # the rank that lives ends as well
+
+
+def small_disk(folder: Path) -> tuple[str, ...]:
+    """The command that mounts a small tmpfs at `folder`, for one process and its children; skips where none can be."""
+    command = ("unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m tmpfs "{folder}" && exec "$@"', "sh")
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs unshare and the right to mount a tmpfs in a namespace of its own")
+    return command
+
+
+@pytest.mark.parametrize(
+    "stage", [1, *(pytest.param(stage, marks=pytest.mark.reliability) for stage in (0, 2, 3))]
+)
+def test_a_full_disk_is_named_and_leaves_the_previous_one(tmp_path: Path, stage: int) -> None:
+    """Real ENOSPC on a tmpfs, before a save and in it, the same on both ranks; then there is room again."""
+    outcomes = ranks("full_disk", tmp_path, "--stage", stage, before=small_disk(tmp_path))["ranks"]
+    assert outcomes[0] == outcomes[1]
+    first, before, during, after = outcomes[0]
+    assert first["bytes"] < first["needed"] < 2 * first["bytes"]  # the estimate of a first save
+    assert "the disk has not the room: " in before["outcome"]
+    assert "could not be written: " in during["outcome"] and "step-00000003/" in during["outcome"]
+    for failed in (before, during):
+        assert f"{tmp_path / 'checkpoints'} had " in failed["outcome"]
+        assert f"a save needs about {failed['needed'] / 1e6:,.1f} MB" in failed["outcome"]
+        assert failed["folders"] == ["step-00000001"] and failed["problems"] == []
+    assert after["outcome"] == "saved" and after["folders"] == ["step-00000001", "step-00000004"]
+
+
+@pytest.fixture
+def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third torch.save from now writes a little and then finds the disk full; what comes later has room."""
+    calls, right = [], torch.save
+
+    def save(what: Any, file: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            Path(file).write_bytes(b"a part")
+            raise OSError(28, "No space left on device", str(file))
+        right(what, file, **options)
+
+    monkeypatch.setattr(torch, "save", save)
+
+
+def test_a_full_disk_ends_a_run(settings: dict, full_once: None) -> None:
+    with pytest.raises(
+        checkpoint.SaveError, match="rank 0: .*rank_00000.pt could not be written: .*No space left"
+    ):
+        run(settings, save_steps=2, save_total_limit=1)
+    assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
+    assert not list(Path(settings["output_dir"], "checkpoints").iterdir())
+
+
+def test_a_run_goes_on_after_a_full_disk_when_it_is_told_to(
+    settings: dict, full_once: None, capsys: pytest.CaptureFixture
+) -> None:
+    output_dir = run(settings, save_steps=2, on_save_failure="continue")
+    assert [p.name for p in committed(output_dir / "checkpoints")] == ["step-00000004", "step-00000006"]
+    assert problems(output_dir / "checkpoints/step-00000006") == []
+    assert capsys.readouterr().out.count("the run goes on to its next save") == 1
+
+
+def test_the_last_save_of_a_run_must_succeed(settings: dict, full_once: None) -> None:
+    with pytest.raises(checkpoint.SaveError, match="step-00000006 could not be saved"):
+        run(settings, on_save_failure="continue")
+
+
+def test_a_failed_save_of_a_step_that_is_saved_already_leaves_that(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after going back to an earlier checkpoint in one run; save_total_limit 1."""
+    output_dir = run(settings, save_total_limit=1)
+    path = output_dir / "checkpoints/step-00000006"
+    identity = checkpoint.identity(path)
+    monkeypatch.setattr(checkpoint, "set_aside", lambda root, step: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_rank_state", lambda *_: 1 / 0)
+        with pytest.raises(checkpoint.SaveError, match="division by zero"):
+            run(settings, resume_from_checkpoint="never", save_total_limit=1)
+    assert checkpoint.identity(path) == identity and problems(path) == []
+    run(settings, resume_from_checkpoint="never", save_total_limit=1, seed=7)
+    assert [p.name for p in (output_dir / "checkpoints").iterdir()] == ["step-00000006"]
+    assert checkpoint.identity(path) != identity and problems(path) == []

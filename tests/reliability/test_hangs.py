@@ -1,0 +1,96 @@
+"""Ranks that hang, are stopped, are killed or are slow: the job ends in time, or goes on, and says which one it is."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.reliability.launching import launch
+from train.slow_ranks import SlowRankDetector
+from train.watchdog import blame
+
+TIMEOUT_S = 4.0
+RANKS = "tests/reliability/meeting_ranks.py"
+
+
+def run_with(fault: str, timeout_s: float = TIMEOUT_S, **environment: str) -> tuple[int, str, float]:
+    """Exit status, output, and the seconds from the fault to the end of the job."""
+    done = launch(3, RANKS, fault, str(timeout_s), **environment)
+    ended = time.time()
+    at = re.search(r"^fault ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert at, done.stdout
+    return done.returncode, done.stdout, ended - float(at[1])
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
+    status, output, seconds = run_with("hang")
+    assert status == 1
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + 10
+    assert "no step was finished for 4 s (hang_timeout_s); rank 1 of 3 is not where the others wait" in output
+    assert re.search(
+        r"rank 1 on \S+: step 20, micro-batch 1 of 1; File .*meeting_ranks.py.* never_returns", output
+    )
+    assert "rank 1: where its threads are:" in output
+    assert output.count("no step was finished") == 1, "told once"
+
+
+def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same() -> None:
+    status, output, seconds = run_with("hang_in_c")
+    assert status == 1 and seconds < TIMEOUT_S + 10
+    assert "rank 1 does not answer" in output
+    assert re.search(r'File ".*meeting_ranks.py", line \d+ in keeps_the_lock', output), "faulthandler's form"
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_stopped_process_is_named(rank: int) -> None:
+    """Rank 0 keeps the store through which the ranks tell each other where they are."""
+    status, output, seconds = run_with("stopped", FAULTY_RANK=str(rank))
+    assert status == 1 and seconds < TIMEOUT_S + 10
+    assert f"rank {rank} does not answer: its process is stopped" in output
+    assert "launch: rank" in output
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    status, output, seconds = run_with("killed", timeout_s=600.0)
+    assert status == 128 + 9
+    assert seconds < 10
+    assert "launch: rank 1 was killed by SIGKILL" in output
+
+
+def test_no_false_alarm_in_a_clean_run() -> None:
+    done = launch(2, RANKS, "none", "2.0")
+    assert done.returncode == 0 and "all 1000 steps" in done.stdout
+    assert "hang_timeout_s" not in done.stdout and "is slow" not in done.stdout
+
+
+def test_a_slow_rank_is_named() -> None:
+    done = launch(3, RANKS, "slow", "60")
+    assert done.returncode == 0, done.stdout
+    found = re.findall(r"warning: rank (\d) is slow: .* ([\d.]+) times .* to step (\d+)", done.stdout)
+    assert len(found) == 1, "told once"
+    rank, factor, step = found[0]
+    assert rank == "1" and 1.3 < float(factor) < 1.7 and int(step) <= 50
+
+
+def test_one_slow_window_is_noise() -> None:
+    detector = SlowRankDetector(4)
+    slow, even = [1.0, 1.0, 1.5, 1.1], [1.0, 1.1, 1.2, 1.0]
+    assert [detector.window(w) for w in (slow, slow, even, slow, slow)] == [{}] * 5
+    assert detector.window(slow) == {2: 1.5}
+    assert detector.window(slow) == {}, "told already"
+    assert [detector.window(w) for w in (even, slow, slow, slow)] == [{}, {}, {}, {2: 1.5}], "told again"
+
+
+def answer(progress: int, waits: bool) -> dict:
+    return {"progress": progress, "waits": waits}
+
+
+def test_who_is_to_blame() -> None:
+    behind = {0: answer(8, True), 1: answer(7, True), 2: answer(8, True)}
+    assert blame(behind, 3) == [1], "all wait, one an operation behind the others"
+    assert blame({0: answer(8, True), 1: answer(8, False), 2: answer(8, True)}, 3) == [1]
+    assert blame({0: answer(8, True), 2: answer(8, True)}, 3) == [1]
+    assert blame({2: answer(8, True)}, 3) == [0], "nobody answers: rank 0 keeps the store"
+    assert blame({0: answer(8, True), 1: answer(8, True)}, 2) == [], "cannot be told"

@@ -1,0 +1,384 @@
+"""Numbers that go wrong: skipped steps, spikes, rollbacks, ranks whose weights differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.fp8_state import fp8_state
+from model.precision import Precision, PrecisionConfig
+from tests.conftest import random_ids, small_config
+from tests.train.runs import ROOT, metrics
+from train import replicas
+from train.arguments import ConfigurationError, TrainingArguments
+from train.dataset import open_stream
+from train.health import Health, SpikeDetector
+from train.replicas import checksum, difference, make_multipliers
+from train.rollback import past_skipped
+
+DELAYED = {"recipe": "delayed", "amax_history_len": 4}
+FP32 = {"compute": "fp32"}
+FP32_GRADIENTS = {"grad_accum_dtype": "fp32"}
+
+SKIPS = [  # ZeRO stage, precision, data_types, max_grad_norm
+    (0, DELAYED, {}, 1.0),
+    (0, FP32, {}, 1.0),
+    (1, DELAYED, FP32_GRADIENTS, 1.0),
+    (2, DELAYED, {}, 1.0),
+    (3, DELAYED, {}, 1.0),
+]
+MORE_SKIPS = [
+    (0, FP32, {}, 0.0),
+    (0, {"compute": "bf16"}, {}, 0.0),
+    (1, FP32, {}, 0.0),
+    (1, {"compute": "bf16"}, {}, 1.0),
+    (1, {"recipe": "current"}, FP32_GRADIENTS, 0.0),
+    (2, FP32, {}, 1.0),
+    (3, FP32, {}, 0.0),
+    (3, {"compute": "bf16"}, {}, 1.0),
+]
+
+
+def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
+    """What each case returned, by rank."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/reliability/number_ranks.py"),
+            str(folder),
+            str(folder / "cases.json"),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (folder / "output.txt").write_text(done.stdout)
+    return [
+        [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(case[0])]
+        for index, case in enumerate(cases)
+    ]
+
+
+# ---------------------------------------------------------------- skipped steps
+
+
+def check_skips(tmp_path: Path, matrix: list[tuple]) -> None:
+    config = tmp_path / "config.json"
+    small = small_config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=2
+    )
+    small.num_key_value_heads = 1
+    config.write_text(json.dumps(small.to_dict()))
+    keys = ("stage", "precision", "data_types", "clipping")
+    cases = [(2, "skip", {**dict(zip(keys, row, strict=True)), "config": str(config)}) for row in matrix]
+    for row, ranks in zip(matrix, run_cases(tmp_path / "skips", cases), strict=True):
+        for rank, found in enumerate(ranks):
+            kinds = [step["kind"] for step in found["steps"]]
+            assert {"nan_loss", "inf_loss", "nan_gradient"} <= set(kinds), row
+            assert ("nan_in_buffer" in kinds) == (row[2] == FP32_GRADIENTS), row
+            for step in found["steps"]:
+                where = (row, rank, step)
+                assert step["finite"], where
+                assert step["skipped"] == (step["kind"] is not None), where
+                if step["skipped"]:
+                    assert step["changed"] == [], where
+                else:
+                    assert {"weights", "optimizer"} <= set(step["changed"]), where
+            assert found["count"] == len(kinds) - 3
+
+
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    """Neither weights nor optimizer nor FP8 state, bit by bit; and the step after it is a step again."""
+    check_skips(tmp_path, SKIPS)
+
+
+@pytest.mark.reliability
+def test_what_is_not_finite_changes_nothing_in_any_precision(tmp_path: Path) -> None:
+    check_skips(tmp_path, MORE_SKIPS)
+
+
+def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
+    from train.ds_config import resolve_ds_config
+
+    settings["deepspeed"] = {
+        "zero_optimization": {"stage": 1, "compute_grad_norm": False},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+    }
+    with pytest.raises(
+        ConfigurationError, match="compute_grad_norm: false would(?s:.)*check_grad_overflow: false would"
+    ):
+        resolve_ds_config(TrainingArguments.from_dict(settings).resolve(1), 1)
+
+
+def test_amaxes_that_are_not_finite_leave_the_history() -> None:
+    """An inf that FP8's saturation hid from the loss would hold its scale for as long as the history is."""
+    config = small_config(num_hidden_layers=1)
+    precision = Precision(PrecisionConfig(recipe="delayed", amax_history_len=16))
+    model = build_model(config, "te_layer", precision, seed=1)
+    ids = random_ids(config, 2, 16)
+    engine: Any = SimpleNamespace(module=model, skipped_steps=0)
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+
+    step()
+    state = fp8_state(model, precision)
+    name = next(key for key in state if key.endswith("scaling_fwd.amax_history"))
+    scale = state[name.replace("amax_history", "scale")]
+    state[name][-1, 0] = float("inf")
+    scale[0] = 12345.0
+    step()
+    assert scale[0] == 12345.0  # stuck
+    health = Health(engine, precision, window=16, factor=10.0)
+    assert health.mend_histories() == 1
+    step()
+    assert scale[0] != 12345.0 and state[name].isfinite().all()
+    assert health.mend_histories() == 0
+
+
+# ---------------------------------------------------------------- spikes
+
+
+def recorded(name: str) -> list[tuple[str, dict[str, list[float]]]]:
+    """Loss and gradient norm of real runs of hare_0.4b on an H200, every fifth step."""
+    found = json.loads((ROOT / "test_fp8/results" / f"{name}.json").read_text())["results"]
+    return [(row["row"], row["curves"]) for row in found]
+
+
+def test_no_alarm_on_real_runs_and_one_on_a_spike() -> None:
+    steps = 0
+    for row, curves in recorded("convergence") + recorded("convergence_e4m3"):
+        for key in ("loss", "grad_norm"):
+            values = curves[key]
+            detector = SpikeDetector(window=128, factor=10.0)
+            assert [i for i, value in enumerate(values) if detector.judge(value)] == [], (row, key)
+            steps += len(values) if key == "loss" else 0
+            last = statistics.median(values[-16:])
+            assert detector.judge(10 * last) is not None, (row, key)
+            assert detector.judge(last) is None
+    assert steps >= 1000
+
+
+def test_a_level_that_stays_is_no_spike_for_ever() -> None:
+    detector = SpikeDetector(window=16, factor=10.0)
+    flagged = [detector.judge(value) is not None for value in [1.0] * 16 + [5.0] * 16]
+    assert flagged[:16] == [False] * 16 and flagged[16] and not flagged[-1]
+    assert SpikeDetector(16, 0.0).judge(1e9) is None
+
+
+def test_samples_left_out_are_a_function_of_position() -> None:
+    assert past_skipped(0, 4, []) == 0
+    assert past_skipped(0, 4, [[4, 8]]) == 0
+    assert past_skipped(1, 4, [[4, 8]]) == 8  # of another batch size: no sample of the range is used
+    assert past_skipped(4, 4, [[10, 12], [4, 8]]) == 12
+    assert past_skipped(8, 4, [[4, 8]]) == 8
+
+
+# ---------------------------------------------------------------- replicas
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8])
+def test_a_checksum_tells_every_single_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "ROW", 8)  # rows, several at a time, and a rest
+    monkeypatch.setattr(replicas, "ROWS", 2)
+    multipliers = make_multipliers("cpu")
+    tensor = (torch.randn(45, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
+    right = int(checksum(tensor, multipliers))
+    data = tensor.view(torch.uint8)
+    for byte in range(data.numel()):
+        for bit in range(8):
+            data[byte] ^= 1 << bit
+            assert int(checksum(tensor, multipliers)) != right
+            data[byte] ^= 1 << bit
+    assert int(checksum(tensor.reshape(5, 9), multipliers)) == right
+    for other in (1, 8, 44):
+        swapped = tensor.clone()
+        swapped[0], swapped[other] = tensor[other], tensor[0]
+        assert int(checksum(swapped, multipliers)) != right
+
+
+def test_the_odd_ranks_are_named_by_majority() -> None:
+    names = ["a", "b"]
+    assert difference([[1, 2], [1, 2], [1, 2]], names) is None
+    assert "rank 1 differs from the other 2" in str(difference([[1, 2], [1, 3], [1, 2]], names))
+    assert "'b' is the first of 1 tensors that differ, of 2" in str(
+        difference([[1, 2], [1, 3], [1, 2]], names)
+    )
+    assert "ranks [0, 3] differ" in str(difference([[9, 2], [1, 2], [1, 2], [1, 7], [1, 2]], names))
+    both = str(difference([[1, 2], [1, 3]], names))
+    assert "ranks [0, 1]" in both and "no majority" in both
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, small_model: Path) -> dict[str, Any]:
+    return {
+        "model": {"config": str(small_model)},
+        "data": {"sources": {"text": str(data)}},
+        "precision": DELAYED,
+        "max_seq_length": 32,
+        "per_device_train_batch_size": 1,
+        "max_eval_samples": 2,
+        "logging_steps": 1,
+        "replica_check_steps": 1,
+        "spike_window": 16,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+    }
+
+
+def rollback_cases(base: dict[str, Any], folder: Path, stage: int = 1) -> dict[str, tuple]:
+    """A spike in step 19: back to 16, without the samples of 18 and 19, to step 22; then a resume. And the same by
+    other means: to step 16 and, in a resume that is told so, on without these samples."""
+    settings = {
+        **base,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_total_limit": 20,
+        "on_spike": "rollback",
+        "logging_steps": 2,
+        "deepspeed": f"ds_config_zero{stage}.json",
+    }
+
+    def case(name: str, steps: int, spoiled: dict, left_out: Any = None) -> tuple:
+        values = {**settings, "output_dir": str(folder / name), "max_steps": steps}
+        return 2, "whole_run", {"settings": values, "spoiled": spoiled, "left_out": left_out}
+
+    return {
+        "rollback": case("rollback", 22, {"19": "large_loss"}),
+        "rollback_resumed": case("rollback", 26, {}),
+        "to_16": case("reference", 16, {}),
+        "reference": case("reference", 26, {}, [[34, 38]]),
+    }
+
+
+def check_rollback(folder: Path) -> None:
+    lines = metrics(folder / "rollback")
+    back = [line["rollback"] for line in lines if "rollback" in line]
+    assert [(b["first_sample"], b["samples"], b["from_step"]) for b in back] == [(34, 4, 19)]
+    state = json.loads((folder / "rollback/checkpoints/step-00000026/run_state.json").read_text())
+    assert state["skipped_samples"] == [[34, 38]]
+    assert state["consumed_samples"] == 26 * 2 + 4
+
+    def curve(name: str) -> list[tuple]:
+        return [(m["step"], m["loss"], m["grad_norm"]) for m in metrics(folder / name) if "loss" in m]
+
+    assert [step for step, *_ in curve("rollback")] == list(range(2, 27, 2))
+    assert curve("rollback") == curve("reference")
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rollback_at_other_stages(base: dict[str, Any], tmp_path: Path, stage: int) -> None:
+    for ranks in run_cases(tmp_path / "results", list(rollback_cases(base, tmp_path, stage).values())):
+        assert ranks == [{"error": None}] * 2
+    check_rollback(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[dict]]]:
+    """Name -> (output folder, what each rank says)."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def case(
+        name: str, ranks: int, spoiled: dict, rank: int = 1, left_out: Any = None, **changes: Any
+    ) -> tuple:
+        values = {**base, "output_dir": str(folder / name), **changes}
+        return (
+            ranks,
+            "whole_run",
+            {"settings": values, "spoiled": spoiled, "rank": rank, "left_out": left_out},
+        )
+
+    cases = {
+        "nan": case("nan", 2, {"3": "nan_loss"}, max_steps=5),
+        "stops": case(
+            "stops", 2, {str(n): "inf_loss" for n in range(2, 9)}, max_steps=9, max_skipped_steps=3
+        ),
+        "spike": case(
+            "spike", 2, {"19": "large_loss"}, max_steps=22, logging_steps=11, precision={"compute": "bf16"}
+        ),
+        **rollback_cases(base, folder),
+        "flip": case("flip", 3, {"4": "flip"}, max_steps=6, replica_check_steps=2),
+        "flip_zero0": case(
+            "flip_zero0",
+            3,
+            {"2": "flip"},
+            max_steps=6,
+            replica_check_steps=4,
+            precision=FP32,
+            deepspeed="ds_config_zero0.json",
+        ),
+        "flip_of_two": case("flip_of_two", 2, {"2": "flip"}, max_steps=3),
+    }
+    found = run_cases(folder / "results", list(cases.values()))
+    return {name: (folder / name, ranks) for name, ranks in zip(cases, found, strict=True)}
+
+
+def test_a_skipped_step_is_recorded_with_its_samples(runs: dict, base: dict) -> None:
+    folder, ranks = runs["nan"]
+    assert [rank["error"] for rank in ranks] == [None, None]
+    lines = metrics(folder)
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 1, 1]
+    assert [line["step"] for line in lines if "skipped" in line] == [3]
+    stream = open_stream(base["data"]["sources"], None, 32, 42)
+    windows = [window for _, window in stream.sample_ids(4, 2)]
+    expected = {"first_sample": 4, "samples": 2, "windows": {"text": windows}, "ranks": [1]}
+    assert lines[2]["skipped"] == expected
+    said = (folder.parent / "results/output.txt").read_text()
+    assert (
+        "step 3 is skipped on all ranks, no weight changed: the loss is nan on rank 1; "
+        f"samples 4 to 5 (text: windows {windows[0]}, {windows[1]})"
+    ) in said
+
+
+def test_max_skipped_steps_in_a_row_end_the_run(runs: dict) -> None:
+    folder, ranks = runs["stops"]
+    for rank in ranks:
+        assert "the gradients of the last 3 steps, to step 4, were not finite" in rank["error"]
+    assert [line["step"] for line in metrics(folder) if "skipped" in line] == [2, 3, 4]
+
+
+def test_a_spike_is_flagged_at_the_next_log_line(runs: dict) -> None:
+    folder, ranks = runs["spike"]
+    assert [rank["error"] for rank in ranks] == [None, None]
+    lines = metrics(folder)
+    assert [line["spikes"] for line in lines] == [0, 1]
+    found = lines[1]["spikes_found"]
+    assert {spike["step"] for spike in found} == {19}
+    loss = next(spike for spike in found if "loss" in spike)
+    assert loss["loss"] > loss["threshold"] and loss["first_sample"] == 36 and loss["samples"] == 2
+
+
+def test_a_rollback_leaves_the_samples_out_and_computes_what_a_resume_computes(runs: dict) -> None:
+    for name in ("rollback", "rollback_resumed", "to_16", "reference"):
+        assert runs[name][1] == [{"error": None}] * 2
+    check_rollback(runs["nan"][0].parent)
+
+
+def test_a_flipped_weight_is_caught_at_the_next_check(runs: dict) -> None:
+    for name, step in (("flip", 4), ("flip_zero0", 4)):
+        _, ranks = runs[name]
+        for rank in ranks:
+            assert f"step {step}: rank 1 differs from the other 2 in weights or FP8 state" in rank["error"]
+    assert "is the first of 1 tensors that differ" in runs["flip"][1][0]["error"]
+    for rank in runs["flip_of_two"][1]:
+        assert "ranks [0, 1] do not have the same weights" in rank["error"]

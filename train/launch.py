@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Start a script once for each rank of this node, pass signals on, and end with the status that the ranks mean.
+
+    python train/launch.py --nproc 8 train/train.py CONFIG [--key value]...
+    srun --ntasks-per-node=1 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST --master_port 29500 \\
+        train/train.py CONFIG                             (the node's rank: SLURM_PROCID)
+
+What it is for, beside deepspeed and torchrun, which start the same script: deepspeed's launcher kills its ranks 30
+seconds after a SIGTERM and exits with 1, torchrun does the same and exits with 1 whatever its ranks say, neither knows
+SIGUSR1, and both give the ranks that are left 30 seconds to end when one has died. Here SIGTERM and SIGUSR1 go to
+every rank, which then has the time it needs to save; when a rank dies, the others end within seconds.
+
+Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; else that of the rank which
+failed first, 128 + n if signal n killed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from train.signals import SIGNALS, STOPPED
+
+POLL_S = 0.2
+# For the others to say what they have to say once a rank has failed: rank 0 speaks first, the others after 2 s.
+FAILED_GRACE_S = 4.0
+# Ranks that stop on request leave together, after their checkpoint is committed.
+STOPPED_GRACE_S = 60.0
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    launcher = Launcher(options)
+    try:
+        return launcher.wait()
+    finally:
+        launcher.kill()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--nproc", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument(
+        "--node_rank",
+        type=int,
+        help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node, if there are several nodes",
+    )
+    parser.add_argument("--master_addr", default="127.0.0.1", help="the host of node 0")
+    parser.add_argument("--master_port", type=int, help="a free port there; default, one node: any")
+    parser.add_argument("script", help="what each rank runs, with the rest of the command line")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    if options.node_rank is None:
+        options.node_rank = int(os.environ.get("SLURM_PROCID", "0")) if options.nnodes > 1 else 0
+    if options.nproc < 1 or not 0 <= options.node_rank < options.nnodes:
+        parser.error(
+            f"--nproc {options.nproc}, --node_rank {options.node_rank}, --nnodes {options.nnodes}: at least one "
+            "rank, and a node_rank below nnodes"
+        )
+    if options.master_port is None and options.nnodes > 1:
+        parser.error("several nodes need --master_port, the same on each")
+    return options
+
+
+def free_port() -> int:
+    """A port that is free now, and below those which systems give to outgoing connections: rank 0 listens there only
+    after its imports."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+        return port
+
+
+def _die_with_the_launcher() -> None:
+    """In a rank, before it starts: no rank stays behind, holding a GPU, when the launcher is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Launcher:
+    """The ranks of this node."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.first_rank = options.node_rank * options.nproc
+        self.several_nodes = options.nnodes > 1
+        self.asked_to_stop = self.interrupted = False
+        self.processes: list[subprocess.Popen] = []
+        for number in SIGNALS:
+            signal.signal(number, self._pass_on)
+        signal.signal(signal.SIGINT, self._interrupt)
+        environment = dict(
+            os.environ,
+            WORLD_SIZE=str(options.nnodes * options.nproc),
+            LOCAL_WORLD_SIZE=str(options.nproc),
+            LOCAL_SIZE=str(options.nproc),  # DeepSpeed's name for it
+            MASTER_ADDR=options.master_addr,
+            MASTER_PORT=str(options.master_port or free_port()),
+        )
+        command = [sys.executable, "-u", options.script, *options.arguments]
+        for local in range(options.nproc):
+            mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
+            self.processes.append(subprocess.Popen(command, env=mine, preexec_fn=_die_with_the_launcher))
+            if self.asked_to_stop:
+                self.processes[-1].send_signal(signal.SIGTERM)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked_to_stop = True
+        for process in self.processes:
+            # not send_signal, which polls: a handler must not reap what wait() is looking at
+            if process.returncode is None:
+                try:
+                    os.kill(process.pid, number)
+                except ProcessLookupError:
+                    pass
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+
+    def wait(self) -> int:
+        """Watch the ranks until all have ended or must be; returns the exit status."""
+        failed: dict[int, int] = {}  # rank -> status, in the order of their ends
+        deadline: float | None = None
+        while not self.interrupted:
+            for rank, process in enumerate(self.processes, self.first_rank):
+                if rank not in failed and process.poll() not in (None, 0):
+                    failed[rank] = process.returncode
+                    grace = STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
+                    deadline = min(deadline or float("inf"), time.monotonic() + grace)
+            if all(process.returncode is not None for process in self.processes):
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        if self.interrupted:
+            return 128 + signal.SIGINT
+        left = [rank for rank, p in enumerate(self.processes, self.first_rank) if p.returncode is None]
+        return self._status(failed, left)
+
+    def _status(self, failed: dict[int, int], left: list[int]) -> int:
+        if not failed:
+            return 0
+        if set(failed.values()) == {STOPPED}:
+            return STOPPED
+        # a rank that was killed is the cause, those that lost their connection to it the consequence
+        rank = next((r for r, status in failed.items() if status < 0), None)
+        if rank is None:
+            rank = next(r for r, status in failed.items() if status != STOPPED)
+        status = failed[rank]
+        if status < 0 and self.asked_to_stop and -status in SIGNALS:
+            return STOPPED  # so early that the rank did not yet take signals: it had done nothing
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        also = f"; ranks {left} are ended with it" if left else ""
+        print(f"launch: rank {rank} {how}{also}", file=sys.stderr, flush=True)
+        return 128 - status if status < 0 else status
+
+    def kill(self) -> None:
+        """End what still runs, at once."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""on_spike rollback: back to the last checkpoint before a spike, and on from there without the samples that led to it.
+
+The samples left out are ranges of positions in the global order, kept in the run's state: so the samples of a run stay
+a pure function of what its checkpoints hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.precision import Precision
+from train import checkpoint
+from train.checkpoint_files import RunState
+from train.health import Health, Spike, samples_record, samples_text
+from train.metrics import MetricsLogger
+
+# From one checkpoint. What spikes that often is not the fault of some samples.
+MOST_ROLLBACKS = 3
+
+
+def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
+    """The first position, `position` or later, from which `count` samples in a row are in none of `ranges` ([first,
+    end), sample positions)."""
+    for first, end in sorted(ranges):
+        if position < end and first < position + count:
+            position = end
+    return position
+
+
+class Rollback:
+    """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes) on every rank."""
+
+    def __init__(
+        self,
+        root: Path,
+        engine: Any,
+        precision: Precision,
+        state: RunState,
+        health: Health,
+        metrics: MetricsLogger,
+        stream: Any,
+    ) -> None:
+        self.root, self.engine, self.precision, self.state = root, engine, precision, state
+        self.health, self.metrics, self.stream = health, metrics, stream
+        self.taken: dict[int, int] = {}  # step of a checkpoint -> how often this process went back to it
+
+    def after(self, spikes: list[Spike], samples: int) -> bool:
+        """Go back; False where it cannot be done, which is said.
+
+        samples: of a step. Left out are those of the first spike's step, of the step before it, whose update a loss
+        spike comes from as likely as from its own samples, and all up to the last spike.
+
+        Raises CheckpointError: there are checkpoints, and none of them verifies.
+        """
+        path = checkpoint.choose(self.root, "auto", self.metrics.message)
+        if path is None:
+            self.metrics.message("on_spike rollback: there is no checkpoint yet, the run goes on")
+            return False
+        saved = checkpoint.read_state(path)
+        if self.taken.get(saved.step, 0) >= MOST_ROLLBACKS:
+            self.metrics.message(
+                f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
+                "a lower learning_rate or max_grad_norm may be"
+            )
+            return False
+        self.taken[saved.step] = self.taken.get(saved.step, 0) + 1
+        first = max(spikes[0].first_sample - samples, saved.consumed_samples)
+        end = max(spike.first_sample for spike in spikes) + samples
+        self._load(path, saved, [*self.state.skipped_samples, [first, end]])
+        record = samples_record(self.stream, first, end - first)
+        self.metrics.message(
+            f"on_spike rollback: back to step {saved.step} ({path.name}); from here on the run leaves out "
+            f"{samples_text(record)}"
+        )
+        self.metrics.log(
+            {
+                "step": saved.step,
+                "tokens": saved.consumed_tokens,
+                "rollback": {"from_step": spikes[-1].step, **record},
+            }
+        )
+        return True
+
+    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
+        if dist.get_rank() == 0:
+            checkpoint.set_aside(self.root, saved.step)  # newer ones did not verify
+        self.metrics.rewind(saved.step)
+        checkpoint.load(self.engine, path, self.precision)
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "_hp_optimizer_states_linked"):
+            # DeepSpeed's links from weights to the moments that were just replaced would keep those in memory
+            optimizer._hp_optimizer_states_linked = False
+        config = self.state.train_config
+        for field in fields(RunState):
+            setattr(self.state, field.name, getattr(saved, field.name))
+        self.state.train_config, self.state.skipped_samples = config, ranges
+        self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
+        self.health.forget()
+        self.health.load_state_dict(saved.health)

@@ -1,0 +1,92 @@
+"""Stopping on request: SIGTERM or SIGUSR1 on any rank ends the run after the running step, with a checkpoint.
+
+A signal handler only takes a note. After each step, and between the batches of an evaluation, the ranks ask each other
+whether anyone has one (`StopVote`), so that all leave at the same step; the loop then saves as at any other step and
+raises `Stopped`, and train.py exits with status STOPPED on every rank. A second signal changes nothing.
+
+`stopped.json` in the run's folder says the same as the status, for launchers that do not pass it on: torchrun exits
+with 1 whatever its processes say.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+
+from train.files import write_durably
+
+# EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, the same command goes on from the checkpoint.
+STOPPED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOPPED_FILE = "stopped.json"
+
+_received: list[str] = []
+
+
+class Stopped(Exception):
+    """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no."""
+
+    def __init__(self, step: int, checkpoint: Path | None):
+        kept = f"{checkpoint} is committed" if checkpoint else "nothing was saved (save_strategy is no)"
+        super().__init__(f"stopped on request after step {step}; {kept}. The same command goes on from there")
+        self.step, self.checkpoint = step, checkpoint
+
+
+def install() -> None:
+    """From now on a stop signal is noted instead of ending the process."""
+    for number in SIGNALS:
+        signal.signal(number, _note)
+        # a write of a checkpoint that is under way in C is not to see the signal either
+        signal.siginterrupt(number, False)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    # print would raise if the signal had arrived within another print
+    if not _received:
+        rank = os.environ.get("RANK", "0")
+        name = signal.Signals(number).name
+        os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
+    _received.append(signal.Signals(number).name)
+
+
+def requested() -> str | None:
+    """The signal that this rank received first, None if none."""
+    return _received[0] if _received else None
+
+
+class StopVote:
+    """Whether any rank was asked to stop: the same answer on every rank.
+
+    One int32 over a gloo group, on the CPU: no rank waits for a GPU, the GPUs go on with what is queued. Every rank
+    builds it and asks at the same points.
+    """
+
+    def __init__(self, timeout_s: float = 1800.0):
+        import torch.distributed as dist
+
+        self.group = None
+        if dist.get_world_size() > 1:
+            # who hangs is for the watchdog to say, and it comes first
+            timeout = datetime.timedelta(seconds=max(timeout_s, 1800.0) + 120)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def stop(self) -> bool:
+        """True on every rank if one of them has received a stop signal."""
+        if self.group is None:
+            return bool(_received)
+        import torch
+        import torch.distributed as dist
+
+        vote = torch.tensor([len(_received)], dtype=torch.int32)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(vote.item())
+
+
+def write_stopped(output_dir: Path, stopped: Stopped) -> None:
+    """Leave `stopped.json` in the run's folder; rank 0 calls it."""
+    what = {"step": stopped.step, "checkpoint": stopped.checkpoint and stopped.checkpoint.name}
+    write_durably(output_dir / STOPPED_FILE, json.dumps(what) + "\n")
