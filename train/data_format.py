@@ -89,6 +89,23 @@ class Manifest:
         """Tokens in one split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
+    def split_lines(self) -> list[str]:
+        """What the splits hold, in lines for whoever prepared them."""
+        lines = []
+        for split in SPLITS:
+            shards = self.split_shards(split)
+            documents = sum(shard.documents for shard in shards)
+            lines.append(
+                f"{split}: {documents:,} documents, {self.split_tokens(split):,} tokens, {len(shards)} shards"
+            )
+        if self.unigram_loss is None:
+            lines.append(
+                "the eval split is empty: evaluation needs a larger --eval_fraction or more documents"
+            )
+        else:
+            lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
+        return lines
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Commit the folder: write the manifest beside its place, flush it to the disk, rename it there."""

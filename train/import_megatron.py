@@ -172,16 +172,7 @@ def summarize(manifest: Manifest) -> None:
         print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
     if counts["eod_replaced"]:
         print(f"EOS in place of --eod_id: {counts['eod_replaced']:,}")
-    for split in SPLITS:
-        shards = manifest.split_shards(split)
-        documents = sum(shard.documents for shard in shards)
-        print(
-            f"{split}: {documents:,} documents, {manifest.split_tokens(split):,} tokens, {len(shards)} shards"
-        )
-    if manifest.unigram_loss is None:
-        print("the eval split is empty: evaluation needs a larger --eval_fraction or more documents")
-    else:
-        print(f"unigram loss of the eval split: {manifest.unigram_loss:.4f} nats per token")
+    print("\n".join(manifest.split_lines()))
 
 
 if __name__ == "__main__":

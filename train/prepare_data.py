@@ -24,8 +24,8 @@ if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
 from train.corpus import ALLOWED, list_sources
-from train.data_format import SPLITS, Manifest
-from train.prepare_blocks import encoder_of, read_progress, read_results
+from train.data_format import Manifest
+from train.prepare_blocks import encoder_of, read_progress
 from train.prepare_executors import run_local, run_ray, running_slurm, submit_slurm
 from train.prepare_job import Finish, Job, begin, finish
 from train.prepare_steps import add_arguments, options_of
@@ -80,17 +80,9 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         elif args.executor == "ray":
             run_ray(job.stages(), job.stage_folder, args.workers or -1)
         if read_progress(job.results, job.tasks)[0] == job.tasks:
-            tell_losses(job)
             return finish(job, output, args.max_dropped)
     submit(job, args)  # its jobs take the folder themselves
     return None
-
-
-def tell_losses(job: Job) -> None:
-    """What was dropped and removed, on stderr."""
-    tally = read_results(job.results, job.tasks, encoder_of(str(job.tokenizer)).vocab_size).tally
-    if tally.dropped or tally.by_step:
-        print(tally.table(), file=sys.stderr, flush=True)
 
 
 def submit(job: Job, args: argparse.Namespace) -> None:
@@ -224,16 +216,7 @@ def summarize(manifest: Manifest) -> None:
     counts = manifest.documents
     print(f"documents: {counts['in']:,} in, {counts['out']:,} out, {sum(counts['dropped'].values()):,} dropped, "
           f"{sum(counts['removed'].values()):,} removed")  # fmt: skip
-    for split in SPLITS:
-        shards = manifest.split_shards(split)
-        documents = sum(shard.documents for shard in shards)
-        print(
-            f"{split}: {documents:,} documents, {manifest.split_tokens(split):,} tokens, {len(shards)} shards"
-        )
-    if manifest.unigram_loss is None:
-        print("the eval split is empty: evaluation needs a larger --eval_fraction or more documents")
-    else:
-        print(f"unigram loss of the eval split: {manifest.unigram_loss:.4f} nats per token")
+    print("\n".join(manifest.split_lines()))
 
 
 if __name__ == "__main__":

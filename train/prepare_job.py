@@ -1,6 +1,7 @@
 """A preparation as a whole: what it is made of, what it may go on from, its stages, and its manifest at the end."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,7 +127,8 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def finish(job: Job, output: OutputFolder, max_dropped: int) -> Manifest:
-    """Commit what all tasks left: the tokenizer's files, then the manifest.
+    """Commit what all tasks left: the tokenizer's files, then the manifest. What was dropped and removed is told on
+    stderr first.
 
     Raises:
         DataError: more documents were dropped than allowed, or none is in the train split.
@@ -134,6 +136,8 @@ def finish(job: Job, output: OutputFolder, max_dropped: int) -> Manifest:
     encoder = encoder_of(str(job.tokenizer))
     result = read_results(job.results, job.tasks, encoder.vocab_size)
     documents = result.tally.documents()
+    if result.tally.dropped or result.tally.by_step:
+        print(result.tally.table(), file=sys.stderr, flush=True)
     if (dropped := result.tally.dropped.total()) > max_dropped:
         raise DataError(
             f"{dropped} documents were dropped, --max_dropped allows {max_dropped}: nothing was committed. Run the "
