@@ -2,9 +2,9 @@
 
 Delayed scaling casts with a scale from earlier passes; before the first pass there is none, and Transformer Engine
 begins with 1. Activations bear that. Gradients do not: those of a mean over thousands of tokens are about 1e-6, below
-what e5m2 resolves (1.5e-5), so most of the first backward is lost, and the first steps of Adam, which takes gradients
-of any size for full ones, go astray. Here a few passes over the first micro-batch, whose gradients are dropped, fill
-the histories first.
+what e4m3 (2e-3) and e5m2 (1.5e-5) resolve, so most of the first backward is lost, and the first steps of Adam, which
+takes gradients of any size for full ones, go astray. Here a few passes over the first micro-batch, whose gradients are
+dropped, fill the histories first.
 """
 
 from __future__ import annotations

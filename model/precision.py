@@ -51,8 +51,8 @@ class PrecisionConfig:
     backend: str = _option(
         "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
     )
-    fp8_format: str | None = _option(
-        None, "hybrid (e5m2 gradients) | e4m3; null: hybrid, for block scaling e4m3"
+    fp8_format: str = _option(
+        "e4m3", "e4m3 | hybrid: gradients in e5m2, of more range and half the precision"
     )
     margin: int = _option(0, "delayed: the scale is divided by 2^margin")
     amax_history_len: int = _option(1024, "delayed: steps of amax history")
@@ -82,6 +82,7 @@ class PrecisionConfig:
         "compute": tuple(DTYPES),
         "recipe": (*RECIPES, *TORCHAO_RECIPES),
         "backend": ("auto", "transformer_engine", "reference"),
+        "fp8_format": ("e4m3", "hybrid"),
         "amax_compute_algo": ("max", "most_recent"),
     }
     # knob -> the recipes that read it
@@ -109,8 +110,6 @@ class PrecisionConfig:
             for key, allowed in self.CHOICES.items()
             if getattr(self, key) not in allowed
         ]
-        if self.fp8_format not in (None, "hybrid", "e4m3"):
-            problems.append(f"precision.fp8_format: {self.fp8_format!r} is not one of hybrid, e4m3, null")
         if self.amax_history_len < 1:
             problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
         if self.calibration_passes < 0:
@@ -226,9 +225,7 @@ class Precision:
         if self.torchao:
             return torchao_fp8.linear_config(self.config.recipe, self.emulated)
         c, recipes = self.config, self.te.recipe
-        formats = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}
-        default = "e4m3" if c.recipe == "block" else "hybrid"
-        fp8_format = formats[c.fp8_format or default]
+        fp8_format = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}[c.fp8_format]
         if c.recipe == "delayed":
             recipe = recipes.DelayedScaling(
                 margin=c.margin,

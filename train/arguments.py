@@ -33,8 +33,8 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 # what calibration found.
 FREE_ON_RESUME = frozenset(
     "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
-    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit on_save_failure "
-    "resume_from_checkpoint report_to run_name wandb_project data.verify data.allow_changes_on_resume "
+    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit save_async "
+    "on_save_failure resume_from_checkpoint report_to run_name wandb_project data.verify data.allow_changes_on_resume "
     "model.config model.init_from precision.calibration_passes speed.cuda_graphs "
     "max_skipped_steps spike_threshold spike_window on_spike replica_check_steps hang_timeout_s".split()
 )
@@ -44,6 +44,7 @@ BEFORE_THERE_WERE = {
     "data.document_mask": False,
     **{f"speed.{f.name}": False for f in dataclasses.fields(SpeedConfig)},
 }
+FP8_FORMAT = "precision.fp8_format"
 
 
 class ConfigurationError(ValueError):
@@ -166,6 +167,11 @@ class TrainingArguments:
         "steps",
     )
     save_total_limit: int = option("checkpoints that are kept", 3)
+    save_async: bool = option(
+        "training waits only for copies in host memory, as much as a rank writes, and goes on while they are written; "
+        "false: it waits for the whole save",
+        True,
+    )
     on_save_failure: str = option(
         "stop | continue: whether a save that failed (a full disk) ends the run, or it trains on until the next save; "
         "the last save of a run always counts",
@@ -351,6 +357,8 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
     before, after = relevant(old), relevant(new)
     before = {key: BEFORE_THERE_WERE[key] for key in BEFORE_THERE_WERE.keys() & after.keys()} | before
+    if before.get(FP8_FORMAT, "") is None:  # before there was a default: what the recipe's was
+        before[FP8_FORMAT] = "e4m3" if before["precision.recipe"] == "block" else "hybrid"
     return [
         f"{key}: {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
         for key in dict.fromkeys([*before, *after])

@@ -1,54 +1,43 @@
-"""Save, choose and load checkpoints; what one is as files, and how it is verified: train/checkpoint_files.py.
+"""Choose and load checkpoints. What one is as files, and how it is verified: train/checkpoint_files.py; how it is
+written: train/save.py.
 
-A save that fails, on whatever rank, fails on all of them with one message, and leaves what was there before. DeepSpeed
-waits for all ranks inside its own save, so an error is kept until that is over (`errors_kept`), and told to all ranks
-before any of them goes on (`together`). Every file's hash is checked before anything is loaded, because DeepSpeed
-loads a shard with flipped bits without a word.
+Every file's hash is checked before anything is loaded, because DeepSpeed loads a shard with flipped bits without a
+word.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import shutil
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from model import conversion
-from model.fp8_state import fp8_state, load_fp8_state
+from model.fp8_state import load_fp8_state
 from model.precision import Precision
 from train.checkpoint_files import (
-    BEFORE,
     MANIFEST,
     RUN_STATE,
     CheckpointError,
     RunState,
     committed,
-    describe_all,
-    discard,
     identity,
     name_of,
     newest_good,
     problems,
-    read_manifest,
     read_state,
-    size_text,
     step_folders,
     step_of,
-    write_manifest,
 )
-from train.files import write_durably
-from train.save_errors import SaveError, errors_kept, named, together
+from train.repartition import fp8_of_all_ranks, load_repartitioned
+from train.save import save
+from train.save_errors import SaveError
 
 __all__ = [
     "MANIFEST",
@@ -67,157 +56,6 @@ __all__ = [
     "save",
     "set_aside",
 ]
-
-# A save may need more than the last one did: a longer configuration, blocks that are not full.
-DISK_MARGIN = 1.05
-# Before the first save: bytes of AdamW's two float32 moments and the float32 weights, of each parameter; and of what
-# each rank writes besides tensors, as the states of its random generators.
-OPTIMIZER_BYTES = 12
-RANK_BYTES = 128 * 1024
-
-
-# ---------------------------------------------------------------- save
-
-
-def save(engine: Any, root: Path, state: RunState, precision: Precision, keep: int) -> Path:
-    """Write the checkpoint of `state.step` under `root` and commit it; every rank calls it. Afterwards only the `keep`
-    newest committed checkpoints stay (0 keeps all): the hashes of this one were computed in this very call.
-
-    Raises SaveError, on all ranks: one of them could not write, or `root` has not the room. What this save wrote is
-    removed, and no other checkpoint.
-    """
-    path, rank = root / name_of(state.step), dist.get_rank()
-    needed = needed_bytes(engine, root, precision) if rank == 0 else 0
-    try:
-        together(lambda: _make_room(path, needed) if rank == 0 else None)
-        with errors_kept(engine) as errors:
-            engine.save_checkpoint(str(root), tag=path.name, save_latest=False)
-        together(lambda: _write_ours(path, engine.module, state, precision, errors))
-        _commit(path, state.step)
-    except SaveError as error:
-        message = [_undo(path, needed, error) if rank == 0 else None]
-        dist.broadcast_object_list(message, src=0)
-        raise SaveError(message[0]) from error
-    if rank == 0:
-        _discard_old(path, keep)
-    dist.barrier()
-    return path
-
-
-def needed_bytes(engine: Any, root: Path, precision: Precision) -> int:
-    """Bytes that the next save will take: as the newest committed checkpoint, with a margin; before the first, what
-    weights, AdamW's and the FP8 state take."""
-    for path in reversed(committed(root)):
-        with contextlib.suppress(CheckpointError):  # a damaged manifest; resuming will tell
-            return int(DISK_MARGIN * sum(size for size, _ in read_manifest(path).values()))
-    # at ZeRO 3 a parameter is empty between steps, and DeepSpeed's attribute has its size
-    numbers = [(getattr(p, "ds_numel", p.numel()), p.element_size()) for p in engine.module.parameters()]
-    tensors = sum(n * (size + OPTIMIZER_BYTES) for n, size in numbers)
-    of_rank = RANK_BYTES + sum(
-        t.numel() * t.element_size() for t in fp8_state(engine.module, precision).values()
-    )
-    return int(DISK_MARGIN * (tensors + dist.get_world_size() * of_rank))
-
-
-def _make_room(path: Path, needed: int) -> None:
-    """Clear the place for a save, and check that the disk has `needed` bytes.
-
-    Raises OSError: it has not.
-    """
-    if path.exists():
-        if (path / MANIFEST).is_file():
-            before = path.with_name(path.name + BEFORE)  # counts until this save is committed
-            if before.exists():
-                discard(before)
-            path.rename(before)
-        else:
-            shutil.rmtree(path)  # left by a run that died in its save
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(path.parent).free) < needed:
-        raise OSError(
-            f"the disk has not the room: {size_text(free)} are free and {size_text(needed)} are needed"
-        )
-
-
-def _write_ours(
-    path: Path, module: nn.Module, state: RunState, precision: Precision, errors: list[OSError]
-) -> None:
-    """The files that are not DeepSpeed's. Raises the first of DeepSpeed's errors instead, if it had any."""
-    if errors:
-        raise errors[0]
-    rank = dist.get_rank()
-    own = path / f"rank_{rank:05d}.pt"
-    named(own, lambda: torch.save(_rank_state(module, precision), own))
-    if rank == 0:
-        write_durably(path / RUN_STATE, json.dumps(asdict(state), indent=1))
-
-
-def _commit(path: Path, step: int) -> None:
-    """Flush and hash all files, the work shared among the ranks; rank 0 writes the manifest.
-
-    Raises SaveError: a file cannot be read or flushed, the manifest not be written.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    # rank 0's listing is the one that counts: on network file systems another node's may be stale
-    listing: list[Any] = [None]
-    if rank == 0:
-        listing[0] = sorted(f for f in path.rglob("*") if f.is_file())
-    dist.broadcast_object_list(listing, src=0)
-    mine = together(lambda: describe_all(listing[0][rank::world], path, flush=True))
-    gathered: list[Any] = [None] * world
-    dist.all_gather_object(gathered, mine)
-    entries = [entry for part in gathered for entry in part]
-    together(lambda: write_manifest(path, step, entries) if rank == 0 else None)
-
-
-def _undo(path: Path, needed: int, error: SaveError) -> str:
-    """Remove what a failed save wrote, put back what it replaced; returns what to tell the user. Never raises."""
-    full, removed = _free(path.parent), "what it wrote is removed"
-    try:
-        if path.exists() and not (path / MANIFEST).exists():  # with one it is what was there before
-            shutil.rmtree(path)
-        before = path.with_name(path.name + BEFORE)
-        if before.exists() and not path.exists():
-            before.rename(path)
-    except OSError as reason:
-        removed = f"what it wrote could not be removed ({reason})"
-    return (
-        f"the checkpoint {path} could not be saved: {error}. {path.parent} had {full} free then and has "
-        f"{_free(path.parent)} now, a save needs about {size_text(needed)}; {removed}, the checkpoints before it are "
-        "as they were. Make room there, lower save_total_limit, or choose another output_dir"
-    )
-
-
-def _free(folder: Path) -> str:
-    try:
-        return size_text(shutil.disk_usage(folder).free)
-    except OSError as error:
-        return f"an unknown size ({error})"
-
-
-def _discard_old(path: Path, keep: int) -> None:
-    """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all."""
-    replaced = path.with_name(path.name + BEFORE)
-    older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
-    surplus = older[: max(len(older) - (keep - 1), 0)] if keep else []
-    for old in [*surplus, *([replaced] if replaced.exists() else [])]:
-        try:
-            discard(old)
-        except OSError as error:  # the new one is committed all the same
-            warnings.warn(f"the old checkpoint {old} could not be removed: {error}", stacklevel=2)
-
-
-def _rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
-    numpy_state = np.random.get_state(legacy=True)
-    assert isinstance(numpy_state, tuple)
-    return {
-        "torch_rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "python_rng": random.getstate(),
-        "numpy_rng": [v.tolist() if isinstance(v, np.ndarray) else v for v in numpy_state],
-        "fp8": {key: tensor.detach().cpu().clone() for key, tensor in fp8_state(module, precision).items()},
-    }
-
 
 # ---------------------------------------------------------------- choose
 
@@ -291,15 +129,28 @@ def set_aside(root: Path, after_step: int) -> Path | None:
 def load(engine: Any, path: Path, precision: Precision) -> None:
     """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
 
-    The number of ranks must be the one that wrote it (train.py compares).
+    Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else weights, optimizer and FP8
+    state do, and the random generators of the ranks that there were; new ranks keep theirs.
 
-    Raises CheckpointError: DeepSpeed could not load it.
+    Raises CheckpointError: DeepSpeed could not load it; files that do not hold the whole model; ranks that had
+    different FP8 states, if there are now more or fewer of them.
     """
-    loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
-    if loaded is None:
-        raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
-    rank_state = torch.load(path / f"rank_{dist.get_rank():05d}.pt", weights_only=True)
-    load_fp8_state(engine.module, precision, rank_state["fp8"])
+    saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
+    if (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
+    else:
+        load_repartitioned(engine, path, saved)
+    fp8 = fp8_of_all_ranks(path, saved.world_size) if saved.world_size != world else None
+    if rank < saved.world_size:
+        rank_state = torch.load(path / f"rank_{rank:05d}.pt", weights_only=True)
+        fp8 = fp8 or rank_state["fp8"]
+        _set_random_state(rank_state)
+    load_fp8_state(engine.module, precision, fp8 or {})
+
+
+def _set_random_state(rank_state: dict[str, Any]) -> None:
     torch.set_rng_state(rank_state["torch_rng"])
     if rank_state["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rank_state["cuda_rng"])

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -95,21 +94,14 @@ def describe_file(file: Path, root: Path) -> dict[str, Any]:
     }
 
 
-def describe_all(files: list[Path], root: Path, flush: bool = False) -> list[dict[str, Any]]:
-    """`describe_file` of each, several at a time; with `flush` each is on the disk first."""
-
-    def describe(file: Path) -> dict[str, Any]:
-        if flush:
-            with open(file, "rb") as f:
-                os.fsync(f.fileno())
-        return describe_file(file, root)
-
+def describe_all(files: list[Path], root: Path) -> list[dict[str, Any]]:
+    """`describe_file` of each, several at a time."""
     with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
-        return list(pool.map(describe, files))
+        return list(pool.map(lambda file: describe_file(file, root), files))
 
 
 def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None:
-    """Commit the checkpoint in `path`, whose files are `entries` of `describe_all`: from here on it counts."""
+    """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts."""
     entries = sorted(entries, key=lambda e: e["name"])
     try:
         sync_folder(path.parent)  # the folder itself is new there

@@ -155,9 +155,8 @@ class Health:
         values = torch.cat(
             [torch.stack(self._losses), torch.stack(self._norms).to(self._losses[0])[:, None]], 1
         )
-        dist.all_reduce(
-            values
-        )  # the norms, too, though each rank has the same: all must judge by the same bits
+        # the norms, too, though each rank has the same: all must judge by the same bits
+        dist.all_reduce(values)
         losses = (values[:, 0] / values[:, 1]).tolist()
         norms = (values[:, 2] / dist.get_world_size()).tolist()
         found = []

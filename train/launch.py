@@ -101,7 +101,6 @@ class Launcher:
 
     def __init__(self, options: argparse.Namespace):
         self.first_rank = options.node_rank * options.nproc
-        self.several_nodes = options.nnodes > 1
         self.asked_to_stop = self.interrupted = False
         self.processes: list[subprocess.Popen] = []
         for number in SIGNALS:

@@ -1,6 +1,7 @@
 """The training loop: data -> forward and backward -> step -> log -> evaluate -> save, top to bottom.
 
-Everything arrives built (train.py). Nothing here waits for the GPU outside logging, evaluation and saving.
+Everything arrives built (train.py). Nothing here waits for the GPU outside logging, evaluation and saving,
+nor for a save that is under way before the next one is due.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from train.engine import MicroStep, labelled, on_device
 from train.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
 from train.metrics import MetricsLogger, mfu, peak_tflops
 from train.optimizer import learning_rate_at
-from train.replicas import ReplicaCheck
+from train.replicas import ReplicaCheck, ReplicaError
 from train.rollback import Rollback, past_skipped
+from train.save import Saver
+from train.save_errors import SaveError
 from train.signals import Stopped, StopVote
 from train.slow_ranks import SlowRanks
 from train.watchdog import Watchdog
@@ -47,6 +50,7 @@ class Run:
     eval_stream: SampleStream
     metrics: MetricsLogger
     state: checkpoint.RunState
+    saver: Saver
     flops_per_token: float
     stop_vote: StopVote
     watchdog: Watchdog
@@ -59,6 +63,17 @@ def train(run: Run) -> Path | None:
     loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
     differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
     """
+    try:
+        return _train(run)
+    except (TrainingError, ReplicaError):  # on all ranks: what they save already is as good as ever
+        try:
+            settle(run)
+        except SaveError as error:
+            run.metrics.message(f"warning: {error}")
+        raise
+
+
+def _train(run: Run) -> Path | None:
     args, engine, state = run.arguments, run.engine, run.state
     world = dist.get_world_size()
     accumulation = args.gradient_accumulation_steps or 1
@@ -115,8 +130,10 @@ def train(run: Run) -> Path | None:
                 f"no weight changed; {_advice(run)}"
             )
 
-        stops = run.stop_vote.stop()
+        stops, saving = run.stop_vote.stop_or(run.saver.busy)
         run.watchdog.met(f"step {state.step} is done")
+        if run.saver.pending and not saving:
+            settle(run)
         slow_ranks.step(state.step, run.metrics.message)
         last = state.step == args.max_steps
         logs, saves, evaluates = (
@@ -130,10 +147,12 @@ def train(run: Run) -> Path | None:
             if spikes := health.look():  # waits for the GPU
                 record["spikes_found"] = _tell_spikes(run, spikes, samples_per_step)
                 run.watchdog.met(f"looked at the numbers to step {state.step}")
-                if args.on_spike == "rollback" and rollback.after(spikes, samples_per_step):
-                    run.watchdog.met(f"is back at step {state.step}")
-                    clock, clock_step = time.perf_counter(), state.step
-                    continue
+                if args.on_spike == "rollback":
+                    settle(run)
+                    if rollback.after(spikes, samples_per_step):
+                        run.watchdog.met(f"is back at step {state.step}")
+                        clock, clock_step = time.perf_counter(), state.step
+                        continue
         if logs or saves or evaluates or stops:
             loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
             if args.data.document_mask:
@@ -169,7 +188,7 @@ def train(run: Run) -> Path | None:
             state.health = health.state_dict()
             run.watchdog.met(f"saves step {state.step}")
             _save(run, last or stops)
-            run.watchdog.met(f"step {state.step} is saved")
+            run.watchdog.met(f"step {state.step} is saved, or under way")
             clock, clock_step = time.perf_counter(), state.step
         if stops and (not last or state.evaluation_due):
             batches.close()
@@ -187,20 +206,34 @@ def _checkpoint_of(run: Run) -> Path | None:
 
 
 def _save(run: Run, last: bool) -> None:
-    """Write the checkpoint of this step. Raises SaveError, unless the run is to go on to its next save."""
-    start, args = time.perf_counter(), run.arguments
+    """Save this step; in the background, unless it is the last that this process does. Raises SaveError, as `settle`
+    does."""
+    settle(run)
+    run.saver.begin(run.state)
+    if last or not run.arguments.save_async:
+        settle(run, last)
+
+
+def settle(run: Run, last: bool = False) -> None:
+    """Wait for the save under way, if there is one, and tell what came of it; every rank calls it.
+
+    Raises SaveError: it failed, and the run is not to go on to its next save; after the `last` there is none.
+    """
+    if run.saver.pending:
+        run.watchdog.doing("waits for the save under way")
     try:
-        path = checkpoint.save(
-            run.engine, run.output_dir / "checkpoints", run.state, run.precision, args.save_total_limit
-        )
-    except checkpoint.SaveError as error:
-        if last or args.on_save_failure == "stop":
+        saved = run.saver.finish()
+    except SaveError as error:
+        if last or run.arguments.on_save_failure == "stop":
             raise
         run.metrics.message(
             f"warning: {error}. on_save_failure is continue: the run goes on to its next save"
         )
     else:
-        run.metrics.message(f"saved {path} in {time.perf_counter() - start:.1f} s")
+        if saved is not None:
+            run.metrics.message(
+                f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
+            )
 
 
 @torch.no_grad()
@@ -296,7 +329,7 @@ def _check(loss: float, skipped: bool, run: Run) -> None:
 def _advice(run: Run) -> str:
     """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
     remedy = "with a lower learning_rate or another precision.recipe"
-    if not checkpoint.committed(run.output_dir / "checkpoints"):
+    if not (run.saver.pending or checkpoint.committed(run.output_dir / "checkpoints")):
         return f"this run has saved no checkpoint. Start anew {remedy}"
     return (
         "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "

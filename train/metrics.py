@@ -57,7 +57,8 @@ class MetricsLogger:
 
     `start_step`: steps that are already done. On a resume the lines of later steps leave metrics.jsonl, in a
     new run (0) all of them; they are kept in metrics.jsonl.discarded-<time>. `report_to`: none | wandb,
-    online with a key (WANDB_API_KEY or netrc), offline without one.
+    online with a key (WANDB_API_KEY or netrc), offline without one. `keep_unwritten`: lines that cannot be written, as
+    on a full disk, are kept and written later, with a warning; else that is an OSError.
 
     Raises ValueError: wandb is asked for and not installed.
     """
@@ -72,6 +73,7 @@ class MetricsLogger:
         total_steps: int,
         is_main: bool,
         start_step: int = 0,
+        keep_unwritten: bool = False,
     ):
         if report_to == "wandb":
             check_wandb()  # on every rank, and before anything is written
@@ -82,7 +84,10 @@ class MetricsLogger:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         discarded = discard_after(folder, start_step)
-        self._file = (folder / METRICS).open("a", encoding="utf-8")
+        self._file = (folder / METRICS).open("ab", buffering=0)
+        self._keep_unwritten = keep_unwritten
+        self._unwritten: list[bytes] = []
+        self._failing = False
         # A bar that redraws itself is noise in a log file.
         self._bar = (
             tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, file=sys.stderr)
@@ -104,8 +109,8 @@ class MetricsLogger:
             return
         step = metrics["step"]
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        self._unwritten.append(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._write()
         if step > self._recent[-1][0]:
             self._recent.append((step, time.monotonic()))
         if self._bar is not None:
@@ -137,9 +142,11 @@ class MetricsLogger:
         if not self.is_main:
             return
         path = Path(self._file.name)
+        self._write()
         self._file.close()
         discard_after(path.parent, step)
-        self._file = path.open("a", encoding="utf-8")
+        self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
+        self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
@@ -148,11 +155,43 @@ class MetricsLogger:
         """Close the file, the bar and the wandb run. A second call does nothing."""
         if not self.is_main or self._file.closed:
             return
+        self._write()
+        if self._unwritten:
+            self.message(f"warning: {len(self._unwritten)} lines of {self._file.name} are lost")
         self._file.close()
         if self._bar is not None:
             self._bar.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+    def _write(self) -> None:
+        """Write what is not written, whole lines only. Raises OSError, unless such lines are to be kept."""
+        try:
+            while self._unwritten:
+                end = self._file.seek(0, os.SEEK_END)
+                try:
+                    written = self._file.write(self._unwritten[0])
+                    if written < len(self._unwritten[0]):  # the disk is full within the line
+                        written += self._file.write(self._unwritten[0][written:])
+                except OSError:
+                    self._file.truncate(end)
+                    raise
+                del self._unwritten[0]
+        except OSError as error:
+            if not self._keep_unwritten:
+                raise OSError(
+                    f"{self._file.name} cannot be written: {error}. Make room there; on_save_failure continue lets a "
+                    "run go on meanwhile"
+                ) from error
+            if not self._failing:
+                self._failing = True
+                self.message(
+                    f"warning: {self._file.name} cannot be written: {error}; its lines are kept and written later"
+                )
+        else:
+            if self._failing:
+                self._failing = False
+                self.message(f"{self._file.name} could be written again; no line is missing")
 
     def _seconds_left(self, step: int) -> float | None:
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]

@@ -44,16 +44,15 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         ValueError: inputs, tokenizer or options that cannot be meant.
     """
-    encoder_of(
-        args.tokenizer
-    )  # a wrong tokenizer is an error before the inputs are listed, which may take long
+    tokenizer = Path(args.tokenizer).absolute()
+    encoder_of(str(tokenizer))  # a wrong one is an error before the inputs are listed, which may take long
     steps = options_of(args)
     sources = list_sources(args.input)
     size = sum(source.bytes for source in sources)
     return Job(
         inputs=tuple(args.input),
         sources=tuple(sources),
-        tokenizer=Path(args.tokenizer).absolute(),
+        tokenizer=tokenizer,
         output=Path(args.output).absolute(),
         text_key=args.text_key,
         eval_fraction=args.eval_fraction,

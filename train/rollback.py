@@ -61,6 +61,13 @@ class Rollback:
             self.metrics.message("on_spike rollback: there is no checkpoint yet, the run goes on")
             return False
         saved = checkpoint.read_state(path)
+        # its positions are of another order of samples
+        if saved.data_fingerprint != self.state.data_fingerprint:
+            self.metrics.message(
+                f"on_spike rollback: {path.name} was saved before the data changed (data.allow_changes_on_resume), the "
+                "run goes on"
+            )
+            return False
         if self.taken.get(saved.step, 0) >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
@@ -99,5 +106,6 @@ class Rollback:
             setattr(self.state, field.name, getattr(saved, field.name))
         self.state.train_config, self.state.skipped_samples = config, ranges
         self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
+        self.state.zero_stage = self.engine.zero_optimization_stage()
         self.health.forget()
         self.health.load_state_dict(saved.health)

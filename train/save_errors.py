@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,73 +14,88 @@ from train.checkpoint_files import CheckpointError
 
 T = TypeVar("T")
 
+# Between the first rank that has written its files and the last. A hang is for the watchdog to say, and comes first.
+AGREE_TIMEOUT = datetime.timedelta(days=1)
+
 
 class SaveError(CheckpointError):
     """A save that failed, the same on every rank. What was committed before it is as it was."""
 
 
-def together(action: Callable[[], T]) -> T:
-    """`action` on every rank, which has no collectives in it; returns when all are done.
+class Ranks:
+    """The ranks as those that save agree, over a gloo group of their own: a save runs while the others are used.
 
-    Raises SaveError on all ranks: it failed on one; the message says on which and why.
+    Every rank builds it, and calls its methods in the same order.
     """
-    result, problem = None, None
-    try:
-        result = action()
-    except Exception as error:  # whatever it is: the others would wait for this rank
-        problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, problem)
-    if any(every):
-        raise SaveError("; ".join(f"rank {r}: {p}" for r, p in enumerate(every) if p))
-    return result  # type: ignore[return-value]  # None only where action gave that
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT) if self.world > 1 else None
+
+    def every(self, value: T) -> list[T]:
+        """The `value` of each rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, action: Callable[[], T]) -> list[T]:
+        """What `action` returns on each rank; it has no collectives in it.
+
+        Raises SaveError on all ranks: it failed on one; the message says on which and why.
+        """
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is: the others would wait for this rank
+            problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        found = self.every((result, problem))
+        if any(problem for _, problem in found):
+            raise SaveError("; ".join(f"rank {r}: {p}" for r, (_, p) in enumerate(found) if p))
+        return [result for result, _ in found]  # type: ignore[misc]  # None only where action gave that
 
 
-class _Writer:
-    """DeepSpeed's writer of files, with the errors of a save kept in a list instead of raised."""
+class Taking:
+    """In place of DeepSpeed's writer of files: what it would write goes to `take`, and nothing is written.
 
-    def __init__(self, writer: Any, errors: list[OSError]):
-        self.writer, self.errors = writer, errors
+    What `take` raises is kept in `errors` instead of raised.
+    """
+
+    def __init__(self, writer: Any, take: Callable[[str, Any], None]):
+        self.writer, self.take = writer, take
+        self.errors: list[Exception] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.writer, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._keep(path, lambda: self.writer.makedirs(path, exist_ok=exist_ok))
+        pass
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._keep(path, lambda: self.writer.save(state_dict, path))
+        self.attempt(lambda: self.take(Path(path).name, state_dict))
 
-    def _keep(self, path: str, write: Callable[[], Any]) -> None:
-        if self.errors:
-            return  # the save has failed already
-        try:
-            named(path, write)
-        except OSError as error:
-            self.errors.append(error)
-
-
-def named(path: Path | str, write: Callable[[], Any]) -> None:
-    """Raises OSError with the file's name, whatever failed: torch tells a full disk as a RuntimeError without one."""
-    try:
-        write()
-    except Exception as error:
-        raise OSError(f"{path} could not be written: {error}") from error
+    def attempt(self, action: Callable[[], None]) -> None:
+        if not self.errors:  # else the save has failed already
+            try:
+                action()
+            except Exception as error:
+                self.errors.append(error)
 
 
 @contextlib.contextmanager
-def errors_kept(engine: Any) -> Iterator[list[OSError]]:
-    """Within it engine.save_checkpoint raises nothing that comes of writing: a rank that left it early would let the
-    others wait in its barriers, at ZeRO 3 in a gather of weights too. Yields the list of such errors.
+def nothing_written(engine: Any, take: Callable[[str, Any], None]) -> Iterator[Taking]:
+    """Within it engine.save_checkpoint writes no file, but calls `take(name of the file, what is to be in it)` for
+    each. It raises nothing that comes of that: a rank that left it early would let the others wait in its barriers, at
+    ZeRO 3 in a gather of weights too.
 
     Nor does it copy its scripts into the folder of all checkpoints; train/export.py does what they do.
     """
-    errors: list[OSError] = []
-    writer = engine.checkpoint_engine
-    engine.checkpoint_engine = _Writer(writer, errors)
+    right = engine.checkpoint_engine
+    engine.checkpoint_engine = taking = Taking(right, take)
     engine._copy_recovery_script = lambda save_path: None
     try:
-        yield errors
+        yield taking
     finally:
-        engine.checkpoint_engine = writer
+        engine.checkpoint_engine = right
         del engine._copy_recovery_script

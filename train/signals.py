@@ -31,8 +31,9 @@ class Stopped(Exception):
     """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no."""
 
     def __init__(self, step: int, checkpoint: Path | None):
-        kept = f"{checkpoint} is committed" if checkpoint else "nothing was saved (save_strategy is no)"
-        super().__init__(f"stopped on request after step {step}; {kept}. The same command goes on from there")
+        kept = f"{checkpoint} is committed. The same command goes on from there"
+        lost = "nothing was saved (save_strategy is no). The same command starts anew"
+        super().__init__(f"stopped on request after step {step}; {kept if checkpoint else lost}")
         self.step, self.checkpoint = step, checkpoint
 
 
@@ -61,7 +62,7 @@ def requested() -> str | None:
 class StopVote:
     """Whether any rank was asked to stop: the same answer on every rank.
 
-    One int32 over a gloo group, on the CPU: no rank waits for a GPU, the GPUs go on with what is queued. Every rank
+    Two int32 over a gloo group, on the CPU: no rank waits for a GPU, the GPUs go on with what is queued. Every rank
     builds it and asks at the same points.
     """
 
@@ -76,14 +77,19 @@ class StopVote:
 
     def stop(self) -> bool:
         """True on every rank if one of them has received a stop signal."""
+        return self.stop_or(False)[0]
+
+    def stop_or(self, busy: bool) -> tuple[bool, bool]:
+        """Whether any rank has received a stop signal, and whether any is `busy`, in one question."""
         if self.group is None:
-            return bool(_received)
+            return bool(_received), busy
         import torch
         import torch.distributed as dist
 
-        vote = torch.tensor([len(_received)], dtype=torch.int32)
+        vote = torch.tensor([bool(_received), busy], dtype=torch.int32)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(vote.item())
+        stops, any_busy = vote.tolist()
+        return bool(stops), bool(any_busy)
 
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:

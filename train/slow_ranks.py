@@ -44,8 +44,8 @@ class SlowRankDetector:
 
 
 class SlowRanks:
-    """Measures this rank and compares all. `module`: the model whose `model.norm` follows its last layer; `group`: a
-    gloo group of all ranks, None if there is one. Every rank calls the same methods at the same points."""
+    """Measures this rank and compares all. `engine`: its `module.model.norm` follows the last layer; `group`: a gloo
+    group of all ranks, None if there is only one. Every rank calls the same methods at the same points."""
 
     def __init__(self, engine: Any, group: Any, cuda_graphs: bool):
         self.group, self.on_gpu = group, engine.device.type == "cuda"

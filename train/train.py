@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import cpp_extension
 from transformers import MistralConfig
 
 from model import accounting, te_backend
@@ -52,6 +53,7 @@ from train.loop import Run, TrainingError, evaluate_late, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.replicas import ReplicaError
 from train.resume import resume_state
+from train.save import Saver
 from train.watchdog import Watchdog
 
 # What a user can mend: shown as one message, without a traceback. Started again as it is, the run would end so again,
@@ -121,7 +123,38 @@ def init_distributed() -> None:
     # torch's remarks on how DeepSpeed calls it drown what a user should read
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
+    wait_out_a_dead_builder()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def wait_out_a_dead_builder() -> None:
+    """Remove the lock file of a process that was killed while it compiled DeepSpeed's shared-memory op, which its
+    init_distributed does on a CPU machine's first start: torch's builder leaves it behind, and every later start would
+    wait for it, for ever and without a word. A living builder has its file open (Linux; elsewhere there is no such op).
+    """
+    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+        return
+    lock = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve() / "lock"
+    looks = 0
+    while lock.exists() and not is_open(lock):
+        looks += 1
+        # not at the first look: torch closes the file just before it removes it
+        if looks > 1 and os.environ["LOCAL_RANK"] == "0":
+            print(f"removed {lock}, left by a build that was killed", flush=True)
+            lock.unlink(missing_ok=True)
+        time.sleep(0.5)
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process that this one may look at has the file open (Linux)."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if descriptor.readlink() == path:
+                return True
+        except OSError:  # closed meanwhile
+            continue
+    return False
 
 
 def make_deterministic() -> None:
@@ -246,6 +279,7 @@ def run_training(args: TrainingArguments) -> None:
         total_steps=args.max_steps,
         start_step=state.step,
         is_main=rank == 0,
+        keep_unwritten=args.on_save_failure == "continue",
     )
     if rank == 0:
         (output_dir / signals.STOPPED_FILE).unlink(missing_ok=True)
@@ -255,6 +289,14 @@ def run_training(args: TrainingArguments) -> None:
         aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
             metrics.message(f"checkpoints of later steps were moved to {aside}")
+    saver = Saver(
+        engine,
+        output_dir / "checkpoints",
+        precision,
+        args.save_total_limit,
+        background=args.save_async,
+        log=metrics.message,
+    )
     vote, watchdog = signals.StopVote(args.hang_timeout_s), Watchdog(args.hang_timeout_s)
     run = Run(
         arguments=args,
@@ -266,6 +308,7 @@ def run_training(args: TrainingArguments) -> None:
         eval_stream=eval_stream,
         metrics=metrics,
         state=state,
+        saver=saver,
         flops_per_token=flops,
         stop_vote=vote,
         watchdog=watchdog,

@@ -31,6 +31,7 @@ GATHER_S = 3.0  # how long the others may take to say where they are
 # and the other ranks end the job.
 WITHOUT_PYTHON_S = 2.0
 SUSPENDED_S = 5.0
+SAVE_THREAD = "save"  # name of the thread that train/save.py starts
 # Files (end of the name) whose frames mean: this thread waits for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
 
@@ -38,7 +39,7 @@ COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py"
 class Watchdog:
     """Watches from `start` to `close`. `met` and `doing` cost next to nothing; timeout_s 0 turns all of it off.
 
-    Every rank calls `start` (collectively: it names a key in the store) and `met` at the same points.
+    Every rank calls `start` and `met` at the same points: they count, and the counts are compared.
     """
 
     _watches = 0  # of this process, so that keys in the store are new
@@ -87,7 +88,8 @@ class Watchdog:
         self.close()
 
     def _dump_later(self, left_s: float) -> None:
-        # once a second and not in each step: it starts a thread
+        """Called at the first meeting, where the deadline comes nearer, and then by the watching thread: once a second
+        and not in each step, since it starts a thread."""
         faulthandler.dump_traceback_later(left_s + WITHOUT_PYTHON_S, file=self._stderr)
 
     def _watch(self) -> None:
@@ -95,14 +97,15 @@ class Watchdog:
         while not self._closed.wait(interval):
             now = time.monotonic()
             if now - last > interval + SUSPENDED_S:
-                self._deadline += (
-                    now - last
-                )  # this process was stopped itself (scontrol suspend): it may go on
+                # this process was stopped itself (scontrol suspend): it may go on
+                self._deadline += now - last
             last = now
             if now > self._deadline:
                 faulthandler.cancel_dump_traceback_later()
-                self._report()
-                os._exit(HUNG)
+                try:
+                    self._report()
+                finally:
+                    os._exit(HUNG)
             self._dump_later(self._deadline - now)
         faulthandler.cancel_dump_traceback_later()
 
@@ -129,8 +132,9 @@ class Watchdog:
         if rank == min(set(found) - set(blamed), default=rank):
             lines += [verdict(found, blamed, world, self.timeout_s)]
         print("\n".join(lines), file=self._stderr, flush=True)
-        if rank not in blamed:
-            # a launcher ends all when the first rank ends: the one to blame is to have its say
+        if rank not in blamed or rank == 0:
+            # A launcher ends all when the first rank ends: the one to blame is to have its say. And with rank 0 goes
+            # the store, from which the others may still read.
             time.sleep(1.0)
 
     def _gather(self, found: dict[int, dict[str, Any]], world: int) -> None:
@@ -145,16 +149,20 @@ class Watchdog:
             time.sleep(0.1)
 
     def _where(self) -> tuple[str, bool]:
-        """The stacks of this process's threads, main thread first, and whether one of them is in a collective."""
+        """The stacks of this process's threads, main thread first, and whether one of them is in a collective. That
+        of a save counts only when the main thread waits for it."""
         names = {t.ident: t.name for t in threading.enumerate()}
         frames = sys._current_frames()
         order = sorted(frames, key=lambda ident: ident != self._main)
-        texts, waits = [], False
+        texts, waits, for_save = [], False, False
         for ident in order:
             if ident == threading.get_ident():
                 continue
             stack = traceback.extract_stack(frames[ident])
-            waits |= any(frame.filename.endswith(COLLECTIVES) for frame in stack)
+            if ident == self._main:
+                for_save = any(frame.filename.endswith("train/save.py") for frame in stack)
+            if names.get(ident) != SAVE_THREAD or for_save:
+                waits |= any(frame.filename.endswith(COLLECTIVES) for frame in stack)
             texts.append(f"  thread {names.get(ident, ident)}:\n" + "".join(traceback.format_list(stack)))
             if ident == self._main:
                 texts[-1] = texts[-1].replace("thread MainThread", f"main thread ({self._doing})")
@@ -165,7 +173,8 @@ def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
     """The ranks that the others wait for; empty if that cannot be told. `found`: what each rank that answers sent."""
     silent = [rank for rank in range(world) if rank not in found]
     if silent:
-        return silent if len(silent) < world - 1 or world == 2 else [0]
+        # nobody answers one that is not rank 0: then it is the store, which rank 0 keeps, that does not
+        return [0] if 0 in silent and len(silent) == world - 1 else silent
     for candidates in (
         [rank for rank, its in found.items() if not its["waits"]],
         [r for r, its in found.items() if its["progress"] == min(i["progress"] for i in found.values())],

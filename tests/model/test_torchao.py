@@ -199,7 +199,7 @@ def test_what_does_not_go_together_is_refused(
     "keys,message",
     [
         (dict(backend="transformer_engine"), "precision.backend: Transformer Engine has no recipe tensorwise"),
-        (dict(fp8_format="e4m3"), "precision.fp8_format: only the recipe delayed and current and block reads it"),
+        (dict(fp8_format="hybrid"), "precision.fp8_format: only the recipe delayed and current and block reads it"),
         (dict(margin=1), "precision.margin: only the recipe delayed reads it, and the recipe is tensorwise"),
     ],
 )  # fmt: skip

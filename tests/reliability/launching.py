@@ -1,7 +1,8 @@
-"""Starting ranks by train/launch.py, for tests."""
+"""Starting ranks, by train/launch.py or as forks of one process, for tests."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,3 +30,26 @@ def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subp
         text=True,
         timeout=280,
     )
+
+
+def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
+    """What each case of number_ranks.py ([ranks, function, arguments]) returned, by rank."""
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests/reliability/number_ranks.py"),
+            str(folder),
+            str(folder / "cases.json"),
+        ],
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (folder / "output.txt").write_text(done.stdout)
+    return [
+        [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(case[0])]
+        for index, case in enumerate(cases)
+    ]

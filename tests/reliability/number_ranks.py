@@ -13,6 +13,7 @@ import gc
 import hashlib
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -29,7 +30,7 @@ from model import mistral_base
 from model.build import build_model, load_config
 from model.fp8_state import fp8_state
 from model.precision import Precision
-from train import checkpoint, train
+from train import checkpoint, signals, train
 from train.arguments import TrainingArguments
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine
@@ -143,8 +144,8 @@ def skip(stage: int, precision: dict, data_types: dict, clipping: float, config:
 def whole_run(
     settings: dict, spoiled: dict[str, str], rank: int = 0, left_out: list | None = None
 ) -> dict[str, Any]:
-    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, or flip) go wrong.
-    left_out: what the checkpoint that it goes on from has as skipped_samples, in place of its own."""
+    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, flip, or stop: a
+    signal) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in place of its own."""
     if left_out is not None:
         right_read = checkpoint.read_state
 
@@ -164,7 +165,9 @@ def whole_run(
         accumulation = arguments.gradient_accumulation_steps or 1
         step, last = -(-calls // accumulation), calls % accumulation == 0
         kind = spoiled.get(str(step)) if dist.get_rank() == rank else None
-        spoil(None if kind == "flip" else kind)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        spoil(None if kind in ("flip", "stop") else kind)
         loss = right(self, *values)
         spoil(None)
         if kind == "flip" and last:
@@ -175,10 +178,11 @@ def whole_run(
     MicroStep.__call__ = call
     try:
         train.run_training(arguments)
-    except (TrainingError, ReplicaError) as error:
+    except (TrainingError, ReplicaError, signals.Stopped) as error:
         return {"error": str(error)}
     finally:
         MicroStep.__call__ = right
+        signals._received.clear()
         spoil(None)
         if left_out is not None:
             checkpoint.read_state = right_read
@@ -199,6 +203,7 @@ def run_rank(rank: int, world: int, port: int, folder: Path, cases: list[tuple[i
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     train.init_distributed()
+    signals.install()
     for index, (_, function, values) in cases:
         found = FUNCTIONS[function](**values)
         # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.

@@ -1,6 +1,6 @@
 """Ranks that train and save a tiny FP8 model in a loop, and the faults that end them.
 
-    python tests/reliability/save_ranks.py SCENARIO FOLDER [--trials N] [--seed N] [--stage 0..3]
+    python tests/reliability/save_ranks.py SCENARIO FOLDER [--trials N] [--seed N] [--stage 0..3] [--blocking]
 
 One process imports everything and forks the ranks of each trial, so that a trial takes about a second. The scenarios
 are the functions of SCENARIOS; each prints one JSON object as its last line. FOLDER/checkpoints is what they save in.
@@ -40,10 +40,11 @@ from transformers import MistralConfig
 from model.build import build_model, load_config
 from model.fp8_state import fp8_state
 from model.precision import Precision
-from train import checkpoint
+from train import checkpoint, save, save_files
 from train.arguments import TrainingArguments
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine, without_prints
+from train.watchdog import Watchdog
 
 RANKS = 2
 KEEP = 2
@@ -53,7 +54,7 @@ DEADLINE_S = 60.0
 class Trainer:
     """One rank: an engine, the newest checkpoint if there is one, and what it must find when it repeats a step."""
 
-    def __init__(self, folder: Path, stage: int, mark: Callable[[str], None]):
+    def __init__(self, folder: Path, stage: int, background: bool, mark: Callable[[str], None]):
         self.folder, self.root, self.mark = folder, folder / "checkpoints", mark
         torch.set_num_threads(1)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
@@ -72,6 +73,8 @@ class Trainer:
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
         self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size())[0])
         self.micro_step = MicroStep(self.engine, self.precision, args)
+        self.saver = save.Saver(self.engine, self.root, self.precision, KEEP, background, str)
+        mark_ends_of_jobs(mark)
         self.state = checkpoint.RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
         self.log = folder / f"rank_{self.rank}.jsonl"
         lines = self.log.read_text().splitlines() if self.log.exists() else []
@@ -114,16 +117,31 @@ class Trainer:
         with open(self.log, "ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
-    def save(self) -> None:
+    def begin(self) -> None:
+        """In the background, the next steps are taken while it is written."""
         self.mark("S")
-        checkpoint.save(self.engine, self.root, self.state, self.precision, KEEP)
-        self.mark("E")
+        self.saver.begin(self.state)
+
+    def save(self) -> None:
+        self.begin()
+        self.saver.finish()
+
+
+def mark_ends_of_jobs(mark: Callable[[str], None]) -> None:
+    """E when all of a save is done on this rank, whichever thread does it."""
+    run = save.Job.run
+
+    def marked(job: save.Job) -> None:
+        run(job)
+        mark("E")
+
+    save.Job.run = marked  # type: ignore[method-assign]
 
 
 class Ranks:
     """Forked ranks, each with a pipe: what it marks comes as (rank, letter), its report when it ends as JSON."""
 
-    def __init__(self, folder: Path, stage: int, body: Callable[[Trainer], Any]):
+    def __init__(self, folder: Path, args: argparse.Namespace, body: Callable[[Trainer], Any]):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -134,7 +152,7 @@ class Ranks:
             if pid == 0:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                _run_rank(folder, stage, body, write)
+                _run_rank(folder, args, body, write)
             os.close(write)
             self.pipes.append(read)
             self.pids.append(pid)
@@ -175,10 +193,11 @@ class Ranks:
         return [json.loads(text[text.index("{") :]) for text in texts]
 
 
-def _run_rank(folder: Path, stage: int, body: Callable[[Trainer], Any], pipe: int) -> None:
+def _run_rank(folder: Path, args: argparse.Namespace, body: Callable[[Trainer], Any], pipe: int) -> None:
     """A forked rank, from its start to its end."""
     try:
-        report = body(Trainer(folder, stage, lambda letter: os.write(pipe, letter.encode()) and None))
+        mark = lambda letter: os.write(pipe, letter.encode()) and None  # noqa: E731
+        report = body(Trainer(folder, args.stage, not args.blocking, mark))
         os.write(pipe, json.dumps({"report": report}).encode())
         os._exit(0)
     except BaseException:
@@ -193,8 +212,29 @@ def train_and_save(trainer: Trainer, saves: int = 10**6) -> dict[str, Any]:
     """Steps and saves, until it is killed."""
     for _ in range(saves):
         trainer.step()
-        trainer.save()
+        trainer.saver.finish()
+        trainer.begin()
+    trainer.saver.finish()
     return resume(trainer)
+
+
+def hang_in_a_save(trainer: Trainer, timeout_s: float) -> None:
+    """Rank 1 hangs in a save. It takes steps for longer than the timeout, with the other; then both wait for the save,
+    until the watchdog ends them."""
+    if trainer.rank == 1:
+        save.write_tensors = lambda path, value: time.sleep(DEADLINE_S)
+    with Watchdog(timeout_s) as watchdog:
+        trainer.step()
+        trainer.begin()
+        end = time.monotonic() + 2 * timeout_s
+        for _ in range(10):
+            time.sleep(timeout_s / 5)
+            trainer.step()
+            watchdog.met("a step is done")
+        assert time.monotonic() > end and trainer.saver.busy
+        trainer.mark("W")
+        watchdog.doing("waits for the save under way")
+        trainer.saver.finish()
 
 
 def resume(trainer: Trainer) -> dict[str, Any]:
@@ -205,7 +245,7 @@ def resume(trainer: Trainer) -> dict[str, Any]:
 
 def save_slowly(trainer: Trainer, place: int) -> None:
     """Rank 1 stops in its save before the `place`-th of: DeepSpeed's save, its optimizer shard half written, our file,
-    its hashes. It marks that with Z, and waits there to be killed."""
+    telling that all is written. It marks that with Z, and waits there to be killed."""
 
     def stop(*args: Any, **kwargs: Any) -> None:
         trainer.mark("Z")
@@ -216,15 +256,17 @@ def save_slowly(trainer: Trainer, place: int) -> None:
         if place == 0:
             trainer.engine.save_checkpoint = stop
         elif place == 1:
-            writer = trainer.engine.checkpoint_engine
 
-            def half(state_dict: Any, path: str) -> None:
-                Path(path).write_bytes(b"half a file")
+            def half(path: Path, value: Any) -> None:
+                path.write_bytes(b"half a file")
                 stop()
 
-            writer.save = half
+            save.write_tensors = half
+        elif place == 2:
+            save.rank_state = stop
         else:
-            setattr(checkpoint, ("_rank_state", "describe_all")[place - 2], stop)
+            write = save.Job._write
+            save.Job._write = lambda job: (write(job), stop())
     trainer.save()
 
 
@@ -234,7 +276,7 @@ def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
     The folder is on a small file system, which another file fills."""
     outcomes = []
     root, filler = trainer.root, trainer.root.parent / "filler"
-    make_room = checkpoint._make_room
+    make_room = save_files.make_room
 
     def fill(leave: float, needed: int) -> None:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
@@ -251,11 +293,11 @@ def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
 
     for prepare in (make_room, full_before, full_later, make_room):
         trainer.step()
-        needed = checkpoint.needed_bytes(trainer.engine, root, trainer.precision)
-        dist.barrier()
-        checkpoint._make_room = prepare
+        save.make_room = prepare
+        trainer.begin()
+        job = trainer.saver._job
         try:
-            trainer.save()
+            trainer.saver.finish()
             outcome = "saved"
         except checkpoint.SaveError as error:
             outcome = str(error)
@@ -267,7 +309,7 @@ def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
                 "outcome": outcome,
                 "folders": folders,
                 "problems": checkpoint.problems(newest),
-                "needed": needed,
+                "needed": job.needed,
                 "bytes": sum(file.stat().st_size for file in newest.iterdir()),
             }
         )
@@ -285,7 +327,10 @@ def warm_up(folder: Path) -> None:
     """Import here what ranks import late, so that those of the trials are forked with it."""
     (folder / "warm-up").mkdir(exist_ok=True)
     shutil.copy(folder / "config.json", folder / "warm-up/config.json")
-    modules = Ranks(folder / "warm-up", 1, lambda t: train_and_save(t, 1) and list(sys.modules)).reports()[0]
+    plain = argparse.Namespace(stage=1, blocking=False)
+    modules = Ranks(
+        folder / "warm-up", plain, lambda t: train_and_save(t, 1) and list(sys.modules)
+    ).reports()[0]
     for name in modules["report"]:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -295,12 +340,12 @@ def warm_up(folder: Path) -> None:
 
 def make(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`--trials` steps, each saved; the last KEEP stay."""
-    return {"ranks": Ranks(folder, args.stage, lambda t: train_and_save(t, args.trials)).reports()}
+    return {"ranks": Ranks(folder, args, lambda t: train_and_save(t, args.trials)).reports()}
 
 
 def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What each rank loads, and why not something newer."""
-    return {"ranks": Ranks(folder, args.stage, resume).reports()}
+    return {"ranks": Ranks(folder, args, resume).reports()}
 
 
 def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -308,7 +353,7 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     left. A kill between two saves is no trial."""
     chance, trials, saves_s, starts = random.Random(args.seed), 0, [0.1], 0
     while trials < args.trials:
-        ranks, starts = Ranks(folder, args.stage, train_and_save), starts + 1
+        ranks, starts = Ranks(folder, args, train_and_save), starts + 1
         before_kill = chance.randint(1, 3)
         while before_kill:
             found = ranks.next_mark()
@@ -335,11 +380,11 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """SIGKILL of a rank that is slow in its save: that save never commits, and the one before is loaded."""
-    make(folder, argparse.Namespace(stage=args.stage, trials=1))
+    make(folder, argparse.Namespace(**{**vars(args), "trials": 1}))
     good = checkpoint.committed(folder / "checkpoints")
     longest_s = 0.0
     for trial in range(args.trials):
-        ranks = Ranks(folder, args.stage, lambda t, place=(args.seed + trial) % 4: save_slowly(t, place))
+        ranks = Ranks(folder, args, lambda t, place=(args.seed + trial) % 4: save_slowly(t, place))
         while ranks.next_mark() != (1, "Z"):
             pass
         ranks.kill([1])
@@ -352,11 +397,22 @@ def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def full_disk(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """`save_on_a_full_disk`, on the file system of FOLDER, which should be small."""
-    reports = Ranks(folder, args.stage, lambda t: save_on_a_full_disk(t)).reports()
+    reports = Ranks(folder, args, lambda t: save_on_a_full_disk(t)).reports()
     return {"ranks": [r["report"] for r in reports]}
 
 
-SCENARIOS = {f.__name__: f for f in (make, load, kill_all, kill_one, full_disk)}
+def hang(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """`hang_in_a_save`; how long after both wait for the save the ranks end."""
+    ranks = Ranks(folder, args, lambda t: hang_in_a_save(t, 3.0))
+    while (mark := ranks.next_mark()) and mark[1] != "W":
+        pass
+    assert mark is not None, "the ranks ended before they waited for the save"
+    start = time.perf_counter()
+    ranks.end()
+    return {"seconds": time.perf_counter() - start}
+
+
+SCENARIOS = {f.__name__: f for f in (make, load, kill_all, kill_one, full_disk, hang)}
 
 
 def main() -> None:
@@ -366,6 +422,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stage", type=int, default=1)
+    parser.add_argument("--blocking", action="store_true", help="not in the background")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     config = MistralConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,

@@ -52,7 +52,12 @@ class Stored:
         raw = {
             "model": {"config": str(FOLDER / "config.json")},
             "data": {"sources": {"none": "none"}},
-            "precision": {"recipe": "delayed", "amax_history_len": 16, "backend": "reference"},
+            "precision": {
+                "recipe": "delayed",
+                "fp8_format": "hybrid",
+                "amax_history_len": 16,
+                "backend": "reference",
+            },
             "max_steps": SAVED_STEP + NEXT_STEPS,
             "max_seq_length": 16,
             "per_device_train_batch_size": 2,

@@ -93,4 +93,6 @@ def test_who_is_to_blame() -> None:
     assert blame({0: answer(8, True), 1: answer(8, False), 2: answer(8, True)}, 3) == [1]
     assert blame({0: answer(8, True), 2: answer(8, True)}, 3) == [1]
     assert blame({2: answer(8, True)}, 3) == [0], "nobody answers: rank 0 keeps the store"
+    assert blame({0: answer(8, True)}, 3) == [1, 2], "nobody answers the one that keeps it"
+    assert blame({0: answer(8, True)}, 2) == [1] and blame({1: answer(8, True)}, 2) == [0]
     assert blame({0: answer(8, True), 1: answer(8, True)}, 2) == [], "cannot be told"

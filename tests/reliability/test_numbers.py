@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +15,7 @@ from model.build import build_model
 from model.fp8_state import fp8_state
 from model.precision import Precision, PrecisionConfig
 from tests.conftest import random_ids, small_config
+from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics
 from train import replicas
 from train.arguments import ConfigurationError, TrainingArguments
@@ -49,34 +47,10 @@ MORE_SKIPS = [
 ]
 
 
-def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
-    """What each case returned, by rank."""
-    folder.mkdir(exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests/reliability/number_ranks.py"),
-            str(folder),
-            str(folder / "cases.json"),
-        ],
-        capture_output=True,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (folder / "output.txt").write_text(done.stdout)
-    return [
-        [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(case[0])]
-        for index, case in enumerate(cases)
-    ]
-
-
 # ---------------------------------------------------------------- skipped steps
 
 
-def check_skips(tmp_path: Path, matrix: list[tuple]) -> None:
+def check_skips(tmp_path: Path, matrix: list[tuple], ranks: int = 2) -> None:
     config = tmp_path / "config.json"
     small = small_config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=2
@@ -84,9 +58,9 @@ def check_skips(tmp_path: Path, matrix: list[tuple]) -> None:
     small.num_key_value_heads = 1
     config.write_text(json.dumps(small.to_dict()))
     keys = ("stage", "precision", "data_types", "clipping")
-    cases = [(2, "skip", {**dict(zip(keys, row, strict=True)), "config": str(config)}) for row in matrix]
-    for row, ranks in zip(matrix, run_cases(tmp_path / "skips", cases), strict=True):
-        for rank, found in enumerate(ranks):
+    cases = [(ranks, "skip", {**dict(zip(keys, row, strict=True)), "config": str(config)}) for row in matrix]
+    for row, reports in zip(matrix, run_cases(tmp_path / "skips", cases), strict=True):
+        for rank, found in enumerate(reports):
             kinds = [step["kind"] for step in found["steps"]]
             assert {"nan_loss", "inf_loss", "nan_gradient"} <= set(kinds), row
             assert ("nan_in_buffer" in kinds) == (row[2] == FP32_GRADIENTS), row
@@ -107,8 +81,15 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -
 
 
 @pytest.mark.reliability
+@pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
 def test_what_is_not_finite_changes_nothing_in_any_precision(tmp_path: Path) -> None:
     check_skips(tmp_path, MORE_SKIPS)
+
+
+@pytest.mark.reliability
+@pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
+def test_what_is_not_finite_on_one_of_four_ranks_changes_nothing_on_any(tmp_path: Path) -> None:
+    check_skips(tmp_path, SKIPS, ranks=4)
 
 
 def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
@@ -154,14 +135,14 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
 
 
 def recorded(name: str) -> list[tuple[str, dict[str, list[float]]]]:
-    """Loss and gradient norm of real runs of hare_0.4b on an H200, every fifth step."""
+    """Loss and gradient norm of real runs of mistral_0.4b on an H200, every fifth step."""
     found = json.loads((ROOT / "test_fp8/results" / f"{name}.json").read_text())["results"]
     return [(row["row"], row["curves"]) for row in found]
 
 
 def test_no_alarm_on_real_runs_and_one_on_a_spike() -> None:
     steps = 0
-    for row, curves in recorded("convergence") + recorded("convergence_e4m3"):
+    for row, curves in recorded("convergence_hybrid") + recorded("convergence_600_steps"):
         for key in ("loss", "grad_norm"):
             values = curves[key]
             detector = SpikeDetector(window=128, factor=10.0)
@@ -382,3 +363,17 @@ def test_a_flipped_weight_is_caught_at_the_next_check(runs: dict) -> None:
     assert "is the first of 1 tensors that differ" in runs["flip"][1][0]["error"]
     for rank in runs["flip_of_two"][1]:
         assert "ranks [0, 1] do not have the same weights" in rank["error"]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_flipped_weight_of_one_of_four_replicas_is_caught(
+    base: dict[str, Any], tmp_path: Path, stage: int
+) -> None:
+    settings = {**base, "output_dir": str(tmp_path / "run"), "max_steps": 4, "replica_check_steps": 2}
+    settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
+    case = (4, "whole_run", {"settings": settings, "spoiled": {"2": "flip"}, "rank": 2})
+    (ranks,) = run_cases(tmp_path / "results", [case])
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert "step 2: rank 2 differs from the other 3 in weights or FP8 state" in rank["error"]

@@ -11,6 +11,8 @@ import pytest
 
 from model.build import load_config
 from tests.train.runs import ROOT
+from train.files import sha256_file
+from train.import_megatron import main as import_megatron
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -114,3 +116,27 @@ def settings(data: Path, small_model: Path, tmp_path: Path, process_group: None)
         "logging_steps": 1,
         "max_eval_samples": 5,
     }
+
+
+@pytest.fixture
+def run_import(
+    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """run_import(output, *prefixes, **options) -> (exit status, stdout, stderr); no source may change."""
+
+    def sources() -> dict[str, tuple[str, int]]:
+        files = [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
+        return {path.name: (sha256_file(path), path.stat().st_mtime_ns) for path in files}
+
+    def call(output: Path, *prefixes: Path, **options: object) -> tuple[int, str, str]:
+        options = {"tokenizer": tokenizer_dir, "eval_fraction": 0, **options}
+        arguments = ["--input", *map(str, prefixes), "--output", str(output)]
+        for key, value in options.items():
+            arguments += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+        before = sources()
+        capsys.readouterr()
+        status = import_megatron(arguments)
+        assert sources() == before
+        return status, *capsys.readouterr()
+
+    return call

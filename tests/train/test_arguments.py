@@ -286,6 +286,18 @@ def test_a_checkpoint_from_before_there_were_switches_goes_on_without_them():
     assert "speed.main_grad: false -> true" in resume_differences(old, on)
 
 
+@pytest.mark.parametrize("recipe,format", [("delayed", "hybrid"), ("current", "hybrid"), ("block", "e4m3")])
+def test_a_checkpoint_from_before_there_was_a_default_format_has_that_of_its_recipe(recipe, format):
+    old = arguments(precision__recipe=recipe).resolve(1).to_dict()
+    old["precision"]["fp8_format"] = None
+    same = arguments(precision__recipe=recipe, precision__fp8_format=format).resolve(1).to_dict()
+    assert resume_differences(old, same) == []
+    now = arguments(precision__recipe=recipe).resolve(1).to_dict()
+    assert resume_differences(old, now) == (
+        ['precision.fp8_format: "hybrid" -> "e4m3"'] if format == "hybrid" else []
+    )
+
+
 def test_resume_may_lengthen_a_run_only_without_decay():
     def differences(**changes):
         return resume_differences(

@@ -9,6 +9,8 @@ import pytest
 
 from train import checkpoint
 from train.checkpoint import CheckpointError
+from train.checkpoint_files import describe_all, step_of, write_manifest
+from train.save_files import discard_old, make_room, undo
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -20,7 +22,8 @@ def make(root: Path, step: int) -> Path:
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     state = checkpoint.RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
     (path / checkpoint.RUN_STATE).write_text(json.dumps(vars(state)))
-    checkpoint._commit(path, step)
+    entries = describe_all([path / "weights.pt", path / checkpoint.RUN_STATE], path)
+    write_manifest(path, step, entries)
     return path
 
 
@@ -119,12 +122,12 @@ def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
     """Never the one that was just committed, even with one of a later step beside it."""
     for step in (1, 2, 3, 9):
         make(tmp_path, step)
-    checkpoint._discard_old(tmp_path / "step-00000003", keep=2)
-    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [2, 3, 9]
-    checkpoint._discard_old(tmp_path / "step-00000003", keep=1)
-    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
-    checkpoint._discard_old(tmp_path / "step-00000009", keep=0)
-    assert [checkpoint.step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+    discard_old(tmp_path / "step-00000003", keep=2)
+    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [2, 3, 9]
+    discard_old(tmp_path / "step-00000003", keep=1)
+    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+    discard_old(tmp_path / "step-00000009", keep=0)
+    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
 
 
 def test_a_manifest_of_before_it_had_a_hash_is_read(tmp_path: Path) -> None:
@@ -149,12 +152,11 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
 
 def test_what_is_replaced_counts_until_its_successor_is_committed(tmp_path: Path) -> None:
     path = make(tmp_path, 2)
-    checkpoint._make_room(path, needed=0)
-    path.mkdir()  # the save is under way, or was killed
+    make_room(path, needed=0)  # the save is under way, or was killed
     assert choose(tmp_path)[0] == tmp_path / "step-00000002.before"
     assert checkpoint.set_aside(tmp_path, after_step=2) is None
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.before"]
     with pytest.raises(OSError, match=r"has not the room: .* are free and .* GB are needed"):
-        checkpoint._make_room(path, needed=2**60)
-    assert "what it wrote is removed" in checkpoint._undo(path, 2**60, checkpoint.SaveError("rank 0: full"))
+        make_room(path, needed=2**60)
+    assert "what it wrote is removed" in undo(path, 2**60, checkpoint.SaveError("rank 0: full"))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and checkpoint.problems(path) == []

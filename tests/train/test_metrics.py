@@ -11,8 +11,10 @@ from train import metrics as metrics_module
 from train.metrics import METRICS, MetricsLogger, mfu, peak_tflops, plot_loss
 
 
-def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100):
-    return MetricsLogger(folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step)
+def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100, keep_unwritten=False):
+    return MetricsLogger(
+        folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step, keep_unwritten
+    )
 
 
 def lines(folder):
@@ -96,6 +98,78 @@ def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "50/100" in captured.err and "loss 2.5000" in captured.err and "eval_loss 2.7500" in captured.err
     assert captured.out == ""
+
+
+class FullDisk:
+    """A file whose disk takes `room` bytes more."""
+
+    def __init__(self, file, room=0):
+        self.file, self.room = file, room
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data):
+        part = data[: self.room]
+        if not part:
+            raise OSError(28, "No space left on device")
+        self.room -= len(part)
+        return self.file.write(part)
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, capsys, room):
+    log = logger(tmp_path, keep_unwritten=True)
+    log.log({"step": 1, "loss": 1.0})
+    file = log._file
+    log._file = FullDisk(file, room)
+    for step in (2, 3):
+        log.log({"step": step, "loss": 1.0})
+        assert [line["step"] for line in lines(tmp_path)] == [1]  # no half line either
+    log._file = file
+    log.log({"step": 4, "loss": 1.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    log._file = FullDisk(file, room)
+    for step in (5, 6):
+        log.log({"step": step, "loss": 1.0})
+    log._file = file
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    out = capsys.readouterr().out
+    assert (
+        out.count("metrics.jsonl cannot be written: [Errno 28] No space left on device; its lines are kept")
+        == 2
+    )
+    assert out.count("metrics.jsonl could be written again; no line is missing") == 2
+
+
+def test_lines_that_are_kept_follow_the_run_back(tmp_path, capsys):
+    log = logger(tmp_path, keep_unwritten=True)
+    file = log._file
+    log._file = FullDisk(file)
+    for step in (1, 2, 3):
+        log.log({"step": step, "loss": 1.0})
+    log.rewind(2)
+    log.log({"step": 3, "loss": 2.0})
+    log.close()
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_lines_that_stay_unwritten_are_told(tmp_path, capsys):
+    log = logger(tmp_path, keep_unwritten=True)
+    log._file = FullDisk(log._file)
+    log.log({"step": 1, "loss": 1.0})
+    log.close()
+    assert "1 lines of" in capsys.readouterr().out and lines(tmp_path) == []
+
+
+def test_a_full_disk_is_named_unless_lines_are_to_be_kept(tmp_path):
+    log = logger(tmp_path)
+    log._file = FullDisk(log._file)
+    with pytest.raises(
+        OSError, match="metrics.jsonl cannot be written: .*No space left.*on_save_failure continue"
+    ):
+        log.log({"step": 1, "loss": 1.0})
 
 
 def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ import zstandard
 from tests.train.conftest import corpus_texts, write_jsonl
 from train.data_format import read_manifest, token_dtype
 from train.files import sha256_file
+from train.prepare_blocks import encoder_of
 from train.prepare_counts import unigram_loss
 from train.shard_writer import MARKER_NAME, WORK_NAME
 
@@ -66,6 +67,15 @@ FORMATS = {
         path, TEXTS, pyarrow.dictionary("int32", pyarrow.string())
     ),
 }
+
+
+def test_the_tokenizer_is_loaded_once(tmp_path, prepare, tokenizer_dir, monkeypatch):
+    """Also when it is named by a relative path: a large one takes seconds."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.chdir(tokenizer_dir.parent)
+    encoder_of.cache_clear()
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer_dir.name, eval_fraction=0) == 0
+    assert encoder_of.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -10,7 +10,7 @@ import pytest
 
 from test_fp8.data_folders import make_folder
 from tests.train.runs import curve, metrics, run
-from train.arguments import TrainingArguments
+from train.arguments import TrainingArguments, load_deepspeed
 from train.checkpoint import CheckpointError, RunState
 from train.dataset import open_stream
 from train.resume import resume_state
@@ -29,20 +29,20 @@ def folders(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def state(sources: dict[str, str], consumed: int = 0, **changes: object) -> RunState:
-    """That of a run with these sources after `consumed` samples."""
+def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes: object) -> RunState:
+    """That of a run on `ranks` ranks with these sources after `consumed` samples."""
     raw = {"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 100, "max_seq_length": 64}
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
         (raw[section] if section else raw)[name] = value
-    args = TrainingArguments.from_dict(raw).resolve(1)
+    args = TrainingArguments.from_dict(raw).resolve(ranks)
     stream = open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed)
     return RunState(
         step=consumed // 8,
         consumed_samples=consumed,
         consumed_tokens=consumed * args.max_seq_length,
-        world_size=1,
-        zero_stage=1,
+        world_size=ranks,
+        zero_stage=args.deepspeed["zero_optimization"]["stage"],
         train_config=args.to_dict(),
         model_config={"vocab_size": 400},
         data_fingerprint=stream.fingerprint(),
@@ -145,6 +145,49 @@ def test_the_permission_is_for_data_alone(folders):
     smaller = state(two(folders), per_device_train_batch_size=4, gradient_accumulation_steps=2)
     with pytest.raises(CheckpointError, match="per_device_train_batch_size: 8 -> 4"):
         resumed(smaller, saved)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples(folders):
+    saved = state(two(folders), consumed=24, ranks=4, train_batch_size_tokens=8 * 64 * 8)
+    for ranks, steps in ((2, 4), (8, 1)):
+        new = state(two(folders), ranks=ranks, train_batch_size_tokens=8 * 64 * 8)
+        (said,) = resumed(new, saved, allow=False)
+        assert (
+            said.startswith(f"4 ranks -> {ranks}: ")
+            and f"in {steps} micro-batches a rank instead of 2" in said
+        )
+        assert ("random generators of ranks 4 to 7 begin with their seeds" in said) == (ranks == 8)
+        assert (new.step, new.consumed_samples, new.world_size) == (3, 24, ranks)
+    explicit = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    saved = state(two(folders), ranks=4, gradient_accumulation_steps=2, deepspeed=explicit)
+    explicit = {**explicit, "gradient_accumulation_steps": 4}
+    new = state(two(folders), ranks=2, gradient_accumulation_steps=4, deepspeed=explicit)
+    assert "4 ranks -> 2" in resumed(new, saved, allow=False)[0]
+
+
+def test_a_step_of_another_size_on_other_ranks_is_refused_with_the_remedy(folders):
+    saved = state(two(folders), consumed=24, ranks=4, gradient_accumulation_steps=2)
+    for allow in (False, True):
+        with pytest.raises(CheckpointError, match="train_batch_size_tokens: 4096 -> 2048") as error:
+            resumed(state(two(folders), ranks=2, gradient_accumulation_steps=2), saved, allow)
+        assert "gradient_accumulation_steps 4, or with train_batch_size_tokens 4096" in str(error.value)
+    with pytest.raises(
+        CheckpointError, match="4096 tokens, which 3 ranks cannot have, with 1536 in a micro-batch"
+    ):
+        resumed(state(two(folders), ranks=3), saved)
+
+
+def test_another_zero_stage_goes_on_but_not_with_other_numbers(folders):
+    files = {stage: f"ds_config_zero{stage}.json" for stage in range(4)}
+    saved = state(two(folders), consumed=24, deepspeed=files[2])
+    (said,) = resumed(state(two(folders), deepspeed=files[3]), saved, allow=False)
+    assert said.startswith("ZeRO 2 -> 3: ")
+    # ZeRO 1's file asks for float32 accumulation, the other for none
+    with pytest.raises(CheckpointError, match='deepspeed.data_types.grad_accum_dtype: null -> "fp32"'):
+        resumed(state(two(folders), deepspeed=files[1]), saved)
+    same_stage = {**load_deepspeed(files[2]), "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    with pytest.raises(CheckpointError, match="deepspeed.zero_optimization.overlap_comm: false -> true"):
+        resumed(state(two(folders), deepspeed=same_stage), saved)
 
 
 def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(

@@ -1,0 +1,184 @@
+"""Saves in the background: training changes its tensors while they are written, and the files are those of a save that
+it waits for; what goes wrong in the thread is the run's error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reliability.number_ranks import tensors_in
+from tests.reliability.stopping import assert_equal_runs, stop_when
+from tests.train.runs import curve, metrics, run
+from train import checkpoint, host_copy, loop, save, signals
+from train.checkpoint_files import RUN_STATE, read_manifest
+from train.host_copy import HostBuffer, Snapshot
+
+
+@pytest.fixture
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Each file is begun 0.2 s late in a save thread, when training is steps ahead; the names of such files."""
+    right, names = save.write_tensors, []
+
+    def write(path: Path, value: Any) -> dict:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+            names.append(path.name)
+        return right(path, value)
+
+    monkeypatch.setattr(save, "write_tensors", write)
+    return names
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3))])
+def test_the_files_are_those_of_a_save_that_is_waited_for(
+    settings: dict, tmp_path: Path, slow_writes: list[str], stage: int, capsys: pytest.CaptureFixture
+) -> None:
+    """Byte for byte, of one rank, after 5, 10, 15 and 20 steps in FP8."""
+    settings |= {
+        "deepspeed": f"ds_config_zero{stage}.json",
+        "max_steps": 20,
+        "save_steps": 5,
+        "save_total_limit": 9,
+    }
+    one, other = (
+        run(settings, save_async=background, output_dir=str(tmp_path / str(background)))
+        for background in (True, False)
+    )
+    assert len(slow_writes) in (
+        4 * 2,
+        4 * 3,
+    )  # one rank: at ZeRO 0 in float32 there is no file for the optimizer
+    assert curve(one) == curve(other)
+    for step in (5, 10, 15, 20):
+        paths = [folder / "checkpoints" / checkpoint.name_of(step) for folder in (one, other)]
+        files, expected = map(read_manifest, paths)
+        assert files.keys() == expected.keys()
+        # the run's state has output_dir and save_async, and at ZeRO 3 numbers that DeepSpeed gives each parameter anew
+        others = {name for name in files if files[name] != expected[name]} - {RUN_STATE}
+        assert not others if stage < 3 else all(name.endswith("optim_states.pt") for name in others)
+        for name in others:
+            tensors, same = (list(tensors_in(torch.load(path / name, weights_only=False))) for path in paths)
+            assert len(tensors) == len(same) >= 3
+            assert all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
+        assert checkpoint.problems(paths[0]) == []
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved ")]
+    assert len(told) == 8 and all("s (training waited " in line for line in told)
+
+
+def test_a_stop_while_a_save_is_under_way(
+    settings: dict,
+    tmp_path: Path,
+    handlers: None,
+    slow_writes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two signals: both that save and that of the stop are committed, and the run goes on as if nothing had been."""
+    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
+    with monkeypatch.context() as patch:
+        stop_when(patch, save.Job, "run", 1, signals.SIGNALS[1])  # that of step 2
+        with pytest.raises(signals.Stopped, match="after step .*is committed"):
+            run(settings, save_steps=2)
+    root = Path(settings["output_dir"]) / "checkpoints"
+    found = checkpoint.committed(root)
+    assert found[0].name == "step-00000002" and len(found) == 2
+    assert [checkpoint.problems(path) for path in found] == [[], []]
+    signals._received.clear()
+    run(settings, save_steps=2)
+    assert_equal_runs(root.parent, whole)
+
+
+@pytest.mark.parametrize("on_save_failure", ["stop", "continue"])
+def test_an_exception_in_the_thread_is_the_runs(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, on_save_failure: str, capsys: pytest.CaptureFixture
+) -> None:
+    right, calls = save.write_tensors, []
+
+    def write(path: Path, value: Any) -> dict:
+        calls.append(path)
+        return right(path, value) if len(calls) > 2 else 1 / 0
+
+    monkeypatch.setattr(save, "write_tensors", write)
+    settings |= {"save_steps": 2, "on_save_failure": on_save_failure}
+    if on_save_failure == "stop":
+        with pytest.raises(checkpoint.SaveError, match="step-00000002 .* rank 0: ZeroDivisionError"):
+            run(settings)
+        return
+    output_dir = run(settings)
+    names = [path.name for path in checkpoint.committed(output_dir / "checkpoints")]
+    assert names == ["step-00000006"]
+    assert capsys.readouterr().out.count("warning: the checkpoint ") == 2
+    assert [m["step"] for m in metrics(output_dir)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*arguments: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_copy.mmap, "mmap", none)
+    with pytest.raises(
+        checkpoint.SaveError, match="no host memory for a copy .*with save_async false none is"
+    ):
+        run(settings)
+    assert not list(Path(settings["output_dir"], "checkpoints").glob("*"))
+
+
+def test_training_errors_leave_the_save_under_way_whole(
+    settings: dict, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = loop._check
+
+    def check(loss: float, skipped: bool, given: loop.Run) -> None:
+        right(float("nan") if given.state.step == 3 else loss, skipped, given)
+
+    monkeypatch.setattr(loop, "_check", check)
+    with pytest.raises(loop.TrainingError, match="step 3 is nan .*checkpoints before it are intact"):
+        run(settings, save_steps=2)
+    (path,) = checkpoint.committed(Path(settings["output_dir"]) / "checkpoints")
+    assert path.name == "step-00000002" and checkpoint.problems(path) == []
+
+
+def values() -> dict[str, Any]:
+    """Tensors of all sorts: parts of one storage, no numbers, parameters, FP8, attributes; and what is no tensor."""
+    flat = torch.arange(24.0)
+    named = torch.ones(2, requires_grad=True)
+    named.ds_id = 7  # type: ignore[attr-defined]
+    return {
+        "parts": [flat[:12].view(3, 4).t(), flat[12:]],
+        "none": torch.empty(0, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+        "fp8": torch.ones(5).to(torch.float8_e4m3fn),
+        "again": flat,
+        "named": [named, named],
+        "rest": (1, "two", {3.0}, torch.Size([4]), torch.bfloat16, Path("five")),
+    }
+
+
+def test_a_snapshot_is_what_torch_would_have_written_then(tmp_path: Path) -> None:
+    buffer = HostBuffer(print)
+    for _ in range(2):  # the second in the memory of the first
+        given = values()
+        torch.save(given, tmp_path / "value.pt")
+        snapshot = Snapshot(given, buffer)
+        size = (tmp_path / "value.pt").stat().st_size
+        assert size / 2 < snapshot.bytes and size < 1.05 * snapshot.bytes
+        assert buffer.size < 2 * snapshot.bytes
+        given["again"].fill_(-1), given["scalar"].fill_(-1), given["parameter"].data.fill_(-1)
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        torch.save(snapshot.value(), tmp_path / "copy/value.pt")
+        assert (tmp_path / "copy/value.pt").read_bytes() == (tmp_path / "value.pt").read_bytes()
+
+
+def test_host_memory_is_kept_from_save_to_save() -> None:
+    buffer = HostBuffer(print)
+    places = []
+    for _ in range(2):
+        tensor = Snapshot({"a": torch.ones(1000)}, buffer).tensors[0]
+        places.append(tensor.data_ptr())
+    assert places[0] == places[1]
+    assert buffer.size == 4096  # 4,000 bytes, aligned

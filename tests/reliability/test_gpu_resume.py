@@ -1,0 +1,70 @@
+"""Resumes on two Hopper GPUs, FP8 with delayed scaling by Transformer Engine, ZeRO 1 with float32 accumulation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import small_config
+from tests.reliability.launching import launch
+from tests.reliability.test_world_size import Runs, differing
+from tests.train.runs import curve
+
+pytestmark = pytest.mark.multi_gpu
+
+TOKENS, MICRO_BATCH, SAVED, STEPS = 128, 4, 10, 20
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """On two GPUs from the start to STEPS with a checkpoint of step SAVED, and from that on two and on one."""
+    folder = tmp_path_factory.mktemp("gpu_runs")
+    config = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=4, head_dim=64)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    base: dict[str, Any] = {
+        "model": {"config": str(folder / "config.json"), "variant": "te_layer"},
+        "data": {"sources": {"text": str(data)}},
+        "precision": {"recipe": "delayed"},
+        "full_determinism": True,
+        "max_seq_length": TOKENS,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "max_eval_samples": 8,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-3,
+    }
+    runs = Runs(folder, base, SAVED, STEPS)
+    runs.whole("two", 2, 2 * MICRO_BATCH)
+    runs.resumed("two_to_two", 2, "two")
+    runs.resumed("two_to_one", 1, "two")
+    runs.write()
+    for case in runs.cases:
+        file, name = str(folder / "runs.json"), case["name"]
+        done = launch(case["ranks"], "tests/reliability/world_size_ranks.py", file, name)
+        assert done.returncode == 0, done.stdout[-6000:]
+    return runs
+
+
+def test_two_gpus_go_on_bit_by_bit(runs: Runs) -> None:
+    """The curve, and with the last gradient norm the gradients of the last step."""
+    whole, resumed = (curve(runs.folder / name / "run") for name in ("two", "two_to_two"))
+    assert [step for step, *_ in resumed] == list(range(SAVED + 1, STEPS + 1))
+    assert resumed == whole[SAVED:]
+    assert differing(runs.state("two_to_two", "loaded"), runs.state("two", "kept")) == []
+
+
+def test_one_gpu_goes_on_where_two_stopped(runs: Runs) -> None:
+    expected = runs.state("two", "kept")
+    assert any(key.startswith("FP8") for key in expected)
+    for which in ("loaded", "again"):
+        assert differing(runs.state("two_to_one", which), expected) == []
+    assert runs.samples("two_to_one", SAVED) == runs.samples("two", 0)
+    before, after = runs.first_losses("two", SAVED + 1), runs.first_losses("two_to_one", 1)
+    both = before.keys() & after.keys()
+    assert both and {s: after[s] for s in both} == pytest.approx({s: before[s] for s in both}, rel=1e-4)
+    losses, uninterrupted = runs.losses("two_to_one"), runs.losses("two")
+    assert losses[0] == pytest.approx(uninterrupted[0], rel=1e-3)
+    assert losses[-1] == pytest.approx(uninterrupted[-1], rel=3e-2)

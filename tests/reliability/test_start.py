@@ -1,0 +1,59 @@
+"""A run that is killed while it starts does not keep the next one from starting."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+from tests.reliability.launching import clean_environment
+from tests.train.runs import ROOT
+
+OP = "deepspeed_shm_comm"
+START = "from train.train import init_distributed; init_distributed(); print('it has begun')"
+
+
+def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
+    """A run that joins its process group, and ends; what torch builds for it is in `folder`/ops."""
+    (folder / "start.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{START}")
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(folder / "start.py")]
+    environment = clean_environment(TORCH_EXTENSIONS_DIR=str(folder / "ops"))
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.usefixtures("process_group")  # for which the op was built
+def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
+    """Torch's builder leaves it when it is killed, and waits for ever for one that it finds."""
+    built = Path(cpp_extension._get_build_directory(OP, verbose=False))
+    shutil.copytree(built, tmp_path / "ops" / OP)
+    lock = tmp_path / "ops" / OP / "lock"
+    lock.touch()
+    with start(tmp_path, ranks=1) as process:
+        said = process.communicate(timeout=250)[0]
+    assert f"removed {lock}" in said and "it has begun" in said
+    assert not lock.exists()
+
+
+@pytest.mark.reliability
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("builds_s", [0.0, 1.0, 5.0])
+def test_a_start_after_one_that_was_killed_while_it_built(tmp_path: Path, builds_s: float) -> None:
+    lock = tmp_path / "ops" / OP / "lock"
+    with start(tmp_path, ranks=1) as process:
+        while not lock.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(builds_s)
+        os.kill(process.pid, signal.SIGKILL)  # and with it its rank
+    assert lock.exists(), "it was killed too late"
+    with start(tmp_path, ranks=2) as process:
+        said = process.communicate(timeout=800)[0]
+    assert said.count(f"removed {lock}") == 1 and said.count("it has begun") == 2, said
+    assert not lock.exists()

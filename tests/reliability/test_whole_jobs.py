@@ -1,0 +1,175 @@
+"""run_training.sh and real ranks: preempted many times, or with a rank killed, a run computes what it would have."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.launching import clean_environment, launch
+from tests.reliability.stopping import assert_equal_runs, stop_when
+from tests.scripts.machine import executable
+from tests.train.runs import ROOT, metrics, run
+from train import checkpoint, loop, save, signals
+from train import train as start
+
+LAUNCHED = "training: {} processes"
+A_STEP = "\nstep "
+
+
+def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
+    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: asked to stop before the first step, within a step, in a save."""
+    taken: list[tuple[int, int]] = []
+    right = loop.MicroBatches.get
+
+    def get(self: object, consumed_samples: int, index: int) -> object:
+        taken.append((consumed_samples, index))
+        return right(self, consumed_samples, index)
+
+    monkeypatch.setattr(loop.MicroBatches, "get", get)
+    settings |= {"save_steps": 2}
+    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
+    expected = taken.copy()
+    taken.clear()
+    for owner, name, call, step in ((start, "build_engine", 1, 1), (loop.MicroBatches, "get", 3, 3),
+                                    (save.Saver, "begin", 1, 5)):  # fmt: skip
+        with monkeypatch.context() as patch:
+            stop_when(patch, owner, name, call, signal.SIGUSR1)
+            with pytest.raises(signals.Stopped, match=f"after step {step};"):
+                run(settings)
+        signals._received.clear()
+    run(settings)
+    assert taken == expected
+    assert_equal_runs(Path(settings["output_dir"]), whole)
+
+
+class Job:
+    """run_training.sh with a configuration, in a Slurm that has only scontrol."""
+
+    def __init__(self, folder: Path, settings: dict, ranks: int):
+        self.folder, self.ranks = folder, ranks
+        self.config = folder / "config.json"
+        self.config.write_text(json.dumps(settings))
+        executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/requeues.txt"')
+        environment = clean_environment(SLURM_JOB_ID="77", DEMO_PROMPT="x", NPROC=str(ranks))
+        self.environment = environment | {"PATH": f"{folder}/bin:{environment['PATH']}"}
+
+    def requeued(self) -> int:
+        path = self.folder / "requeues.txt"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def run(self, restart: int, disturb: Callable[[subprocess.Popen, Path], None] | None) -> int:
+        """Start it once; `disturb` gets its process and its log. Returns its exit status."""
+        log = self.folder / f"job-{restart}.txt"
+        environment = self.environment | {"SLURM_RESTART_COUNT": str(restart)}
+        with log.open("w") as out:
+            job = subprocess.Popen(
+                [str(ROOT / "run_training.sh"), str(self.config)],
+                env=environment,
+                cwd=self.folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            if disturb:
+                disturb(job, log)
+            return job.wait(timeout=300)
+
+
+def wait_for(job: subprocess.Popen, log: Path, text: str, times: int = 1, most_s: float = 300.0) -> None:
+    """Until the log has `text` so many times, the job has ended, or it has lasted most_s."""
+    deadline = time.monotonic() + most_s
+    while log.read_text().count(text) < times and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
+    """The run that nothing disturbs."""
+    config, whole = folder / "whole.json", folder / "whole"
+    config.write_text(json.dumps({**settings, "output_dir": str(whole)}))
+    done = launch(ranks, "train/train.py", str(config))
+    assert done.returncode == 0, done.stdout
+    return whole
+
+
+@pytest.mark.parametrize(
+    "preemptions",
+    [
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(20, marks=[pytest.mark.reliability, pytest.mark.timeout(3600)]),
+    ],
+)  # fmt: skip
+def test_preemptions_in_a_requeue_loop(settings: dict, tmp_path: Path, preemptions: int) -> None:
+    """Two ranks, ZeRO 1, FP8, a stand-in scontrol, signals at random moments from the launch to the second step and
+    again a little later: the weights of the uninterrupted run, each sample once."""
+    steps = 12 * preemptions
+    settings |= {"max_steps": steps, "gradient_accumulation_steps": 1}
+    whole = uninterrupted(tmp_path, settings, 2)
+    chance, job = random.Random(5), Job(tmp_path, settings, 2)
+
+    def preempt(process: subprocess.Popen, log: Path) -> None:
+        wait_for(process, log, LAUNCHED.format(2))
+        if wanted := chance.randint(0, 2):
+            wait_for(process, log, A_STEP, wanted)
+        else:  # it begins to import, builds the model, loads the checkpoint
+            wait_for(process, log, A_STEP, most_s=12 * chance.random())
+        process.send_signal(chance.choice(signals.SIGNALS))
+        time.sleep(chance.random() / 5)
+        process.send_signal(signal.SIGTERM)
+
+    for preempted in range(preemptions):
+        assert job.run(preempted, preempt) == signals.STOPPED, f"see job-{preempted}.txt"
+        assert job.requeued() == preempted + 1
+    assert job.run(preemptions, None) == 0
+    folder = Path(settings["output_dir"])
+    assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), "each step once"
+    assert_equal_runs(folder, whole, steps)
+    states = [checkpoint.read_state(f / f"checkpoints/step-{steps:08d}") for f in (folder, whole)]
+    assert states[0].consumed_samples == states[1].consumed_samples == steps * 4
+
+
+def pid_of_rank(config: Path, rank: int) -> int:
+    """Of the run of `config`."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().decode().split("\0")
+            environment = (process / "environ").read_bytes().decode().split("\0")
+        except OSError:  # not ours, or gone
+            continue
+        if str(config) in command and f"RANK={rank}" in environment:
+            return int(process.name)
+    raise AssertionError(f"no rank {rank} of {config}")
+
+
+@pytest.mark.reliability
+@pytest.mark.timeout(900)
+def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_path: Path) -> None:
+    """Four ranks, one killed: the others end within 10 s, run_training.sh starts again from the last checkpoint, and
+    the weights are those of the run in which nobody died."""
+    settings |= {"max_steps": 30, "gradient_accumulation_steps": 1, "save_steps": 5}
+    settings |= {"per_device_train_batch_size": 1}
+    whole = uninterrupted(tmp_path, settings, 4)
+    job = Job(tmp_path, settings, 4)
+    took = []
+
+    def kill(process: subprocess.Popen, log: Path) -> None:
+        wait_for(process, log, A_STEP, 8)
+        os.kill(pid_of_rank(job.config, 2), signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(process, log, "restart 1 of 3")
+        took.append(time.monotonic() - killed)
+
+    assert job.run(0, kill) == 0
+    said = (tmp_path / "job-0.txt").read_text()
+    assert took[0] < 10 and job.requeued() == 0
+    assert "launch: rank 2 was killed by SIGKILL" in said
+    assert "ended with status 137; restart 1 of 3 from step-000000" in said
+    assert_equal_runs(Path(settings["output_dir"]), whole, 30)

@@ -1,0 +1,348 @@
+"""A run goes on with another number of ranks, or at another ZeRO stage: same state, same samples, same loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import small_config
+from tests.reliability.launching import clean_environment
+from tests.train.runs import ROOT, metrics
+from train import checkpoint, repartition, shards
+from train.checkpoint import CheckpointError
+
+TOKENS = 32  # of a sample
+SAVED, STEPS = 4, 6
+# The scales of delayed scaling move after each micro-batch, of which a step has fewer on more ranks: 6e-5 measured.
+SCALES_MOVE = 3e-4
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    config = tmp_path_factory.mktemp("config") / "config.json"
+    small = small_config(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2)
+    small.num_key_value_heads = 1
+    config.write_text(json.dumps(small.to_dict()))
+    return {
+        "model": {"config": str(config)},
+        "data": {"sources": {"text": str(data)}},
+        "max_seq_length": TOKENS,
+        "per_device_train_batch_size": 1,
+        "max_eval_samples": 1,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 3e-3,
+    }
+
+
+class Runs:
+    """Runs of world_size_ranks.py in `folder`, in the order in which they are asked for, of `steps` steps with a
+    checkpoint after `saved` of them."""
+
+    def __init__(self, folder: Path, base: dict[str, Any], saved: int = SAVED, steps: int = STEPS):
+        self.folder, self.base, self.cases = folder, base, list[dict]()
+        self.saved, self.steps = saved, steps
+
+    def whole(self, name: str, ranks: int, samples: int, **changes: Any) -> None:
+        """From the start to the end, with a checkpoint; steps of `samples` samples."""
+        tokens = samples * self.base["max_seq_length"]
+        changes = {"save_steps": self.saved, "train_batch_size_tokens": tokens, **changes}
+        self._add(name, ranks, {"max_steps": self.steps, **changes}, keep_after_step=self.saved)
+
+    def resumed(self, name: str, ranks: int, of: str, **changes: Any) -> None:
+        """From the checkpoint of the run `of`, configured as that."""
+        settings = next(case["settings"] for case in self.cases if case["name"] == of)
+        path = Path(settings["output_dir"]) / f"checkpoints/step-{self.saved:08d}"
+        extra = {key: changes.pop(key) for key in ("spoiled_step",) if key in changes}
+        changes = {"resume_from_checkpoint": str(path), "save_strategy": "no", **changes}
+        output_dir = str(self.folder / name / "run")
+        self._add(name, ranks, {**settings, "output_dir": output_dir, **changes}, **extra)
+
+    def _add(self, name: str, ranks: int, settings: dict[str, Any], **extra: Any) -> None:
+        settings = {"output_dir": str(self.folder / name / "run"), **self.base, **settings}
+        self.cases.append({"name": name, "ranks": ranks, "settings": settings, **extra})
+
+    def write(self) -> None:
+        (self.folder / "runs.json").write_text(json.dumps(self.cases))
+
+    def start(self) -> Runs:
+        self.write()
+        script = ROOT / "tests/reliability/world_size_ranks.py"
+        command = [sys.executable, str(script), str(self.folder / "runs.json")]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+        self.said = done.stdout
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        return self
+
+    def state(self, name: str, which: str) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / name / f"{which}.pt", map_location="cpu")
+
+    def computed(self, name: str) -> list[tuple[int, int, str, float]]:
+        """Of all ranks: (step of this process, micro-batch of the step, sample, loss of the micro-batch)."""
+        files = (self.folder / name).glob("samples_*.json")
+        return [tuple(entry) for file in files for entry in json.loads(file.read_text())]
+
+    def samples(self, name: str, steps_before: int) -> dict[int, list[str]]:
+        """Step after the checkpoint -> its samples over all ranks; the process began after `steps_before` steps."""
+        found = defaultdict(list)
+        for step, _, sample, _ in self.computed(name):
+            found[step + steps_before].append(sample)
+        return {step: sorted(samples) for step, samples in found.items() if step > self.saved}
+
+    def first_losses(self, name: str, step: int) -> dict[str, float]:
+        """Sample -> loss, of the first micro-batches of a step, which all are computed with the same scales."""
+        return {sample: loss for s, index, sample, loss in self.computed(name) if (s, index) == (step, 0)}
+
+    def losses(self, name: str) -> list[float]:
+        """Of the steps after the checkpoint."""
+        return [
+            m["loss"] for m in metrics(self.folder / name / "run") if m["step"] > self.saved and "loss" in m
+        ]
+
+    def check(self, whole: str, resumed: str, tolerance: float = 1e-5) -> None:
+        """What a resume on any number of ranks must have of the run that it goes on from: the state, the samples, the
+        losses of its first micro-batches, and that of its first step within `tolerance`."""
+        expected = self.state(whole, "kept")
+        assert any("exp_avg_sq" in key for key in expected) and expected["step"].tolist() == [self.saved]
+        for which in ("loaded", "again"):
+            found = self.state(resumed, which)
+            assert differing(found, expected) == [], (resumed, which)
+        assert self.samples(resumed, self.saved) == self.samples(whole, 0)
+        before, after = self.first_losses(whole, self.saved + 1), self.first_losses(resumed, 1)
+        both = before.keys() & after.keys()
+        assert both and {s: after[s] for s in both} == pytest.approx({s: before[s] for s in both}, rel=1e-5)
+        uninterrupted, losses = self.losses(whole), self.losses(resumed)
+        assert losses[0] == pytest.approx(uninterrupted[0], rel=tolerance), resumed
+        assert losses[1] == pytest.approx(uninterrupted[1], rel=1e-3), resumed
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """What of two states is not equal bit by bit."""
+    keys = found.keys() | expected.keys()
+    return sorted(
+        key
+        for key in keys
+        if not (key in found and key in expected and torch.equal(found[key], expected[key]))
+    )
+
+
+DELAYED, BF16, FP32 = {"recipe": "delayed"}, {"compute": "bf16"}, {"compute": "fp32"}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more.pop("zero_optimization", {})}, **more}
+
+
+# ---------------------------------------------------------------- in every test run
+
+
+@pytest.fixture(scope="module")
+def short(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """FP8 with delayed scaling, ZeRO 1 with float32 accumulation, both ways."""
+    runs = Runs(tmp_path_factory.mktemp("short"), {**base, "precision": DELAYED})
+    runs.whole("two", 2, 2)
+    runs.resumed("two_to_one", 1, "two")
+    runs.whole("one", 1, 2)
+    runs.resumed("one_to_two", 2, "one", save_strategy="steps")
+    return runs.start()
+
+
+def test_two_ranks_and_one(short: Runs) -> None:
+    short.check("two", "two_to_one", SCALES_MOVE)
+    short.check("one", "one_to_two", SCALES_MOVE)
+    assert any(key.startswith("FP8") for key in short.state("two", "kept"))
+    assert "2 ranks -> 1: weights, optimizer and FP8 state are redistributed" in short.said
+    assert "in 1 micro-batches a rank instead of 2; random generators of ranks 1 to 1 begin" in short.said
+
+
+def test_what_comes_after_is_a_run_as_any_other(short: Runs) -> None:
+    """Its checkpoint verifies, and is exported."""
+    folder = short.folder / "one_to_two/run"
+    (path,) = checkpoint.committed(folder / "checkpoints")
+    state = checkpoint.read_state(path)
+    assert checkpoint.problems(path) == [] and (state.world_size, state.step) == (2, STEPS)
+    assert state.consumed_samples == STEPS * 2
+    assert (folder / "hf/model.safetensors").exists()
+
+
+@pytest.fixture
+def written(short: Runs, tmp_path: Path) -> Path:
+    """A copy of a checkpoint of two ranks, to be damaged."""
+    return shutil.copytree(short.folder / f"two/run/checkpoints/step-{SAVED:08d}", tmp_path / "step")
+
+
+SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+NORM = "model.norm.weight"
+
+
+def shorter(content: dict) -> None:
+    groups = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    groups[0] = groups[0].detach()[:-5000]
+
+
+def without_moment(content: dict) -> None:
+    del content["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["exp_avg_sq"]
+
+
+def other_step(content: dict) -> None:
+    content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+
+def without_norm(content: dict) -> None:
+    del content["param_shapes"][1][NORM]
+
+
+def smaller_norm(content: dict) -> None:
+    content["param_shapes"][1][NORM] = torch.Size([63])
+
+
+def no_shapes(content: dict) -> None:
+    del content["param_shapes"]
+
+
+@pytest.mark.parametrize(
+    "name, damage, message",
+    [
+        (SHARD, None, f"{SHARD} is missing"),
+        (MODEL, None, f"{MODEL} cannot be read: .*No such file"),
+        (MODEL, no_shapes, f"{MODEL} does not hold what .*param_shapes"),
+        (SHARD, shorter, f"{SHARD}: 2 partitions of .* elements do not hold the .* of group 0"),
+        (SHARD, without_moment, f"{SHARD} does not hold what .*exp_avg_sq"),
+        (SHARD, other_step, "AdamW's step differs between parameters: .4.0, 5.0."),
+        (MODEL, without_norm, "it lacks .'model.norm.weight'., and has nothing"),
+        (
+            MODEL,
+            smaller_norm,
+            "does not have model.norm.weight whole: it has 64 elements, and the shards hold 0 to 63",
+        ),
+    ],
+)
+def test_files_that_lack_something_are_named(
+    short: Runs, written: Path, name: str, damage: Callable[[dict], None] | None, message: str
+) -> None:
+    if damage is None:
+        (written / name).unlink()
+    else:
+        content = torch.load(written / name, weights_only=False)
+        damage(content)
+        torch.save(content, written / name)
+    weights = {key[7:]: t for key, t in short.state("two", "kept").items() if key.startswith("weight ")}
+    with pytest.raises(CheckpointError, match=message):
+        saved = shards.read(written, checkpoint.read_state(written), list(weights))
+        repartition.check(saved, {key: t.numel() for key, t in weights.items()}, written)
+
+
+def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(written: Path) -> None:
+    file = written / "rank_00001.pt"
+    content = torch.load(file, weights_only=True)
+    name = next(key for key in content["fp8"] if key.endswith("scaling_fwd.amax_history"))
+    content["fp8"][name][0, 0] = 1e6  # not yet reduced
+    torch.save(content, file)
+    assert repartition.fp8_of_all_ranks(written, 2)[name][0, 0] == 1e6
+    content["fp8"][name.replace("amax_history", "scale")][0] *= 2
+    torch.save(content, file)
+    with pytest.raises(
+        CheckpointError, match="rank_00001.pt and .*rank_00000.pt differ in .*scaling_fwd.scale"
+    ):
+        repartition.fp8_of_all_ranks(written, 2)
+
+
+# ---------------------------------------------------------------- the full form
+
+CONFIGURATIONS = [
+    (BF16, zero(0)),
+    (BF16, zero(1)),
+    (BF16, zero(1, **FP32_GRADIENTS)),
+    (BF16, zero(2)),
+    (BF16, zero(3)),
+    (DELAYED, zero(0)),
+    (DELAYED, zero(3)),
+    (FP32, zero(0)),
+    (FP32, zero(1)),
+    (FP32, zero(2)),
+    (FP32, zero(3)),
+]
+
+
+@pytest.mark.reliability
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision, deepspeed", CONFIGURATIONS)
+def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: dict, deepspeed: dict) -> None:
+    runs = Runs(tmp_path, {**base, "precision": precision, "deepspeed": deepspeed})
+    runs.whole("two", 2, 4)
+    runs.resumed("two_to_one", 1, "two")
+    runs.resumed("two_to_four", 4, "two")
+    runs.whole("four", 4, 12)
+    runs.resumed("four_to_three", 3, "four")
+    runs.whole("eight", 8, 8)
+    runs.resumed("eight_to_four", 4, "eight")
+    runs.start()
+    tolerance = SCALES_MOVE if precision == DELAYED else 1e-5
+    for case in runs.cases:
+        if (whole := case["name"].partition("_to_")[0]) != case["name"]:
+            runs.check(whole, case["name"], tolerance)
+
+
+@pytest.mark.reliability
+def test_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
+    runs = Runs(tmp_path, {**base, "precision": BF16})
+    moves = [(0, 1, 2), (1, 0, 2), (1, 2, 2), (2, 1, 2), (1, 3, 2), (3, 1, 2), (3, 0, 1), (2, 3, 4)]
+    for stage in range(4):
+        runs.whole(f"zero{stage}", 2, 4, deepspeed=zero(stage))
+    for old, new, ranks in moves:
+        runs.resumed(f"zero{old}_to_{new}", ranks, f"zero{old}", deepspeed=zero(new))
+    runs.start()
+    for old, new, _ in moves:
+        runs.check(f"zero{old}", f"zero{old}_to_{new}")
+    assert "ZeRO 1 -> 3: weights and optimizer are redistributed" in runs.said
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize(
+    "stage, option",
+    [(2, {"round_robin_gradients": True}), (2, {"parameter_alignment": True}), (3, {"sub_group_size": 9000})],
+)
+def test_other_orders_of_the_flat_weights(
+    base: dict[str, Any], tmp_path: Path, stage: int, option: dict
+) -> None:
+    """DeepSpeed's own mapping of a parameter to its float32 weight is wrong with round_robin_gradients; so the weights
+    that the model computes with are compared, and the losses."""
+    runs = Runs(tmp_path, {**base, "precision": BF16, "deepspeed": zero(stage, zero_optimization=option)})
+    runs.whole("three", 3, 6)
+    runs.resumed("three_to_two", 2, "three")
+    runs.start()
+    before, after = (
+        {key: t for key, t in runs.state(*which).items() if key.startswith("weight ")}
+        for which in (("three", "kept"), ("three_to_two", "loaded"))
+    )
+    assert before and differing(before, after) == []
+    assert runs.losses("three_to_two") == pytest.approx(runs.losses("three"), rel=1e-4)
+
+
+@pytest.mark.reliability
+def test_a_rollback_to_a_checkpoint_of_another_number_of_ranks(base: dict[str, Any], tmp_path: Path) -> None:
+    runs = Runs(tmp_path, {**base, "precision": DELAYED, "spike_window": 16, "on_spike": "rollback"})
+    runs.whole("two", 2, 4, max_steps=18, save_steps=0)
+    output_dir = str(tmp_path / "two/run")
+    runs.resumed(
+        "two_to_one", 1, "two", max_steps=22, spoiled_step=2, save_strategy="steps",
+        resume_from_checkpoint="auto", output_dir=output_dir,
+    )  # fmt: skip
+    runs.start()
+    lines = metrics(tmp_path / "two/run")
+    back = [(m["step"], m["rollback"]["from_step"]) for m in lines if "rollback" in m]
+    assert back == [(18, 20)]
+    assert [m["step"] for m in lines if "loss" in m] == list(range(1, 23))
+    state = checkpoint.read_state(tmp_path / "two/run/checkpoints/step-00000022")
+    assert (state.world_size, state.skipped_samples) == (1, [[72, 80]])

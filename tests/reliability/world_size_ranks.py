@@ -1,0 +1,181 @@
+"""Runs one after another, each on its own number of ranks; what they saw and held, for tests of resumes.
+
+    python tests/reliability/world_size_ranks.py RUNS
+    python train/launch.py --nproc RANKS tests/reliability/world_size_ranks.py RUNS NAME
+
+RUNS is a JSON list of objects: `ranks`, `settings` of the training configuration, and `name`, the folder beside RUNS
+that gets what the run left (see `Watched`). The first form imports everything once and forks the ranks of each run;
+on GPUs, which a fork cannot use, the second form is one rank of the run NAME.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from model.fp8_state import fp8_state
+from tests.reliability.number_ranks import spoil
+from train import checkpoint, signals, train
+from train.arguments import TrainingArguments
+from train.engine import MicroStep, without_prints
+from train.replicas import _optimizer_tensors
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@torch.no_grad()
+def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
+    """Every weight, its float32 master and moments, whole, by DeepSpeed's own functions; the FP8 state. Collective."""
+    optimizer, found = engine.optimizer, {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            found[f"weight {name}"] = parameter.data.clone()
+    if engine.zero_optimization_stage() == 0:
+        found |= {key: tensor.clone() for key, tensor in _optimizer_tensors(engine).items()}
+    else:
+        if hasattr(optimizer, "_hp_optimizer_states_linked"):
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in engine.module.named_parameters():
+            found[f"optimizer {name}"] = safe_get_full_fp32_param(parameter)
+            for moment in MOMENTS:
+                found[f"optimizer {name} {moment}"] = safe_get_full_optimizer_state(parameter, moment)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found["step"] = torch.tensor(sorted({float(state["step"]) for state in inner.state.values()}))
+    found["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
+    return found | {
+        f"FP8 {key}": tensor.clone() for key, tensor in fp8_state(engine.module, precision).items()
+    }
+
+
+class Watched:
+    """A training run. Its folder gets states of `full_state` from rank 0: kept.pt, after the step `keep_after_step` of
+    this process; loaded.pt, of the checkpoint it goes on from; again.pt, of the same checkpoint loaded into the trained
+    engine, as a rollback does. From each rank R: samples_R.json, a list of [step of this process, micro-batch of the
+    step, hash of a sample, loss of its micro-batch].
+
+    spoiled_step: in it the loss is ten times as large.
+    """
+
+    def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0, spoiled_step: int = 0):
+        self.folder, self.keep, self.spoiled = folder, keep_after_step, spoiled_step
+        self.args = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
+        self.engine: Any = None
+        self.precision: Any = None
+        self.samples: list[tuple[int, int, str, float]] = []
+        self.calls, self.loaded_from = 0, None
+
+    def run(self) -> None:
+        build, load, call = train.build_engine, checkpoint.load, MicroStep.__call__
+
+        def built(*values: Any) -> Any:
+            self.engine = build(*values)
+            return self.engine
+
+        def loaded(engine: Any, path: Path, precision: Any) -> None:
+            addresses = [p.data_ptr() for p in engine.module.parameters()]
+            load(engine, path, precision)
+            if engine.zero_optimization_stage() < 3:  # ZeRO 3 moves them in each step
+                assert addresses == [p.data_ptr() for p in engine.module.parameters()]
+            if self.loaded_from is None:
+                self.loaded_from = path
+                self.dump("loaded", precision)
+
+        def micro_step(step: MicroStep, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+            self.calls += 1
+            accumulation = self.args.gradient_accumulation_steps or 1
+            number, last = -(-self.calls // accumulation), self.calls % accumulation == 0
+            spoil("large_loss" if number == self.spoiled else None)
+            loss = call(step, ids, labels, *rest)
+            spoil(None)
+            self.samples += [(number, rest[0], _digest(row), float(loss)) for row in ids]
+            self.precision = step.precision
+            if last and number == self.keep:
+                self.dump("kept", step.precision)
+            return loss
+
+        train.build_engine, checkpoint.load, MicroStep.__call__ = built, loaded, micro_step
+        try:
+            train.run_training(self.args)
+            if self.loaded_from is not None:
+                with without_prints():
+                    load(self.engine, self.loaded_from, self.precision)
+                self.dump("again", self.precision)
+        finally:
+            train.build_engine, checkpoint.load, MicroStep.__call__ = build, load, call
+        (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
+
+    def dump(self, name: str, precision: Any) -> None:
+        state = full_state(self.engine, precision)
+        if dist.get_rank() == 0:
+            torch.save(state, self.folder / f"{name}.pt")
+
+
+def _digest(row: torch.Tensor) -> str:
+    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def run_rank(folder: Path, case: dict[str, Any]) -> None:
+    """One of the ranks of a run, which the environment describes."""
+    torch.set_num_threads(1)
+    train.init_distributed()
+    signals.install()
+    options = {key: case[key] for key in ("keep_after_step", "spoiled_step") if key in case}
+    Watched(folder, case["settings"], **options).run()
+    dist.barrier()
+
+
+def main() -> int:
+    file = Path(sys.argv[1])
+    cases = json.loads(file.read_text())
+    if len(sys.argv) > 2:
+        folder = file.parent / sys.argv[2]
+        folder.mkdir(exist_ok=True)
+        run_rank(folder, next(case for case in cases if case["name"] == folder.name))
+        return 0
+    for case in cases:
+        folder = file.parent / case["name"]
+        folder.mkdir()
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        children = []
+        for rank in range(case["ranks"]):
+            if (child := os.fork()) == 0:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                try:
+                    run_rank(folder, case)
+                except BaseException:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                    os._exit(1)
+                sys.stdout.flush()
+                os._exit(0)
+            children.append(child)
+        for _ in range(case["ranks"]):
+            child, status = os.wait()
+            children.remove(child)
+            if status:  # the others would wait for this one
+                for other in children:
+                    os.kill(other, 9)
+                print(f"run {case['name']} failed", file=sys.stderr)
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

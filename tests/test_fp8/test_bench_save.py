@@ -1,0 +1,52 @@
+"""test_fp8/bench_save.py: its arithmetic, and the program as it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_fp8 import bench_save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_first_saves_do_not_count() -> None:
+    saves = [
+        (True, True, 9.0),
+        (False, True, 1.0),
+        (True, False, 0.2),
+        (True, False, 0.4),
+        (False, False, 3.0),
+    ]
+    results = [{"background": b, "first": f, "lost_s": s} for b, f, s in saves]
+    assert bench_save.ratio(results) == pytest.approx(0.1)
+
+
+def test_the_program(tmp_path: Path) -> None:
+    """On a tiny model; a loaded machine may lose more than is allowed, which the exit status then says."""
+    command = [sys.executable, str(ROOT / "test_fp8/bench_save.py"), "--rounds", "1", "--steps", "2"]
+    command += ["--work_dir", str(tmp_path), "--output", str(tmp_path / "save.json")]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
+    assert (tmp_path / "save.json").exists(), done.stdout + done.stderr
+    written = json.loads((tmp_path / "save.json").read_text())
+    assert done.returncode == int(written["lost"] >= 0.15)
+    assert [(r["background"], r["first"]) for r in written["results"]] == [
+        (False, True),
+        (True, True),
+        (False, False),
+        (True, False),
+    ]
+    for r in written["results"]:
+        assert 0 < r["begin_s"] <= r["waited_s"] + 0.01 and r["gigabytes"] > 0.001
+        assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
+        # a blocking save is over when training goes on
+        assert not r["steps_during_s"] or r["background"]
+    assert str(tmp_path) not in (tmp_path / "save.json").read_text()
+    assert "a save in the background loses" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["save.json"]  # the checkpoints are gone

@@ -1,0 +1,169 @@
+"""What torch.save would write of an object, copied as it is now, so that training may change its tensors meanwhile.
+
+The copies lie in memory of this process that is kept from save to save (`HostBuffer`); of tensors on a GPU it is
+pinned, so that the copies run at the speed of the bus and all of them are queued before one is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
+# Bytes of a file besides its tensors' and the pickle: headers and padding of each tensor's record, and of the whole.
+RECORD_BYTES = 256
+FILE_BYTES = 4096
+
+
+class HostBuffer:
+    """Memory of the host, mapped when it is first needed and kept as long as it has the right size.
+
+    Not from torch: its pinned allocator rounds sizes up to a power of two, and parts of one tensor would be written
+    as the whole of it.
+    """
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log = log
+        self.size = 0
+        self._memory: mmap.mmap | None = None
+        self._unpin: weakref.finalize | None = None
+
+    def reserve(self, size: int, pin: bool) -> None:
+        """Have `size` bytes; what was there before is void. Raises OSError, MemoryError: the host has them not."""
+        if size == self.size:
+            return
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._memory, self.size = None, 0
+        self._memory, self.size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
+        if pin:
+            self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
+
+    def _pin(self, pointer: int) -> None:
+        cudart = torch.cuda.cudart()
+        status = int(cudart.cudaHostRegister(pointer, self.size, 0))
+        if status == 0:
+            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
+            self._unpin.atexit = False
+        else:
+            with contextlib.suppress(RuntimeError):  # CUDA tells the error once more, to the next kernel
+                torch.ones(1, device="cuda")
+            self.log(
+                f"{self.size / 1e9:.1f} GB of host memory for saves in the background could not be pinned (CUDA error "
+                f"{status}; ulimit -l may be low): copies to it will be several times slower"
+            )
+
+    def part(self, offset: int, size: int) -> torch.Tensor:
+        """uint8 [size], `size` > 0, a view of the memory with a storage of its own."""
+        assert self._memory is not None
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but plain tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not _is_plain(value) or value.__dict__:
+            return None  # a Parameter or a tensor of another class is made of plain ones
+        place = self._places.setdefault(id(value), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(value)  # lives on, so that its id stays its own
+        return place
+
+    def reducer_override(self, value: Any) -> Any:
+        """DeepSpeed gives some tensors attributes, which torch.save writes with them."""
+        if _is_plain(value):
+            return _with_attributes, (value.detach().requires_grad_(value.requires_grad), value.__dict__)
+        return NotImplemented
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
+
+
+def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        return self.tensors[place]
+
+
+class Snapshot:
+    """`value` as it is now. With a buffer its tensors are copied there: on a GPU the copies are only queued, wait for
+    them (torch.cuda.synchronize) before `value` is used. Without one they are `value`'s own, and must not change until
+    they are written.
+
+    Whole storages are copied, and once each, because that is what torch.save writes: the files are the same, byte for
+    byte, with and without a buffer.
+
+    Raises OSError, MemoryError: the host has no room. PicklingError and the like: torch.save could not write it either.
+    """
+
+    def __init__(self, value: Any, buffer: HostBuffer | None):
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        self._pickle = file
+        self.tensors = pickler.tensors
+        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
+        self.bytes = (
+            file.tell()
+            + sum(storage.nbytes() for storage in storages.values())
+            + RECORD_BYTES * len(storages)
+            + FILE_BYTES
+        )
+        if buffer is not None:
+            copies = _copies(storages, buffer)
+            self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
+
+    def value(self) -> Any:
+        """An object equal to the one that was given, of the tensors of this snapshot."""
+        self._pickle.seek(0)
+        return _Unpickler(self._pickle, self.tensors).load()
+
+
+def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
+    """A copy in `buffer` of each storage; of those on a GPU it is only queued."""
+    offsets, size = {}, 0
+    for key, storage in storages.items():
+        offsets[key] = size
+        size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    if size:
+        buffer.reserve(size, pin=any(storage.device.type == "cuda" for storage in storages.values()))
+    copies = {}
+    for key, storage in storages.items():
+        if storage.nbytes():
+            copy = buffer.part(offsets[key], storage.nbytes())
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            copy.copy_(there, non_blocking=True)
+        else:
+            copy = torch.empty(0, dtype=torch.uint8)
+        copies[key] = copy.untyped_storage()
+    return copies
+
+
+def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, on another storage."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    copy = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+    return copy.requires_grad_(tensor.requires_grad)
