@@ -84,11 +84,11 @@ class Training:
         return time.perf_counter() - start
 
 
-def measure_save(training: Training, saver: Saver, steps: int) -> dict[str, Any]:
+def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> dict[str, Any]:
     """`steps` steps, a save, and steps until it is committed."""
     alone = [training.step() for _ in range(steps)]
     start = time.perf_counter()
-    saver.begin(training.state)
+    saver.begin(training.state, background)
     begin_s = time.perf_counter() - start
     during = []
     while training.vote.stop_or(saver.busy)[1]:
@@ -96,7 +96,7 @@ def measure_save(training: Training, saver: Saver, steps: int) -> dict[str, Any]
     saved = saver.finish()
     assert saved is not None
     return {
-        "background": saver.background,
+        "background": background,
         "begin_s": begin_s,
         "waited_s": saved.waited_s,
         "save_s": saved.seconds,
@@ -109,15 +109,13 @@ def measure_save(training: Training, saver: Saver, steps: int) -> dict[str, Any]
 def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The saves of all rounds, with `lost_s` of each."""
     training = Training(options)
-    savers = [
-        Saver(training.engine, folder, training.precision, 1, background, say) for background in (False, True)
-    ]
+    saver = Saver(training.engine, folder, training.precision, 1, say)
     for _ in range(WARM_UP_STEPS):
         training.step()
     found = []
     for index in range(options.rounds + 1):  # the first in the background is no measure of the others
-        for saver in savers:
-            found.append({"first": index == 0, **measure_save(training, saver, options.steps)})
+        for background in (False, True):
+            found.append({"first": index == 0, **measure_save(training, saver, background, options.steps)})
     step_s = statistics.median(t for save in found for t in save["steps_alone_s"])
     for save in found:
         slower_s = sum(t - step_s for t in save["steps_during_s"])

@@ -8,52 +8,31 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from model.fp8_state import fp8_state, snapshot_fp8_state
-from model.precision import Precision, fp8_modules
+from model.precision import fp8_modules
 from train import checkpoint
-from train.arguments import TrainingArguments
-from train.dataset import NO_LABEL, MicroBatches, SampleStream
-from train.engine import MicroStep, labelled, on_device
+from train.dataset import MicroBatches
+from train.engine import labelled, on_device
+from train.evaluation import evaluate, evaluate_late
 from train.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
-from train.metrics import MetricsLogger, mfu, peak_tflops
+from train.metrics import mfu, peak_tflops
 from train.optimizer import learning_rate_at
 from train.replicas import ReplicaCheck, ReplicaError
 from train.rollback import Rollback, past_skipped
-from train.save import Saver
+from train.run import Run
 from train.save_errors import SaveError
-from train.signals import Stopped, StopVote
+from train.signals import Stopped
 from train.slow_ranks import SlowRanks
-from train.watchdog import Watchdog
 
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says at which step and what to do."""
-
-
-@dataclass
-class Run:
-    """What the loop needs, built by train.py."""
-
-    arguments: TrainingArguments  # resolved
-    output_dir: Path
-    engine: Any  # deepspeed.DeepSpeedEngine
-    micro_step: MicroStep
-    precision: Precision
-    train_stream: SampleStream
-    eval_stream: SampleStream
-    metrics: MetricsLogger
-    state: checkpoint.RunState
-    saver: Saver
-    flops_per_token: float
-    stop_vote: StopVote
-    watchdog: Watchdog
 
 
 def train(run: Run) -> Path | None:
@@ -64,7 +43,7 @@ def train(run: Run) -> Path | None:
     differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
     """
     try:
-        return _train(run)
+        return Loop(run).to_the_end()
     except (TrainingError, ReplicaError):  # on all ranks: what they save already is as good as ever
         try:
             settle(run)
@@ -73,145 +52,210 @@ def train(run: Run) -> Path | None:
         raise
 
 
-def _train(run: Run) -> Path | None:
-    args, engine, state = run.arguments, run.engine, run.state
-    world = dist.get_world_size()
-    accumulation = args.gradient_accumulation_steps or 1
-    samples_per_step = args.per_device_train_batch_size * accumulation * world
-    tokens_per_step = samples_per_step * args.max_seq_length
-    batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, dist.get_rank(), world)
-    peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
+@dataclass
+class Step:
+    """An optimizer step: what came of it, and what is to follow it."""
 
-    health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
-    health.load_state_dict(state.health)
-    replicas = ReplicaCheck(engine, run.precision)
-    rollback = Rollback(
-        run.output_dir / "checkpoints", engine, run.precision, state, health, run.metrics, run.train_stream
-    )
-    if args.replica_check_steps:
-        run.metrics.message(f"replica check, every {args.replica_check_steps} steps: {replicas.scope()}")
-    engine.train()
-    clock, clock_step = time.perf_counter(), state.step
-    slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
-    if state.evaluation_due:
-        evaluate_late(run)
-    while state.step < args.max_steps:
-        learning_rate = learning_rate_at(state.step, args)
+    learning_rate: float
+    loss: torch.Tensor  # of this rank, the mean over its micro-batches; float32 scalar on the device
+    share: torch.Tensor | None  # of tokens with a label, where not all have one
+    skipped: bool
+    record: dict[str, Any] = field(default_factory=dict)  # for the metrics
+    last: bool = False
+    stops: bool = False
+    logs: bool = False
+    saves: bool = False
+    evaluates: bool = False
+
+
+class Loop:
+    """The steps of a run. `to_the_end` is their order; every rank calls all of it alike."""
+
+    def __init__(self, run: Run):
+        args, engine, state = run.arguments, run.engine, run.state
+        rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.run, self.args, self.engine, self.state = run, args, engine, state
+        self.accumulation = args.gradient_accumulation_steps or 1
+        self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # of a step
+        self.tokens = self.samples * args.max_seq_length
+        self.batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, rank, self.world)
+        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
+        self.health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
+        self.health.load_state_dict(state.health)
+        self.replicas = ReplicaCheck(engine, run.precision)
+        self.rollback = Rollback(
+            run.output_dir / "checkpoints",
+            engine,
+            run.precision,
+            state,
+            self.health,
+            run.metrics,
+            run.train_stream,
+        )
+        if args.replica_check_steps:
+            run.metrics.message(
+                f"replica check, every {args.replica_check_steps} steps: {self.replicas.scope()}"
+            )
+        engine.train()
+        self._start_clock()
+        self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
+
+    def to_the_end(self) -> Path | None:
+        run, state = self.run, self.state
+        if state.evaluation_due:
+            evaluate_late(run)
+        while state.step < self.args.max_steps:
+            step = self._take_step()
+            self._judge_skip(step)
+            self._meet(step)
+            if self._goes_back(step):
+                continue
+            if step.logs or step.saves or step.evaluates or step.stops:
+                loss = self._mean_loss(step)
+                if step.logs:
+                    self._log(step, loss)
+            if step.evaluates:
+                self._evaluate(step)
+            if step.record:
+                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **step.record})
+            if (step.saves or step.stops) and self.args.save_strategy != "no":
+                self._save(step)
+            if step.stops and (not step.last or state.evaluation_due):
+                self.batches.close()
+                raise Stopped(state.step, run.checkpoint)
+        self.batches.close()
+        self.slow_ranks.close()
+        return run.checkpoint
+
+    def _take_step(self) -> Step:
+        """Forward and backward of all micro-batches, and the optimizer; nothing waits for the GPU."""
+        run, state, engine = self.run, self.state, self.engine
+        learning_rate = learning_rate_at(state.step, self.args)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        state.consumed_samples = past_skipped(state.consumed_samples, samples_per_step, state.skipped_samples)
-        if stage := run.train_stream.stage_that_begins(state.consumed_samples, samples_per_step):
+        state.consumed_samples = past_skipped(state.consumed_samples, self.samples, state.skipped_samples)
+        if stage := run.train_stream.stage_that_begins(state.consumed_samples, self.samples):
             run.metrics.message(f"step {state.step + 1}: {stage}")
         loss_sum = torch.zeros((), device=engine.device)
-        share_sum = torch.zeros((), device=engine.device)  # of tokens with a label, where not all have one
-        health.before_step()
-        first_sample = state.consumed_samples
-        for index in range(accumulation):
-            run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {accumulation}")
-            slow_ranks.begin()
-            batch = batches.get(state.consumed_samples, index)
+        share_sum = torch.zeros((), device=engine.device)
+        self.health.before_step()
+        for index in range(self.accumulation):
+            run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
+            self.slow_ranks.begin()
+            batch = self.batches.get(state.consumed_samples, index)
             input_ids, labels, documents = on_device(batch, engine.device)
             loss_sum += run.micro_step(input_ids, labels, index, documents)
             if documents is not None:
                 share_sum += labelled(labels)
+        first_sample, loss = state.consumed_samples, loss_sum / self.accumulation
+        share = share_sum / self.accumulation if self.args.data.document_mask else None
         state.step += 1
-        state.consumed_samples += samples_per_step
-        state.consumed_tokens += tokens_per_step
-        record: dict[str, Any] = {}
-        share = share_sum / accumulation if args.data.document_mask else None
-        skipped = health.after_step(state.step, first_sample, loss_sum / accumulation, share)
-        if skipped:
-            record["skipped"] = _tell_skipped(run, loss_sum / accumulation, samples_per_step)
-        if health.skipped_in_a_row == args.max_skipped_steps:
-            if record:
-                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
+        state.consumed_samples += self.samples
+        state.consumed_tokens += self.tokens
+        skipped = self.health.after_step(state.step, first_sample, loss, share)
+        return Step(learning_rate, loss, share, skipped)
+
+    def _judge_skip(self, step: Step) -> None:
+        """Tell of a step that was skipped. Raises TrainingError: it was the last that may be."""
+        run, state, most = self.run, self.state, self.args.max_skipped_steps
+        if step.skipped:
+            step.record["skipped"] = _tell_skipped(run, step.loss, self.samples)
+        if self.health.skipped_in_a_row == most:
+            if step.record:
+                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **step.record})
             raise TrainingError(
-                f"the gradients of the last {args.max_skipped_steps} steps, to step {state.step}, were not finite and "
-                f"no weight changed; {_advice(run)}"
+                f"the gradients of the last {most} steps, to step {state.step}, were not finite and no weight changed; "
+                f"{_advice(run)}"
             )
 
-        stops, saving = run.stop_vote.stop_or(run.saver.busy)
-        run.watchdog.met(f"step {state.step} is done")
+    def _meet(self, step: Step) -> None:
+        """What the ranks tell each other after each step: whether to stop, whether a save is over, who is slow, at
+        times whether they still have the same weights; and what is due now."""
+        run, args, number = self.run, self.args, self.state.step
+        step.stops, saving = run.stop_vote.stop_or(run.saver.busy)
+        run.watchdog.met(f"step {number} is done")
         if run.saver.pending and not saving:
             settle(run)
-        slow_ranks.step(state.step, run.metrics.message)
-        last = state.step == args.max_steps
-        logs, saves, evaluates = (
-            last or bool(n and state.step % n == 0)
+        self.slow_ranks.step(number, run.metrics.message)
+        step.last = number == args.max_steps
+        step.logs, step.saves, step.evaluates = (
+            step.last or bool(n and number % n == 0)
             for n in (args.logging_steps, args.save_steps, args.eval_steps)
         )
-        checks = args.replica_check_steps and state.step % args.replica_check_steps == 0
-        if checks:
-            replicas.run(state.step)
-        if logs or saves or evaluates or stops or health.full():
-            if spikes := health.look():  # waits for the GPU
-                record["spikes_found"] = _tell_spikes(run, spikes, samples_per_step)
-                run.watchdog.met(f"looked at the numbers to step {state.step}")
-                if args.on_spike == "rollback":
-                    settle(run)
-                    if rollback.after(spikes, samples_per_step):
-                        run.watchdog.met(f"is back at step {state.step}")
-                        clock, clock_step = time.perf_counter(), state.step
-                        continue
-        if logs or saves or evaluates or stops:
-            loss = _mean_over_ranks(loss_sum / accumulation)  # waits for the GPU
-            if args.data.document_mask:
-                loss /= _mean_over_ranks(share_sum / accumulation)
-            _check(loss, skipped, run)
-        if logs:
-            record["loss"] = loss
-            now = time.perf_counter()
-            rate = (state.step - clock_step) * tokens_per_step / (now - clock)
-            norm = engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
-            record["grad_norm"] = None if norm is None else float(norm)
-            record["learning_rate"] = learning_rate
-            record["tokens_per_second"] = rate
-            record["mfu"] = mfu(rate / world, run.flops_per_token, peak)
-            record["memory_gib"] = _peak_memory_gib()
-            record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
-            if bad := health.mend_histories():
-                run.metrics.message(
-                    f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they are "
-                    "taken out, for their scales could not have moved while they are in"
-                )
-            clock, clock_step = now, state.step
-        if evaluates:
-            eval_loss = None if stops else evaluate(run)
-            if eval_loss is None:  # the resumed run makes up for it
-                stops = state.evaluation_due = True
-            else:
-                record["eval_loss"], record["unigram_loss"] = eval_loss, run.train_stream.unigram_loss
-            clock, clock_step = time.perf_counter(), state.step
-        if record:
-            run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **record})
-        if (saves or stops) and args.save_strategy != "no":
-            state.health = health.state_dict()
-            run.watchdog.met(f"saves step {state.step}")
-            _save(run, last or stops)
-            run.watchdog.met(f"step {state.step} is saved, or under way")
-            clock, clock_step = time.perf_counter(), state.step
-        if stops and (not last or state.evaluation_due):
-            batches.close()
-            raise Stopped(state.step, _checkpoint_of(run))
-    batches.close()
-    slow_ranks.close()
-    return _checkpoint_of(run)
+        if args.replica_check_steps and number % args.replica_check_steps == 0:
+            self.replicas.run(number)
 
+    def _goes_back(self, step: Step) -> bool:
+        """Look at the numbers of the last steps, when something is due or there are many; go back after a spike if so
+        configured."""
+        run, due = self.run, step.logs or step.saves or step.evaluates or step.stops
+        if not (due or self.health.full()):
+            return False
+        spikes = self.health.look()  # waits for the GPU
+        if not spikes:
+            return False
+        step.record["spikes_found"] = _tell_spikes(run, spikes, self.samples)
+        run.watchdog.met(f"looked at the numbers to step {self.state.step}")
+        if self.args.on_spike != "rollback":
+            return False
+        settle(run)
+        if not self.rollback.after(spikes, self.samples):
+            return False
+        run.watchdog.met(f"is back at step {self.state.step}")
+        self._start_clock()
+        return True
 
-def _checkpoint_of(run: Run) -> Path | None:
-    """The checkpoint of this step, None with save_strategy no."""
-    if run.arguments.save_strategy == "no":
-        return None
-    return run.output_dir / "checkpoints" / checkpoint.name_of(run.state.step)
+    def _mean_loss(self, step: Step) -> float:
+        """The loss of the step over all ranks; waits for the GPU. Raises TrainingError: see `train`."""
+        loss = _mean_over_ranks(step.loss)
+        if step.share is not None:
+            loss /= _mean_over_ranks(step.share)
+        _check(loss, step.skipped, self.run)
+        return loss
 
+    def _log(self, step: Step, loss: float) -> None:
+        run, state, health, record = self.run, self.state, self.health, step.record
+        rate = (state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
+        norm = self.engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
+        record["loss"] = loss
+        record["grad_norm"] = None if norm is None else float(norm)
+        record["learning_rate"] = step.learning_rate
+        record["tokens_per_second"] = rate
+        record["mfu"] = mfu(rate / self.world, run.flops_per_token, self.peak)
+        record["memory_gib"] = _peak_memory_gib()
+        record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
+        if bad := health.mend_histories():
+            run.metrics.message(
+                f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they are "
+                "taken out, for their scales could not have moved while they are in"
+            )
+        self._start_clock()
 
-def _save(run: Run, last: bool) -> None:
-    """Save this step; in the background, unless it is the last that this process does. Raises SaveError, as `settle`
-    does."""
-    settle(run)
-    run.saver.begin(run.state)
-    if last or not run.arguments.save_async:
-        settle(run, last)
+    def _evaluate(self, step: Step) -> None:
+        run = self.run
+        eval_loss = None if step.stops else evaluate(run)
+        if eval_loss is None:  # the resumed run makes up for it
+            step.stops = self.state.evaluation_due = True
+        else:
+            step.record["eval_loss"], step.record["unigram_loss"] = eval_loss, run.train_stream.unigram_loss
+        self._start_clock()
+
+    def _save(self, step: Step) -> None:
+        """In the background, unless it is the last save of this process. Raises SaveError as `settle`."""
+        run, last = self.run, step.last or step.stops
+        self.state.health = self.health.state_dict()
+        run.watchdog.met(f"saves step {self.state.step}")
+        settle(run)
+        background = self.args.save_async and not last
+        run.saver.begin(self.state, background)
+        if not background:
+            settle(run, last)
+        run.watchdog.met(f"step {self.state.step} is saved, or under way")
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        """Throughput is that of the steps from here on."""
+        self.clock, self.clock_step = time.perf_counter(), self.state.step
 
 
 def settle(run: Run, last: bool = False) -> None:
@@ -234,58 +278,6 @@ def settle(run: Run, last: bool = False) -> None:
             run.metrics.message(
                 f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
             )
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> float | None:
-    """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
-
-    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank
-    makes the same number of forwards (the collectives of ZeRO 3 would hang otherwise); rows beyond the last
-    sample are masked. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
-    """
-    args, engine = run.arguments, run.engine
-    rank, world = dist.get_rank(), dist.get_world_size()
-    batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
-    samples = min(args.max_eval_samples, run.eval_stream.num_samples)
-    before = snapshot_fp8_state(engine.module, run.precision)
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
-    engine.eval()
-    stops = False
-    for start in range(rank * batch, math.ceil(samples / (batch * world)) * batch * world, batch * world):
-        rows = max(0, min(batch, samples - start))
-        found = run.eval_stream.batch(start if rows else 0, max(rows, 1))
-        missing = batch - len(found[0])
-        found = tuple(torch.cat([t, t[:1].expand(missing, -1)]) for t in found)
-        found[1][rows:] = NO_LABEL
-        tokens = int((found[1] != NO_LABEL).sum())
-        input_ids, labels, documents = on_device(found, engine.device)
-        within = {} if documents is None else {"documents": documents}
-        loss = engine(input_ids, labels=labels, **within).loss
-        if tokens:  # the mean over no label is nan
-            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-        stops = run.stop_vote.stop()
-        run.watchdog.met(f"evaluates step {run.state.step}")
-        if stops:
-            break
-    engine.train()
-    for key, tensor in fp8_state(engine.module, run.precision).items():
-        tensor.copy_(before[key])
-    if stops:
-        return None
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
-
-
-def evaluate_late(run: Run) -> None:
-    """Make up for the evaluation that the run was stopped in. Raises Stopped: it is stopped again meanwhile."""
-    state = run.state
-    eval_loss = evaluate(run)
-    if eval_loss is None:
-        raise Stopped(state.step, _checkpoint_of(run))
-    state.evaluation_due = False
-    losses = {"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss}
-    run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **losses})
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:

@@ -47,12 +47,12 @@ class Saved:
 
 
 class Saver:
-    """saver = Saver(engine, root of the checkpoints, ...); saver.begin(state); training; saver.finish().
+    """saver = Saver(engine, root of the checkpoints, ...); saver.begin(state, True); training; saver.finish().
 
     Every rank builds it and calls its methods at the same points. One save is under way at a time. `keep`: the number
     of newest checkpoints that stay after a commit, 0 for all.
 
-    In the background it holds as much host memory as a rank writes, kept from save to save.
+    Once it has saved in the background, it holds as much host memory as a rank writes, kept from save to save.
     """
 
     def __init__(
@@ -61,11 +61,10 @@ class Saver:
         root: Path,
         precision: Precision,
         keep: int,
-        background: bool,
         log: Callable[[str], None],
     ):
         self.engine, self.root, self.precision, self.keep = engine, root, precision, keep
-        self.background, self.log = background, log
+        self.log = log
         self.ranks = Ranks()
         self._buffers: dict[str, HostBuffer] = {}  # by the name of the file
         self._job: Job | None = None
@@ -81,14 +80,15 @@ class Saver:
         """This rank still works on it: `finish` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, state: RunState) -> None:
-        """Save `state` and what the engine holds now; in the background, returns when it is copied."""
+    def begin(self, state: RunState, background: bool) -> None:
+        """Save `state` and what the engine holds now. In the background: returns when it is copied; else when it is
+        written, without a copy."""
         assert not self.pending, "the outcome of the last save comes first"
         start = time.perf_counter()
         job = Job(self.root / name_of(state.step), state.step, self.ranks, self.keep, start)
 
         def take(name: str, value: Any) -> None:
-            job.files[name] = self._snapshot(name, value)
+            job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
 
         held = self._held_bytes()
         with nothing_written(self.engine, take) as taking:
@@ -99,7 +99,7 @@ class Saver:
         if self.ranks.rank == 0:
             job.run_state = json.dumps(asdict(state), indent=1)
         self._job = job
-        if self.background:
+        if background:
             if self._held_bytes() != held:
                 size = size_text(self._held_bytes())
                 self.log(
@@ -133,10 +133,8 @@ class Saver:
     def _held_bytes(self) -> int:
         return sum(buffer.size for buffer in self._buffers.values())
 
-    def _snapshot(self, name: str, value: Any) -> Snapshot:
+    def _copy(self, name: str, value: Any) -> Snapshot:
         """What goes into the file `name`. Raises MemoryError: the host has no room for a copy."""
-        if not self.background:
-            return Snapshot(value, None)
         buffer = self._buffers.setdefault(name, HostBuffer(self.log))
         try:
             return Snapshot(value, buffer)
@@ -198,8 +196,8 @@ class Job:
 
 def save(engine: Any, root: Path, state: RunState, precision: Precision, keep: int) -> Path:
     """One save, waited for. Raises SaveError as `Saver.finish`."""
-    saver = Saver(engine, root, precision, keep, background=False, log=print)
-    saver.begin(state)
+    saver = Saver(engine, root, precision, keep, print)
+    saver.begin(state, background=False)
     saved = saver.finish()
     assert saved is not None
     return saved.path

@@ -48,11 +48,13 @@ from train.arguments import TrainingArguments, load_arguments
 from train.dataset import open_stream
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine, on_device, without_prints
+from train.evaluation import evaluate_late
 from train.export import export, is_exported, tokenizer_of
-from train.loop import Run, TrainingError, evaluate_late, train
+from train.loop import TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.replicas import ReplicaError
 from train.resume import resume_state
+from train.run import Run
 from train.save import Saver
 from train.watchdog import Watchdog
 
@@ -289,14 +291,7 @@ def run_training(args: TrainingArguments) -> None:
         aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
             metrics.message(f"checkpoints of later steps were moved to {aside}")
-    saver = Saver(
-        engine,
-        output_dir / "checkpoints",
-        precision,
-        args.save_total_limit,
-        background=args.save_async,
-        log=metrics.message,
-    )
+    saver = Saver(engine, output_dir / "checkpoints", precision, args.save_total_limit, metrics.message)
     vote, watchdog = signals.StopVote(args.hang_timeout_s), Watchdog(args.hang_timeout_s)
     run = Run(
         arguments=args,

@@ -73,7 +73,8 @@ class Trainer:
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
         self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size())[0])
         self.micro_step = MicroStep(self.engine, self.precision, args)
-        self.saver = save.Saver(self.engine, self.root, self.precision, KEEP, background, str)
+        self.saver = save.Saver(self.engine, self.root, self.precision, KEEP, str)
+        self.background = background
         mark_ends_of_jobs(mark)
         self.state = checkpoint.RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
         self.log = folder / f"rank_{self.rank}.jsonl"
@@ -120,7 +121,7 @@ class Trainer:
     def begin(self) -> None:
         """In the background, the next steps are taken while it is written."""
         self.mark("S")
-        self.saver.begin(self.state)
+        self.saver.begin(self.state, self.background)
 
     def save(self) -> None:
         self.begin()

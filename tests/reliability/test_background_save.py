@@ -49,10 +49,8 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
         run(settings, save_async=background, output_dir=str(tmp_path / str(background)))
         for background in (True, False)
     )
-    assert len(slow_writes) in (
-        4 * 2,
-        4 * 3,
-    )  # one rank: at ZeRO 0 in float32 there is no file for the optimizer
+    # in the background, of one rank; the last save never is, and at ZeRO 0 there is no file for the optimizer
+    assert len(slow_writes) == 3 * (3 if stage else 2)
     assert curve(one) == curve(other)
     for step in (5, 10, 15, 20):
         paths = [folder / "checkpoints" / checkpoint.name_of(step) for folder in (one, other)]
@@ -123,7 +121,7 @@ def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pyt
     with pytest.raises(
         checkpoint.SaveError, match="no host memory for a copy .*with save_async false none is"
     ):
-        run(settings)
+        run(settings, save_steps=2)
     assert not list(Path(settings["output_dir"], "checkpoints").glob("*"))
 
 

@@ -1,0 +1,43 @@
+"""What the loop works on: built by train/train.py, used by train/loop.py and train/evaluation.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.precision import Precision
+from train.arguments import TrainingArguments
+from train.checkpoint_files import RunState, name_of
+from train.dataset import SampleStream
+from train.engine import MicroStep
+from train.metrics import MetricsLogger
+from train.save import Saver
+from train.signals import StopVote
+from train.watchdog import Watchdog
+
+
+@dataclass
+class Run:
+    """A training run, from its resolved arguments to its last step."""
+
+    arguments: TrainingArguments  # resolved
+    output_dir: Path
+    engine: Any  # deepspeed.DeepSpeedEngine
+    micro_step: MicroStep
+    precision: Precision
+    train_stream: SampleStream
+    eval_stream: SampleStream
+    metrics: MetricsLogger
+    state: RunState
+    saver: Saver
+    flops_per_token: float
+    stop_vote: StopVote
+    watchdog: Watchdog
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of this step, None with save_strategy no."""
+        if self.arguments.save_strategy == "no":
+            return None
+        return self.output_dir / "checkpoints" / name_of(self.state.step)
