@@ -61,7 +61,7 @@ from test_fp8.bench_visit import Visit, Visitor, free_memory, optimizer_ms
 from test_fp8.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
 from train.arguments import TrainingArguments
 from train.autotune import resolve_auto
-from train.train import init_distributed, make_deterministic
+from train.distributed import init_distributed, make_deterministic
 
 OPTIMIZER_SAMPLES = 8
 

@@ -35,12 +35,12 @@ from test_fp8.bench_options import positive
 from test_fp8.bench_timing import synchronize
 from train.arguments import ConfigurationError, TrainingArguments
 from train.checkpoint_files import RunState, read_manifest
+from train.distributed import init_distributed
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine
 from train.save import Saver
 from train.save_errors import SaveError
 from train.signals import StopVote
-from train.train import init_distributed
 
 PROGRAM = "test_fp8/bench_save.py"
 MOST_LOST = 0.15  # of a blocking save

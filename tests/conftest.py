@@ -64,7 +64,7 @@ def _no_model_of_other_tests() -> None:
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
     """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""
-    from train.train import init_distributed  # takes seconds to import
+    from train.distributed import init_distributed  # takes seconds to import
 
     before = dict(os.environ)
     init_distributed()

@@ -20,11 +20,9 @@ ONLY_IN = {
     "torchao": {"model/torchao_fp8.py"},
     "wandb": {"train/metrics.py"},
     "deepspeed": {
-        "train/train.py",
+        "train/distributed.py",
         "train/engine.py",
-        "train/ds_config.py",
         "train/checkpoint.py",
-        "train/loop.py",
     },
     "sentencepiece": {"train/train_tokenizer.py", "train/text_encoder.py"},
     "datasets": {"train/corpus.py"},

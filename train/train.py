@@ -15,11 +15,9 @@ import os
 import platform
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
-import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,10 @@ from train import signals
 if __name__ == "__main__":
     signals.install()  # the imports below take seconds
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import cpp_extension
 from transformers import MistralConfig
 
 from model import accounting, te_backend
@@ -46,6 +42,7 @@ from model.proof import ProofError, attention_of, backend_of, prove
 from train import autotune, checkpoint
 from train.arguments import TrainingArguments, load_arguments
 from train.dataset import open_stream
+from train.distributed import init_distributed, make_deterministic
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine, on_device, without_prints
 from train.evaluation import evaluate_late
@@ -108,64 +105,6 @@ def fail(message: str, status: int) -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
-
-
-def init_distributed() -> None:
-    """Join the process group that deepspeed or torchrun describes; alone, make one of one process."""
-    if "RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    # torch's remarks on how DeepSpeed calls it drown what a user should read
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
-    wait_out_a_dead_builder()
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-
-def wait_out_a_dead_builder() -> None:
-    """Remove the lock file of a process that was killed while it compiled DeepSpeed's shared-memory op, which its
-    init_distributed does on a CPU machine's first start: torch's builder leaves it behind, and every later start would
-    wait for it, for ever and without a word. A living builder has its file open (Linux; elsewhere there is no such op).
-    """
-    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
-        return
-    lock = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve() / "lock"
-    looks = 0
-    while lock.exists() and not is_open(lock):
-        looks += 1
-        # not at the first look: torch closes the file just before it removes it
-        if looks > 1 and os.environ["LOCAL_RANK"] == "0":
-            print(f"removed {lock}, left by a build that was killed", flush=True)
-            lock.unlink(missing_ok=True)
-        time.sleep(0.5)
-
-
-def is_open(path: Path) -> bool:
-    """Whether a process that this one may look at has the file open (Linux)."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if descriptor.readlink() == path:
-                return True
-        except OSError:  # closed meanwhile
-            continue
-    return False
-
-
-def make_deterministic() -> None:
-    """Kernels that give the same bits each time: cuBLAS with workspaces of its own, cuDNN's attention backward without
-    atomic additions (Transformer Engine follows torch's switch), and an error from what torch cannot make so."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # not needed for equal results, and it would fill every buffer that is allocated
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def run_training(args: TrainingArguments) -> None:

@@ -32,6 +32,7 @@ from model.fp8_state import fp8_state
 from model.precision import Precision
 from train import checkpoint, signals, train
 from train.arguments import TrainingArguments
+from train.distributed import init_distributed
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine
 from train.health import Health
@@ -202,7 +203,7 @@ def run_rank(rank: int, world: int, port: int, folder: Path, cases: list[tuple[i
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    train.init_distributed()
+    init_distributed()
     signals.install()
     for index, (_, function, values) in cases:
         found = FUNCTIONS[function](**values)

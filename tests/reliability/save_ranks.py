@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import deepspeed
+
 import torch
 import torch.distributed as dist
 from deepspeed.comm.torch import build_shm_op
@@ -42,6 +42,7 @@ from model.fp8_state import fp8_state
 from model.precision import Precision
 from train import checkpoint, save, save_files
 from train.arguments import TrainingArguments
+from train.distributed import init_distributed
 from train.ds_config import resolve_ds_config
 from train.engine import MicroStep, build_engine, without_prints
 from train.watchdog import Watchdog
@@ -57,7 +58,7 @@ class Trainer:
     def __init__(self, folder: Path, stage: int, background: bool, mark: Callable[[str], None]):
         self.folder, self.root, self.mark = folder, folder / "checkpoints", mark
         torch.set_num_threads(1)
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        init_distributed()
         self.rank = dist.get_rank()
         raw = {
             "model": {"config": str(folder / "config.json")},

@@ -81,7 +81,7 @@ class Stored:
 
 
 def record() -> None:
-    from train.train import init_distributed
+    from train.distributed import init_distributed
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)

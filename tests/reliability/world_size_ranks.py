@@ -30,6 +30,7 @@ from model.fp8_state import fp8_state
 from tests.reliability.number_ranks import spoil
 from train import checkpoint, signals, train
 from train.arguments import TrainingArguments
+from train.distributed import init_distributed
 from train.engine import MicroStep, without_prints
 from train.replicas import _optimizer_tensors
 
@@ -131,7 +132,7 @@ def _digest(row: torch.Tensor) -> str:
 def run_rank(folder: Path, case: dict[str, Any]) -> None:
     """One of the ranks of a run, which the environment describes."""
     torch.set_num_threads(1)
-    train.init_distributed()
+    init_distributed()
     signals.install()
     options = {key: case[key] for key in ("keep_after_step", "spoiled_step") if key in case}
     Watched(folder, case["settings"], **options).run()
