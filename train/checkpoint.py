@@ -31,12 +31,12 @@ from train.checkpoint_files import (
     name_of,
     newest_good,
     problems,
+    rank_file,
     read_state,
     step_folders,
     step_of,
 )
 from train.repartition import fp8_of_all_ranks, load_repartitioned
-from train.save import save
 from train.save_errors import SaveError
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "problems",
     "read_hf_weights",
     "read_state",
-    "save",
     "set_aside",
 ]
 
@@ -144,7 +143,7 @@ def load(engine: Any, path: Path, precision: Precision) -> None:
         load_repartitioned(engine, path, saved)
     fp8 = fp8_of_all_ranks(path, saved.world_size) if saved.world_size != world else None
     if rank < saved.world_size:
-        rank_state = torch.load(path / f"rank_{rank:05d}.pt", weights_only=True)
+        rank_state = torch.load(path / rank_file(rank), weights_only=True)
         fp8 = fp8 or rank_state["fp8"]
         _set_random_state(rank_state)
     load_fp8_state(engine.module, precision, fp8 or {})

@@ -61,6 +61,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def rank_file(rank: int) -> str:
+    """The name of the file that rank `rank` writes besides DeepSpeed's."""
+    return f"rank_{rank:05d}.pt"
+
+
 def step_of(path: Path) -> int:
     """The step in a checkpoint folder's name.
 

@@ -63,4 +63,4 @@ def evaluate_late(run: Run) -> None:
         raise Stopped(state.step, run.checkpoint)
     state.evaluation_due = False
     losses = {"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss}
-    run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **losses})
+    run.log(losses)

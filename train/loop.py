@@ -117,7 +117,7 @@ class Loop:
             if step.evaluates:
                 self._evaluate(step)
             if step.record:
-                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **step.record})
+                run.log(step.record)
             if (step.saves or step.stops) and self.args.save_strategy != "no":
                 self._save(step)
             if step.stops and (not step.last or state.evaluation_due):
@@ -162,7 +162,7 @@ class Loop:
             step.record["skipped"] = _tell_skipped(run, step.loss, self.samples)
         if self.health.skipped_in_a_row == most:
             if step.record:
-                run.metrics.log({"step": state.step, "tokens": state.consumed_tokens, **step.record})
+                run.log(step.record)
             raise TrainingError(
                 f"the gradients of the last {most} steps, to step {state.step}, were not finite and no weight changed; "
                 f"{_advice(run)}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train.checkpoint_files import CheckpointError, RunState
+from train.checkpoint_files import CheckpointError, RunState, rank_file
 from train.optimizer import parameter_groups
 from train.shards import (
     LOSS_SCALE,
@@ -168,7 +168,7 @@ def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError: the ranks have different states.
     """
-    files = [path / f"rank_{rank:05d}.pt" for rank in range(world)]
+    files = [path / rank_file(rank) for rank in range(world)]
     states = []
     for file in files:
         with named(file):

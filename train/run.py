@@ -35,6 +35,10 @@ class Run:
     stop_vote: StopVote
     watchdog: Watchdog
 
+    def log(self, values: dict[str, Any]) -> None:
+        """Metrics of this step."""
+        self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
+
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of this step, None with save_strategy no."""

@@ -26,7 +26,15 @@ from torch import nn
 
 from model.fp8_state import fp8_state
 from model.precision import Precision
-from train.checkpoint_files import RUN_STATE, RunState, describe_file, name_of, size_text, write_manifest
+from train.checkpoint_files import (
+    RUN_STATE,
+    RunState,
+    describe_file,
+    name_of,
+    rank_file,
+    size_text,
+    write_manifest,
+)
 from train.files import write_durably
 from train.host_copy import HostBuffer, Snapshot
 from train.save_errors import Ranks, SaveError, nothing_written
@@ -93,7 +101,7 @@ class Saver:
         held = self._held_bytes()
         with nothing_written(self.engine, take) as taking:
             self.engine.save_checkpoint(str(self.root), tag=job.path.name, save_latest=False)
-            own = f"rank_{self.ranks.rank:05d}.pt"
+            own = rank_file(self.ranks.rank)
             taking.attempt(lambda: take(own, rank_state(self.engine.module, self.precision)))
         job.errors = taking.errors
         if self.ranks.rank == 0:
@@ -192,15 +200,6 @@ class Job:
             write_durably(self.path / RUN_STATE, self.run_state)
             entries.append(describe_file(self.path / RUN_STATE, self.path))
         return entries
-
-
-def save(engine: Any, root: Path, state: RunState, precision: Precision, keep: int) -> Path:
-    """One save, waited for. Raises SaveError as `Saver.finish`."""
-    saver = Saver(engine, root, precision, keep, print)
-    saver.begin(state, background=False)
-    saved = saver.finish()
-    assert saved is not None
-    return saved.path
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:

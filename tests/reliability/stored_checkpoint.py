@@ -2,9 +2,9 @@
 
     python tests/reliability/stored_checkpoint.py CODE     records it anew, with the code in the folder CODE
 
-CODE is a checkout of the state that shall have written it: `git archive COMMIT | tar x -C CODE`. What lies in
-tests/data was written by 2f2a9a1. One rank, ZeRO 1, FP8 with delayed scaling on the CPU reference, a model of 0.01 M
-parameters; batches are random, so that no data is needed.
+CODE is a checkout of the state that shall have written it, one that has train/save.py:
+`git archive COMMIT | tar x -C CODE`. What lies in tests/data was written by 2f2a9a1. One rank, ZeRO 1, FP8 with delayed
+scaling on the CPU reference, a model of 0.01 M parameters; batches are random, so that no data is needed.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Stored:
 
 def record() -> None:
     from train.distributed import init_distributed
+    from train.save import Saver
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
@@ -91,7 +92,9 @@ def record() -> None:
     stored.losses(1, SAVED_STEP)
     state: dict[str, Any] = {"step": SAVED_STEP, "consumed_samples": 2 * SAVED_STEP, "world_size": 1}
     state |= {"consumed_tokens": 32 * SAVED_STEP, "zero_stage": 1, "train_config": {}, "model_config": {}}
-    checkpoint.save(stored.engine, FOLDER, checkpoint.RunState(**state), stored.precision, 0)
+    saver = Saver(stored.engine, FOLDER, stored.precision, 0, print)
+    saver.begin(checkpoint.RunState(**state), background=False)
+    saver.finish()
     for script in FOLDER.glob("*.py"):
         script.unlink()
     losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
