@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.train.runs import ROOT
 
 
@@ -35,20 +37,24 @@ def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subp
 def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
     """What each case of number_ranks.py ([ranks, function, arguments]) returned, by rank."""
     folder.mkdir(exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests/reliability/number_ranks.py"),
-            str(folder),
-            str(folder / "cases.json"),
-        ],
-        capture_output=True,
-        text=True,
-        env=clean_environment(),
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (folder / "output.txt").write_text(done.stdout)
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    script, output = "tests/reliability/number_ranks.py", ""
+    if torch.cuda.is_available():
+        for ranks in sorted({case[0] for case in cases}):
+            launched = launch(ranks, script, str(folder), str(file), "--launched")
+            assert launched.returncode == 0, launched.stdout[-6000:]
+            output += launched.stdout
+    else:
+        done = subprocess.run(
+            [sys.executable, str(ROOT / script), str(folder), str(file)],
+            capture_output=True,
+            text=True,
+            env=clean_environment(),
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        output = done.stdout
+    (folder / "output.txt").write_text(output)
     return [
         [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(case[0])]
         for index, case in enumerate(cases)

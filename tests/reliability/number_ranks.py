@@ -1,14 +1,17 @@
 """Ranks whose numbers go wrong: what they find, as JSON.
 
     python tests/reliability/number_ranks.py FOLDER CASES
+    python train/launch.py --nproc RANKS tests/reliability/number_ranks.py FOLDER CASES --launched
 
 CASES is a JSON list of [ranks, function, arguments]; the functions are those of FUNCTIONS. FOLDER gets a file
-`<index>-<rank>.json` for each, with what the function returned on that rank. One process imports everything and forks
-the ranks of each number of ranks in turn, so that a case takes a second or two.
+`<index>-<rank>.json` for each, with what the function returned on that rank. In the first form one process imports
+everything and forks the ranks of each number of ranks in turn, so that a case takes a second or two; on GPUs, which a
+fork cannot use, the second form is one rank of the cases of RANKS ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -26,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import torch.distributed as dist
 
-from model import mistral_base
+from model import mistral_base, te_backend
 from model.build import build_model, load_config
 from model.fp8_state import fp8_state
 from model.precision import Precision
@@ -87,20 +90,41 @@ def digests(engine: Any, precision: Precision) -> dict[str, str]:
     for name, tensors in parts.items():
         whole = hashlib.sha256()
         for tensor in tensors:
-            whole.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         found[name] = whole.hexdigest()
     return found
 
 
-def skip(stage: int, precision: dict, data_types: dict, clipping: float, config: str) -> dict[str, Any]:
-    """Two good steps, a bad one of each kind on the last rank, a good one; what changed in each."""
+@contextlib.contextmanager
+def nan_in_a_weight(module: torch.nn.Module) -> Iterator[None]:
+    """What a captured graph shows, too: this rank's copy of a weight is not finite, for a while."""
+    element = dict(module.named_parameters())[a_matrix(module)].data.view(-1)[:1]
+    right = element.clone()
+    element.fill_(float("nan"))
+    yield
+    element.copy_(right)
+
+
+def skip(
+    stage: int,
+    precision: dict,
+    data_types: dict,
+    clipping: float,
+    config: str,
+    speed: dict | None = None,
+    sizes: tuple[int, int] = (2, 16),
+) -> dict[str, Any]:
+    """Two good steps, a bad one of each kind on the last rank, a good one; what changed in each. sizes: samples of a
+    micro-batch, tokens of a sample. With speed.cuda_graphs only what a graph reads can be bad."""
+    samples, tokens = sizes
     raw = {
         "model": {"config": config},
         "data": {"sources": {"none": "none"}},
         "precision": precision,
+        "speed": speed or {},
         "max_steps": 100,
-        "max_seq_length": 16,
-        "per_device_train_batch_size": 2,
+        "max_seq_length": tokens,
+        "per_device_train_batch_size": samples,
         "gradient_accumulation_steps": 2,
         "max_grad_norm": clipping,
         "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types},
@@ -109,11 +133,15 @@ def skip(stage: int, precision: dict, data_types: dict, clipping: float, config:
     args = TrainingArguments.from_dict(raw).resolve(world)
     model_config, how = load_config(config), Precision(args.precision)
     engine = build_engine(
-        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, world)[0]
+        build_model(model_config, "te_layer", how, seed=1, speed=args.speed),
+        args,
+        resolve_ds_config(args, world)[0],
     )
     micro_step = MicroStep(engine, how, args)
     health = Health(engine, how, window=16, factor=10.0)
-    kinds = ["nan_loss", "inf_loss", "nan_gradient"]
+    kinds = ["nan_weight"] if stage < 3 else []  # ZeRO 3 computes with weights that it has gathered before
+    if not args.speed.cuda_graphs:
+        kinds += ["nan_loss", "inf_loss", "nan_gradient"]
     kinds += ["nan_in_buffer"] if getattr(engine.optimizer, "fp32_groups_gradients", None) else []
     steps = []
     right_backward = engine.backward
@@ -125,14 +153,15 @@ def skip(stage: int, precision: dict, data_types: dict, clipping: float, config:
 
     for step, kind in enumerate([None, None, *kinds, None], 1):
         bad = rank == world - 1 and kind is not None
-        spoil(kind if bad and kind != "nan_in_buffer" else None)
+        spoil(kind if bad and kind not in ("nan_in_buffer", "nan_weight") else None)
         engine.backward = spoiled_backward if bad and kind == "nan_in_buffer" else right_backward
         before = digests(engine, how)
         health.before_step()
-        for index in range(2):
-            generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
-            ids = torch.randint(model_config.vocab_size, (2, 16), generator=generator)
-            loss = micro_step(ids, ids, index)
+        with nan_in_a_weight(engine.module) if bad and kind == "nan_weight" else contextlib.nullcontext():
+            for index in range(2):
+                generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
+                ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
+                loss = micro_step(ids, ids, index)
         skipped = health.after_step(step, 0, loss, None)
         after = digests(engine, how)
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
@@ -145,8 +174,9 @@ def skip(stage: int, precision: dict, data_types: dict, clipping: float, config:
 def whole_run(
     settings: dict, spoiled: dict[str, str], rank: int = 0, left_out: list | None = None
 ) -> dict[str, Any]:
-    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, flip, or stop: a
-    signal) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in place of its own."""
+    """A run in which on `rank` the steps `spoiled` (the number in this process -> kind of spoil, wrong_labels, flip,
+    or stop: a signal) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in place
+    of its own."""
     if left_out is not None:
         right_read = checkpoint.read_state
 
@@ -160,7 +190,7 @@ def whole_run(
     right = MicroStep.__call__
     calls = 0
 
-    def call(self: MicroStep, *values: Any) -> torch.Tensor:
+    def call(self: MicroStep, ids: torch.Tensor, labels: torch.Tensor, *values: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         accumulation = arguments.gradient_accumulation_steps or 1
@@ -168,11 +198,13 @@ def whole_run(
         kind = spoiled.get(str(step)) if dist.get_rank() == rank else None
         if kind == "stop":
             os.kill(os.getpid(), signal.SIGUSR1)
-        spoil(None if kind in ("flip", "stop") else kind)
-        loss = right(self, *values)
+        if kind == "wrong_labels":
+            labels = self.engine.module.config.vocab_size - 1 - labels
+        spoil(None if kind in ("flip", "stop", "wrong_labels") else kind)
+        loss = right(self, ids, labels, *values)
         spoil(None)
         if kind == "flip" and last:
-            weight = dict(self.engine.module.named_parameters())[flipped_weight(self.engine.module)]
+            weight = dict(self.engine.module.named_parameters())[a_matrix(self.engine.module)]
             weight.data.view(-1).view(torch.int16)[7] ^= 1  # the lowest bit of the mantissa
         return loss
 
@@ -190,8 +222,8 @@ def whole_run(
     return {"error": None}
 
 
-def flipped_weight(module: torch.nn.Module) -> str:
-    """A matrix in the middle of the model."""
+def a_matrix(module: torch.nn.Module) -> str:
+    """The name of one in the middle of the model."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
     return names[len(names) // 2]
 
@@ -199,9 +231,8 @@ def flipped_weight(module: torch.nn.Module) -> str:
 FUNCTIONS: dict[str, Callable[..., Any]] = {"skip": skip, "whole_run": whole_run}
 
 
-def run_rank(rank: int, world: int, port: int, folder: Path, cases: list[tuple[int, list]]) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def run_rank(folder: Path, cases: list[tuple[int, list]]) -> None:
+    """One of the ranks, which the environment describes."""
     torch.set_num_threads(1)
     init_distributed()
     signals.install()
@@ -209,11 +240,15 @@ def run_rank(rank: int, world: int, port: int, folder: Path, cases: list[tuple[i
         found = FUNCTIONS[function](**values)
         # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
         gc.collect()
-        (folder / f"{index}-{rank}.json").write_text(json.dumps(found))
+        te_backend.forget_models()
+        (folder / f"{index}-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def main() -> int:
     folder, cases = Path(sys.argv[1]), list(enumerate(json.loads(Path(sys.argv[2]).read_text())))
+    if sys.argv[3:] == ["--launched"]:
+        run_rank(folder, [c for c in cases if c[1][0] == int(os.environ["WORLD_SIZE"])])
+        return 0
     failed = False
     for world in sorted({case[0] for _, case in cases}):
         with socket.socket() as s:
@@ -222,8 +257,10 @@ def main() -> int:
         children = []
         for rank in range(world):
             if (child := os.fork()) == 0:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
                 try:
-                    run_rank(rank, world, port, folder, [c for c in cases if c[1][0] == world])
+                    run_rank(folder, [c for c in cases if c[1][0] == world])
                 except BaseException:
                     traceback.print_exc()
                     sys.stderr.flush()

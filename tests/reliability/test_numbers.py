@@ -63,16 +63,22 @@ def check_skips(tmp_path: Path, matrix: list[tuple], ranks: int = 2) -> None:
         for rank, found in enumerate(reports):
             kinds = [step["kind"] for step in found["steps"]]
             assert {"nan_loss", "inf_loss", "nan_gradient"} <= set(kinds), row
+            assert ("nan_weight" in kinds) == (row[0] < 3), row
             assert ("nan_in_buffer" in kinds) == (row[2] == FP32_GRADIENTS), row
-            for step in found["steps"]:
-                where = (row, rank, step)
-                assert step["finite"], where
-                assert step["skipped"] == (step["kind"] is not None), where
-                if step["skipped"]:
-                    assert step["changed"] == [], where
-                else:
-                    assert {"weights", "optimizer"} <= set(step["changed"]), where
-            assert found["count"] == len(kinds) - 3
+            check_steps(found, (row, rank))
+
+
+def check_steps(found: dict[str, Any], what: tuple) -> None:
+    """A step is skipped, and changes nothing, if and only if it was spoiled."""
+    for step in found["steps"]:
+        where = (what, step)
+        assert step["finite"], where
+        assert step["skipped"] == (step["kind"] is not None), where
+        if step["skipped"]:
+            assert step["changed"] == [], where
+        else:
+            assert {"weights", "optimizer"} <= set(step["changed"]), where
+    assert found["count"] == len(found["steps"]) - 3
 
 
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
@@ -224,9 +230,11 @@ def base(data: Path, small_model: Path) -> dict[str, Any]:
     }
 
 
-def rollback_cases(base: dict[str, Any], folder: Path, stage: int = 1) -> dict[str, tuple]:
+def rollback_cases(
+    base: dict[str, Any], folder: Path, stage: int = 1, ranks: int = 2, spike: str = "large_loss"
+) -> dict[str, tuple]:
     """A spike in step 19: back to 16, without the samples of 18 and 19, to step 22; then a resume. And the same by
-    other means: to step 16 and, in a resume that is told so, on without these samples."""
+    other means: to step 16 and, in a resume that is told so, on without these samples. Steps have two samples."""
     settings = {
         **base,
         "save_strategy": "steps",
@@ -239,10 +247,11 @@ def rollback_cases(base: dict[str, Any], folder: Path, stage: int = 1) -> dict[s
 
     def case(name: str, steps: int, spoiled: dict, left_out: Any = None) -> tuple:
         values = {**settings, "output_dir": str(folder / name), "max_steps": steps}
-        return 2, "whole_run", {"settings": values, "spoiled": spoiled, "left_out": left_out}
+        faults = {"spoiled": spoiled, "rank": 0, "left_out": left_out}
+        return ranks, "whole_run", {"settings": values, **faults}
 
     return {
-        "rollback": case("rollback", 22, {"19": "large_loss"}),
+        "rollback": case("rollback", 22, {"19": spike}),
         "rollback_resumed": case("rollback", 26, {}),
         "to_16": case("reference", 16, {}),
         "reference": case("reference", 26, {}, [[34, 38]]),

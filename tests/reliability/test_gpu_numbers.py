@@ -1,0 +1,112 @@
+"""Numbers that go wrong on Hopper GPUs: Transformer Engine's FP8 with delayed scaling, with and without CUDA graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import small_config
+from tests.reliability.launching import run_cases
+from tests.reliability.test_numbers import (
+    DELAYED,
+    FP32_GRADIENTS,
+    check_rollback,
+    check_steps,
+    rollback_cases,
+)
+from tests.train.runs import metrics
+
+TOKENS = 128  # of a sample
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("config") / "config.json"
+    small = small_config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
+    file.write_text(json.dumps(small.to_dict()))
+    return str(file)
+
+
+@pytest.fixture
+def base(config: str, data: Path) -> dict[str, Any]:
+    return {
+        "model": {"config": config, "variant": "te_layer"},
+        "data": {"sources": {"text": str(data)}},
+        "precision": DELAYED,
+        "full_determinism": True,
+        "max_seq_length": TOKENS,
+        "per_device_train_batch_size": 2,
+        "max_eval_samples": 2,
+        "logging_steps": 1,
+        "replica_check_steps": 1,
+        "spike_window": 16,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+    }
+
+
+def check_skips(config: str, folder: Path, ranks: int) -> None:
+    # a fused loss and a captured graph are not computed where the test can spoil them
+    speeds: list[dict[str, bool]] = [{"fused_cross_entropy": False}, {"cuda_graphs": True}]
+    stages: list[tuple[int, dict]] = [(0, {}), (1, FP32_GRADIENTS), (2, {})]
+    cases = [
+        {"stage": stage, "precision": DELAYED, "data_types": types, "clipping": 1.0, "config": config}
+        | {"speed": speed, "sizes": (2, TOKENS)}
+        for speed in speeds
+        for stage, types in stages
+    ]
+    found = run_cases(folder, [(ranks, "skip", case) for case in cases])
+    for case, reports in zip(cases, found, strict=True):
+        kinds = {step["kind"] for step in reports[0]["steps"]}
+        assert ("nan_loss" in kinds) == ("cuda_graphs" not in case["speed"]) and "nan_weight" in kinds
+        for rank, report in enumerate(reports):
+            check_steps(report, (case, rank))
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_changes_nothing(config: str, tmp_path: Path) -> None:
+    check_skips(config, tmp_path / "skips", 1)
+
+
+@pytest.mark.multi_gpu
+def test_what_is_not_finite_on_one_of_two_gpus_changes_nothing_on_either(config: str, tmp_path: Path) -> None:
+    check_skips(config, tmp_path / "skips", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True], ids=["launched", "graphs"])
+def test_a_rollback_computes_what_a_resume_computes(
+    base: dict[str, Any], tmp_path: Path, graphs: bool
+) -> None:
+    base["speed"] = {"cuda_graphs": graphs}
+    cases = rollback_cases(base, tmp_path, ranks=1, spike="wrong_labels")
+    assert run_cases(tmp_path / "results", list(cases.values())) == [[{"error": None}]] * len(cases)
+    check_rollback(tmp_path)
+
+
+@pytest.mark.multi_gpu
+def test_replicas_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None:
+    """No alarm in 30 steps of delayed scaling, whose scales and histories are compared, too; a flipped bit is one."""
+
+    def case(name: str, spoiled: dict[str, str], **changes: Any) -> tuple:
+        settings = {**base, "output_dir": str(tmp_path / name), **changes}
+        return 2, "whole_run", {"settings": settings, "spoiled": spoiled, "rank": 1}
+
+    clean, graphs, flip = run_cases(
+        tmp_path / "results",
+        [
+            case("clean", {}, max_steps=30),
+            case("graphs", {}, max_steps=30, speed={"cuda_graphs": True}),
+            case("flip", {"5": "flip"}, max_steps=8),
+        ],
+    )
+    assert clean == graphs == [{"error": None}] * 2
+    assert "weights; FP8 scales and histories" in (tmp_path / "results/output.txt").read_text()
+    assert [len(metrics(tmp_path / name)) for name in ("clean", "graphs", "flip")] == [30, 30, 4]
+    for rank in flip:
+        assert rank["error"].startswith("step 5: ranks [0, 1] do not have the same weights")
+        assert "is the first of 1 tensors that differ" in rank["error"]
