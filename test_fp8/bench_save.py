@@ -203,6 +203,8 @@ def main(argv: Sequence[str]) -> int:
         names = ("config", "stage", "micro_batch", "seq_length", "accumulation", "rounds", "steps")
         words = [word for name in names for word in (f"--{name}", getattr(options, name))]
         command = report.command_line(PROGRAM, words)
+        if world > 1:
+            command = report.command_line("train/launch.py", ["--nproc", world, PROGRAM, *words])
         report.write_json(options.output, command, results, ranks=world, parameters=parameters, lost=lost)
     return int(lost >= MOST_LOST)
 
