@@ -228,6 +228,32 @@ go_on_from_own_checkpoint() {
   if [[ -n "$(newest_checkpoint)" ]]; then ARGUMENTS+=(--resume_from_checkpoint auto); fi
 }
 
+# A requeued Slurm job has the command line of its first start. It goes on from what is new since then; an older
+# checkpoint was there before this job, which may have ended before it began anew.
+of_this_slurm_job() {
+  local note="${RUN[output_dir]}/slurm_job" mine
+  mine="$SLURM_JOB_ID $(identity_of_newest)"
+  if [[ "${SLURM_RESTART_COUNT:-0}" != 0 && -f "$note" && "$(<"$note")" == "$SLURM_JOB_ID "* ]]; then
+    if [[ "$(<"$note")" != "$mine" ]]; then
+      go_on_from_own_checkpoint
+      read_run_info
+    fi
+  elif [[ "${NODE_RANK:-0}" == 0 ]]; then
+    mkdir -p "${RUN[output_dir]}"
+    printf '%s\n' "$mine" >"$note"
+  fi
+}
+
+# The newest checkpoint's name, and the hash that ends its manifest.
+identity_of_newest() {
+  local newest manifest
+  newest="$(newest_checkpoint)"
+  if [[ -n "$newest" ]]; then
+    manifest="$(<"$newest")"
+    printf '%s %s\n' "$newest" "${manifest##*'"sha256": '}"
+  fi
+}
+
 # The run was stopped on request: in a Slurm job, queue it again.
 stopped() {
   if [[ -n "${SLURM_JOB_ID:-}" && "$REQUEUE" != 0 && "${NODE_RANK:-0}" == 0 ]]; then
@@ -254,11 +280,7 @@ generate() {
 if [[ "$CONFIG" == "$ROOT/train_args/train_config_tiny.json" ]]; then cd "$ROOT"; fi
 setup_env
 read_run_info
-# a requeued job has the command line of the first
-if [[ "${SLURM_RESTART_COUNT:-0}" != 0 ]]; then
-  go_on_from_own_checkpoint
-  read_run_info
-fi
+if [[ -n "${SLURM_JOB_ID:-}" ]]; then of_this_slurm_job; fi
 PROCESSES="$(processes_per_node)"
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 # Each process would otherwise start a thread a core; with several of them that is many times slower.

@@ -7,7 +7,7 @@
 - precision, recipe: how the demo should generate from it
 - missing_corpus: the data folder of the embedded corpus, if it is configured and not there yet; empty otherwise
 - saves: empty with save_strategy no, which leaves no model to generate from
-- state: "new", "resume", "finished" (all steps done and exported)
+- state: "new", "resume", "finished" (all steps done and exported, and configured as now)
 - resumes_from: of a run to resume, the checkpoint it goes on from; of a finished one, the last
 """
 
@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train.arguments import ConfigurationError, TrainingArguments, load_arguments
-from train.checkpoint import committed, name_of
+from train.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
+from train.checkpoint_files import CheckpointError, committed, name_of, read_state
 from train.export import is_exported
 
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
@@ -33,9 +33,22 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     found = committed(output_dir / "checkpoints")
     if not found:
         return "new", ""
-    if found[-1].name >= name_of(arguments.max_steps) and is_exported(found[-1], output_dir / "hf"):
+    done = found[-1].name >= name_of(arguments.max_steps) and is_exported(found[-1], output_dir / "hf")
+    if done and is_configured_as(found[-1], arguments):
         return "finished", found[-1].name
-    return "resume", found[-1].name
+    return "resume", found[-1].name  # train.py says what is different
+
+
+def is_configured_as(checkpoint: Path, arguments: TrainingArguments) -> bool:
+    """Whether `arguments` are of the run that wrote the checkpoint, and name the same data folders and model."""
+    try:
+        saved = read_state(checkpoint)
+        now = arguments.resolve(saved.world_size).to_dict()
+    except (CheckpointError, ConfigurationError):
+        return False
+    before = saved.train_config
+    same = before["data"]["sources"] == now["data"]["sources"] and before["model"] == now["model"]
+    return same and not resume_differences(before, now)
 
 
 def missing_corpus(arguments: TrainingArguments) -> str:

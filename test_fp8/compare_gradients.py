@@ -110,8 +110,23 @@ def read_batches(options: argparse.Namespace, vocabulary: int) -> Batches:
     return [(batch[0], batch[1]) for batch in found]
 
 
+def read_config(options: argparse.Namespace) -> Any:
+    """The configuration of --init_from, else of --config. Raises ValueError, which names the option."""
+    folder = options.init_from
+    if folder and not (Path(folder) / "config.json").is_file():
+        what = "has no config.json" if Path(folder).is_dir() else "is not a folder"
+        raise ValueError(
+            f"--init_from: {folder!r} {what}; give a Hugging Face folder, such as a run's output/RUN/hf"
+        )
+    try:
+        return load_config(folder or options.config)
+    except ValueError as error:
+        option = "--init_from" if folder else "--config"
+        raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
+
+
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    config = load_config(options.init_from or options.config)
+    config = read_config(options)
     batches = read_batches(options, config.vocab_size)
     exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
     print(f"float32: loss {exact_loss:.4f}", flush=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS
@@ -19,6 +21,16 @@ MAX_SEED = 2**32 - 1  # what numpy's generator takes
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 SAVE_STRATEGIES = ("steps", "no")
 ON_SAVE_FAILURE = ("stop", "continue")
+
+
+def blocking(folder: Path) -> Path | None:
+    """What keeps `folder` from being made: itself, or the parent of it, that is there and is not a folder."""
+    for place in (folder, *folder.parents):
+        if os.path.isdir(place):
+            return None
+        if os.path.lexists(place):  # a link to nothing as well
+            return place
+    return None
 
 
 def value_problems(a: Any, bad: set[str]) -> list[str]:
@@ -86,6 +98,10 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
         lambda: a.on_spike != "rollback" or a.spike_threshold > 0,
         "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
     )
+    if "output_dir" not in bad and a.output_dir and (blocked := blocking(Path(a.output_dir))):
+        problems.append(
+            f"output_dir {json.dumps(a.output_dir)}: {blocked} is there and is not a folder; choose another folder"
+        )
     sources, weights = a.data.sources, a.data.weights
     check("data.sources", lambda: bool(sources), 'name at least one: {"name": "folder"}')
     if weights is not None and bad.isdisjoint(("data.sources", "data.weights")):

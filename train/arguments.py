@@ -51,11 +51,10 @@ class ConfigurationError(ValueError):
     """The configuration cannot be used; the message lists every problem with its key."""
 
 
-def option(help: str, default: Any = MISSING, factory: Any = MISSING) -> Any:
-    """A field with the text that --help prints for it; without a default it is required."""
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+def option(help: str, default: Any = MISSING, example: Any = None) -> Any:
+    """A field with the text that --help prints for it; without a default it is required. `example` is a value for
+    messages about a key that takes an object."""
+    return field(default=default, metadata={"help": help, "example": example})
 
 
 @dataclass(kw_only=True)
@@ -81,12 +80,14 @@ class DataArguments:
     """The "data" section: what is trained on."""
 
     sources: dict[str, str] = option(
-        "name -> folder written by prepare_data.py; relative: here, else the repository"
+        "name -> folder written by prepare_data.py; relative: here, else the repository",
+        example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixtureStage] | None = option(
         'name -> share of the samples; null: by tokens; by stage: [{"until_tokens": N, "weights": {...}}, ..., '
         '{"weights": {...}}]',
         None,
+        example={"NAME": 0.7, "OTHER": 0.3},
     )
     verify: bool = option("recompute every hash and look at every token id of the shards at the start", False)
     allow_changes_on_resume: bool = option(
@@ -183,7 +184,9 @@ class TrainingArguments:
     wandb_project: str = option("the run's project in wandb", "fp8-pretraining")
     gradient_checkpointing: bool = option("recompute activations in the backward: less memory, slower", False)
     deepspeed: str | dict[str, Any] | None = option(
-        f"DeepSpeed configuration: path, name in train_args, or object; null: {DEFAULT_DEEPSPEED}", None
+        f"DeepSpeed configuration: path, name in train_args, or object; null: {DEFAULT_DEEPSPEED}",
+        None,
+        example={"zero_optimization": {"stage": 2}},
     )
 
     @classmethod
@@ -288,8 +291,9 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
             strict_json.set_override(raw, TrainingArguments, key, text)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
+    if raw.get("output_dir") in (None, ""):
+        raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
-    arguments.output_dir = arguments.output_dir or str(Path("output") / path.stem)
     for name, folder in arguments.data.sources.items():
         if not Path(folder).exists() and (REPOSITORY / folder).exists():
             arguments.data.sources[name] = str(REPOSITORY / folder)
@@ -306,15 +310,31 @@ def _parse_command_line(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
         key, equals, text = word[2:].partition("=")
         if not equals:
             if not words or words[0].startswith("--"):
-                raise ConfigurationError(f"{word} needs a value: {word} VALUE or {word}=VALUE")
+                raise ConfigurationError(
+                    _unknown(key) or f"{word} needs a value: {word} VALUE or {word}=VALUE"
+                )
             text = words.pop(0)
-        if key.replace("-", "_") != "local_rank":
+        if not _is_local_rank(key):
             overrides.append((key, text))
     if len(configs) != 1:
+        given = ", ".join(configs) or "none"
+        unknown = [line for key, _ in overrides if (line := _unknown(key))]  # one may have swallowed CONFIG
         raise ConfigurationError(
-            f"one CONFIG is expected, {len(configs)} are given ({', '.join(configs) or 'none'}); see --help"
+            "\n  ".join([f"one CONFIG is expected, {len(configs)} are given ({given}); see --help", *unknown])
         )
     return configs[0], overrides
+
+
+def _is_local_rank(key: str) -> bool:
+    return key.replace("-", "_") == "local_rank"
+
+
+def _unknown(key: str) -> str:
+    """The problem of a `--key` that does not exist; "" for one that does."""
+    if _is_local_rank(key) or strict_json.knows(TrainingArguments, key):
+        return ""
+    near = strict_json.nearest(key, (known for known, _ in all_fields(TrainingArguments)))
+    return f"--{key}: unknown key{near}; --help lists all keys"
 
 
 def help_text() -> str:

@@ -50,6 +50,7 @@ __all__ = [
     "identity",
     "load",
     "name_of",
+    "others_than",
     "problems",
     "read_hf_weights",
     "read_state",
@@ -98,17 +99,30 @@ def _choose_on_rank_0(root: Path, setting: str, log: Callable[[str], None]) -> P
         return None
     if setting != "auto":
         path = Path(setting)
-        found = problems(path)
-        if found:
-            raise CheckpointError(f"resume_from_checkpoint {setting!r}: " + "; ".join(found))
+        if found := problems(path):
+            raise CheckpointError(
+                f"resume_from_checkpoint {setting!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
+                + others_than(path, root)
+            )
         return path
     return newest_good(root, log)
+
+
+def others_than(path: Path, *roots: Path) -> str:
+    """The end of a message about `path`, which was given as a checkpoint and is none: '; committed in FOLDER: ...' with
+    the newest five of the run that `path` is or lies in, else of the first of `roots` that has any; '' without any."""
+    near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
+    for root in (*near, *roots):
+        if others := [p.name for p in committed(root) if p.resolve() != path.resolve()]:
+            return f"; committed in {root}: {', '.join(others[-5:])}"
+    return ""
 
 
 def set_aside(root: Path, after_step: int) -> Path | None:
     """Move the checkpoints of steps after `after_step` out of the way, into a folder beside `root`, so that a later
     "auto" does not continue a future that this run has left; what a killed save left is deleted. Returns the folder,
     None if there was nothing to move."""
+    root = root.resolve()  # a link to another disk, to which nothing can be moved
     for path in step_folders(root):
         if not (path / MANIFEST).exists():
             shutil.rmtree(path)

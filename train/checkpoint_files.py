@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +33,9 @@ UNSIGNED_SCHEMA = 1  # of checkpoints from before manifests had a hash of their 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 BEFORE = ".before"
+SEEN_WITHIN_S = (
+    60.0  # what network file systems keep of a folder, they keep for so long at the most by default
+)
 FOLDER = re.compile(r"step-(\d{8,})(\.before)?")
 
 
@@ -106,14 +110,33 @@ def describe_all(files: list[Path], root: Path) -> list[dict[str, Any]]:
 
 
 def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None:
-    """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts."""
+    """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts.
+
+    Raises OSError: a file that another rank wrote is not to be seen from here.
+    """
     entries = sorted(entries, key=lambda e: e["name"])
+    wait_for_files(path, entries)
     try:
         sync_folder(path.parent)  # the folder itself is new there
         write_durably(path / MANIFEST, _signed({"schema": SCHEMA, "step": step, "files": entries}))
     except OSError:
         (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
         raise
+
+
+def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Until the files in `path` are there with their sizes: a network file system may show those of other machines
+    late. Raises OSError: one is not after SEEN_WITHIN_S."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    for entry in entries:
+        file = path / entry["name"]
+        while not (file.is_file() and file.stat().st_size == entry["bytes"]):
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"{file}, of {entry['bytes']} bytes, was written by another rank and is not here: output_dir must "
+                    "be a folder that all nodes share"
+                )
+            time.sleep(0.1)
 
 
 def _signed(content: dict[str, Any]) -> str:

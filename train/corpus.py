@@ -9,12 +9,13 @@ import importlib.util
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from train.corpus_readers import (
+    MISSING_KEY,
     Document,
     Dropped,
     Items,
@@ -42,7 +43,17 @@ STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 )
 
-__all__ = ["ALLOWED", "Document", "Dropped", "Source", "list_sources", "read_documents", "read_share"]
+__all__ = [
+    "ALLOWED",
+    "MISSING_KEY",
+    "Document",
+    "Dropped",
+    "Source",
+    "list_sources",
+    "read_documents",
+    "read_share",
+    "text_key_option",
+]
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,12 @@ def _share(sources: list[Source], task: int, tasks: int) -> Iterator[tuple[Sourc
         elif low <= begin < high:
             yield source, 0, source.bytes
         begin = end
+
+
+def text_key_option(text_keys: Sequence[str]) -> str:
+    """The option that mends a missing key, where `text_keys` hold strings: `--text_key content (or title)`."""
+    first, *others = text_keys[:8] or ["KEY"]
+    return f"--text_key {first}" + f" (or {', '.join(others)})" * bool(others)
 
 
 def _kind(path: Path) -> str:

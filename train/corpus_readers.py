@@ -41,12 +41,19 @@ class Document:
 
 @dataclass(frozen=True)
 class Dropped:
-    """`count` documents that could not be read. A broken file counts once: how many it held is unknown."""
+    """`count` documents that could not be read. A broken file counts once: how many it held is unknown.
+
+    text_keys: where a key is missing, others that hold strings, the likeliest first.
+    """
 
     reason: str
     where: str
     detail: str = ""
     count: int = 1
+    text_keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.reason, self.detail) if part)
 
 
 Items = Iterator[Document | Dropped]
@@ -142,7 +149,10 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Document | Dropped:
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
-        return Dropped(MISSING_KEY, where, f"no {text_key!r} among {', '.join(sorted(record)[:8])}")
+        strings = [key for key in record if isinstance(record[key], str)]
+        longest = tuple(sorted(strings, key=lambda key: -len(record[key])))
+        detail = f"no {text_key!r} among {', '.join(sorted(record)[:8])}"
+        return Dropped(MISSING_KEY, where, detail, text_keys=longest)
     return check_text(record[text_key], where)
 
 
@@ -199,7 +209,7 @@ def read_parquet(path: Path, text_key: str, start: int, stop: int) -> Items:
             rows = file.metadata.num_rows
             if rows == 0 or text_key not in file.schema_arrow.names:
                 if start == 0:
-                    yield _no_column(path, rows, text_key, file.schema_arrow.names)
+                    yield _no_column(path, rows, text_key, file.schema_arrow)
                 return
             first = 0
             for group in range(file.metadata.num_row_groups):
@@ -235,7 +245,7 @@ def read_arrow(path: Path, text_key: str, start: int, stop: int) -> Items:
             names = stream.schema.names
             if text_key not in names:
                 if start == 0:
-                    yield _no_column(path, sum(batch.num_rows for batch in stream), text_key, names)
+                    yield _no_column(path, sum(batch.num_rows for batch in stream), text_key, stream.schema)
                 return
             begins = 0  # the schema counts with the first batch
             for batch in stream:
@@ -243,16 +253,26 @@ def read_arrow(path: Path, text_key: str, start: int, stop: int) -> Items:
                     yield from _check_column(batch.column(names.index(text_key)), path, row)
                 row, begins = row + batch.num_rows, file.tell()
             if row == 0 and start == 0:
-                yield _no_column(path, 0, text_key, names)
+                yield _no_column(path, 0, text_key, stream.schema)
     except (pyarrow.ArrowException, OSError) as error:
         if start == 0:
             yield Dropped(BAD_ARROW, f"{path}:{row + 1}", str(error).splitlines()[0])
 
 
-def _no_column(path: Path, rows: int, text_key: str, names: list[str]) -> Dropped:
+def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
     if rows == 0:
         return Dropped(EMPTY, str(path), "an empty file")
-    return Dropped(MISSING_KEY, str(path), f"no column {text_key!r} among {', '.join(names[:8])}", count=rows)
+    text_keys = tuple(column.name for column in schema if _holds_strings(column.type))
+    detail = f"no column {text_key!r} among {', '.join(schema.names[:8])}"
+    return Dropped(MISSING_KEY, str(path), detail, rows, text_keys)
+
+
+def _holds_strings(kind: Any) -> bool:
+    """Whether an Arrow type is one of strings, or a dictionary of them."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind)
 
 
 def _check_column(column: Any, path: Path, first: int) -> Items:
@@ -271,7 +291,7 @@ def _column_values(column: Any) -> Iterable[Any]:
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not (pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)):
+    if not _holds_strings(column.type):
         yield from column.to_pylist()
         return
     for value in column.cast(pyarrow.large_binary()).to_pylist():

@@ -100,7 +100,8 @@ class Manifest:
             )
         if self.unigram_loss is None:
             lines.append(
-                "the eval split is empty: evaluation needs a larger --eval_fraction or more documents"
+                "the eval split is empty, which training refuses: prepare again with --overwrite and an "
+                f"--eval_fraction above {self.eval_fraction:g}, or with more documents"
             )
         else:
             lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")

@@ -170,8 +170,8 @@ class SampleStream:
         if self.vocab_size > vocab_size:
             raise DataError(
                 f"the tokenizer of the data does not fit the model: {self.sources[0].folder} has a vocabulary of "
-                f"{self.vocab_size}, the model one of {vocab_size}; raise the model's vocab_size, or prepare the data "
-                "with the model's tokenizer"
+                f"{self.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a vocab_size "
+                "of at least that, or prepare the data with the model's tokenizer"
             )
 
     def verify(self, part: int = 0, parts: int = 1) -> int:

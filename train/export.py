@@ -17,12 +17,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+# first of all: model/__init__.py filters warnings that torchao gives when transformers imports it
+from model.precision import DTYPES
+
+# isort: split
 import torch
 from transformers import MistralConfig
 from transformers import MistralForCausalLM as TransformersMistral
 from transformers.utils import logging as transformers_logging
 
-from model.precision import DTYPES
 from train import checkpoint
 from train.data_format import TOKENIZER_FOLDER
 
@@ -95,9 +98,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
-        found = checkpoint.problems(arguments.checkpoint)
-        if found:
-            raise checkpoint.CheckpointError("; ".join(found))
+        if found := checkpoint.problems(arguments.checkpoint):
+            found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
+            raise checkpoint.CheckpointError("; ".join(found) + checkpoint.others_than(arguments.checkpoint))
         tokenizer = arguments.tokenizer
         if tokenizer is None:
             tokenizer = tokenizer_of(

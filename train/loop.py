@@ -160,7 +160,7 @@ class Loop:
         run, state, most = self.run, self.state, self.args.max_skipped_steps
         if step.skipped:
             step.record["skipped"] = _tell_skipped(run, step.loss, self.samples)
-        if self.health.skipped_in_a_row == most:
+        if self.health.skipped_in_a_row >= most:
             if step.record:
                 run.log(step.record)
             raise TrainingError(
@@ -263,10 +263,15 @@ def settle(run: Run, last: bool = False) -> None:
 
     Raises SaveError: it failed, and the run is not to go on to its next save; after the `last` there is none.
     """
-    if run.saver.pending:
+    pending = run.saver.pending
+    if pending:
         run.watchdog.doing("waits for the save under way")
     try:
-        saved = run.saver.finish()
+        try:
+            saved = run.saver.finish()
+        finally:
+            if pending:  # of which the ranks agree how it ended
+                run.watchdog.met("the save is over")
     except SaveError as error:
         if last or run.arguments.on_save_failure == "stop":
             raise

@@ -5,6 +5,7 @@ Only the main rank (rank 0) writes; on all others a logger does nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -57,10 +58,12 @@ class MetricsLogger:
 
     `start_step`: steps that are already done. On a resume the lines of later steps leave metrics.jsonl, in a
     new run (0) all of them; they are kept in metrics.jsonl.discarded-<time>. `report_to`: none | wandb,
-    online with a key (WANDB_API_KEY or netrc), offline without one. `keep_unwritten`: lines that cannot be written, as
-    on a full disk, are kept and written later, with a warning; else that is an OSError.
+    online with a key (WANDB_API_KEY or netrc), offline without one.
 
-    Raises ValueError: wandb is asked for and not installed.
+    Lines that cannot be written, as on a full disk, are kept and written later, with a warning: whether the run goes
+    on is for its next save to say, which all ranks hear of.
+
+    Raises ValueError: wandb is asked for and not installed. OSError: what is there cannot be read or rewritten.
     """
 
     def __init__(
@@ -73,7 +76,6 @@ class MetricsLogger:
         total_steps: int,
         is_main: bool,
         start_step: int = 0,
-        keep_unwritten: bool = False,
     ):
         if report_to == "wandb":
             check_wandb()  # on every rank, and before anything is written
@@ -85,7 +87,6 @@ class MetricsLogger:
         folder.mkdir(parents=True, exist_ok=True)
         discarded = discard_after(folder, start_step)
         self._file = (folder / METRICS).open("ab", buffering=0)
-        self._keep_unwritten = keep_unwritten
         self._unwritten: list[bytes] = []
         self._failing = False
         # A bar that redraws itself is noise in a log file.
@@ -122,7 +123,7 @@ class MetricsLogger:
         else:
             left = self._seconds_left(step)
             ending = f"  {_clock(left)} left" if left is not None and "loss" in metrics else ""
-            print(f"step {step}/{self.total_steps}  {_brief(metrics)}{ending}", flush=True)
+            _print(f"step {step}/{self.total_steps}  {_brief(metrics)}{ending}")
         if self._wandb is not None:
             # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines
             # are
@@ -135,16 +136,20 @@ class MetricsLogger:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:
-            print(text, flush=True)
+            _print(text)
 
     def rewind(self, step: int) -> None:
-        """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume."""
+        """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
+        they stay where the disk has no room to keep them elsewhere."""
         if not self.is_main:
             return
         path = Path(self._file.name)
         self._write()
         self._file.close()
-        discard_after(path.parent, step)
+        try:
+            discard_after(path.parent, step)
+        except OSError as error:
+            self.message(f"warning: the lines after step {step} stay in {path}: {error}")
         self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
@@ -165,7 +170,7 @@ class MetricsLogger:
             self._wandb.finish()
 
     def _write(self) -> None:
-        """Write what is not written, whole lines only. Raises OSError, unless such lines are to be kept."""
+        """Write what is not written, whole lines only."""
         try:
             while self._unwritten:
                 end = self._file.seek(0, os.SEEK_END)
@@ -178,11 +183,6 @@ class MetricsLogger:
                     raise
                 del self._unwritten[0]
         except OSError as error:
-            if not self._keep_unwritten:
-                raise OSError(
-                    f"{self._file.name} cannot be written: {error}. Make room there; on_save_failure continue lets a "
-                    "run go on meanwhile"
-                ) from error
             if not self._failing:
                 self._failing = True
                 self.message(
@@ -238,7 +238,8 @@ def check_wandb() -> None:
 def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
     """Take the lines of steps after `step` (0: all) out of metrics.jsonl, and a line cut off by a crash.
 
-    Returns the file that keeps them, and how many they are; None when there are none.
+    Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
+    for that file; nothing is changed.
     """
     path = folder / METRICS
     if not path.exists():
@@ -254,10 +255,15 @@ def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
     while kept_in.exists():  # twice within a second
         number += 1
         kept_in = folder / f"{METRICS}.discarded-{stamp}-{number}"
-    kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
+        temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        kept_in.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+        raise
     return kept_in, len(discard)
 
 
@@ -291,6 +297,12 @@ def plot_loss(output_dir: str | Path) -> Path | None:
         figure.savefig(folder / PLOT, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
     return folder / PLOT if drawn else None
+
+
+def _print(text: str) -> None:
+    """For people; a console that is a file on a full disk does not end a run."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def _step_of(line: str) -> int:

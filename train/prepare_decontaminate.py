@@ -46,8 +46,9 @@ def evaluation_texts(file: str, key: str) -> list[str]:
     for source in list_sources([file]):
         for item in read_share([source], key, 0, 1):
             if isinstance(item, Dropped):
-                raise DataError(f"--decontaminate: {item.where}: {item.reason}{': ' * bool(item.detail)}{item.detail}; "
-                                "mend it, or name the key of the texts with --decontaminate_key")  # fmt: skip
+                raise DataError(
+                    f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key"
+                )
             is_record = source.kind in (*RECORD_SUFFIXES, ".arrow")
             texts += [item.text] if is_record else [line for line in item.text.splitlines() if line.strip()]
     return texts

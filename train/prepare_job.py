@@ -9,7 +9,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from train.corpus import Source
+from train.corpus import MISSING_KEY, Source, text_key_option
 from train.data_format import SCHEMA, DataError, Manifest, token_dtype
 from train.files import sha256_file, write_durably
 from train.prepare_blocks import ReadDocuments, WriteShards, encoder_of, read_results
@@ -131,19 +131,15 @@ def finish(job: Job, output: OutputFolder, max_dropped: int) -> Manifest:
     stderr first.
 
     Raises:
-        DataError: more documents were dropped than allowed, or none is in the train split.
+        DataError: more documents were dropped than allowed, or all, or none is in the train split.
     """
     encoder = encoder_of(str(job.tokenizer))
     result = read_results(job.results, job.tasks, encoder.vocab_size)
     documents = result.tally.documents()
     if result.tally.dropped or result.tally.by_step:
         print(result.tally.table(), file=sys.stderr, flush=True)
-    if (dropped := result.tally.dropped.total()) > max_dropped:
-        raise DataError(
-            f"{dropped} documents were dropped, --max_dropped allows {max_dropped}: nothing was committed. Run the "
-            f"command again with --max_dropped {dropped} to accept that, which reads nothing again; or mend the "
-            "inputs (the table names them) and prepare them with --overwrite"
-        )
+    if (dropped := result.tally.dropped.total()) > max_dropped or (dropped and not result.tally.read):
+        raise DataError(_too_many_dropped(result.tally, max_dropped))
     if not any(shard.split == "train" for shard in result.shards):
         raise DataError(
             "no document for the train split: give more text, a larger --max_bytes or a smaller --eval_fraction, "
@@ -169,6 +165,23 @@ def finish(job: Job, output: OutputFolder, max_dropped: int) -> Manifest:
     output.copy_tokenizer(encoder.folder, encoder.files)
     output.commit(manifest)
     return manifest
+
+
+def _too_many_dropped(tally: Tally, max_dropped: int) -> str:
+    """What happened, and the ways on from it that there are."""
+    dropped = tally.dropped.total()
+    ways = []
+    if tally.read:
+        what = f"{dropped} documents were dropped, --max_dropped allows {max_dropped}"
+        ways.append(
+            f"run the command again with --max_dropped {dropped} to accept that, which reads nothing again"
+        )
+    else:
+        what = f"{dropped} documents were dropped and none is left"
+    if MISSING_KEY in tally.dropped:
+        ways.append(f"name the key of the text with {text_key_option(tally.text_keys)}, and --overwrite")
+    ways.append("mend the inputs (the table names them) and prepare them with --overwrite")
+    return f"{what}, so nothing was committed: {'; or '.join(ways)}"
 
 
 class Finish(PipelineStep):

@@ -28,7 +28,8 @@ class Tally:
     """One task's counts. All blocks of a pipeline share one, also after the pipeline was copied or pickled.
 
     `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
-    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept.
+    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `text_keys`
+    hold strings in the first document whose key was missing.
     """
 
     read: int = 0
@@ -37,6 +38,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     by_step: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    text_keys: list[str] = field(default_factory=list)
 
     def reset(self) -> None:
         """Begin a task."""
@@ -45,6 +47,7 @@ class Tally:
     def drop(self, item: Dropped) -> None:
         """Count what could not be read, and keep the first places of each reason."""
         self.dropped[item.reason] += item.count
+        self.text_keys = self.text_keys or list(item.text_keys)
         self._example(item.reason, f"{item.where}: {item.detail}" if item.detail else item.where)
 
     def removed(self, step: str, count: int = 1) -> None:
@@ -63,6 +66,7 @@ class Tally:
         self.text_bytes += other.text_bytes
         self.dropped += other.dropped
         self.by_step += other.by_step
+        self.text_keys = self.text_keys or other.text_keys
         for reason, examples in other.examples.items():
             for example in examples:
                 self._example(reason, example)

@@ -10,6 +10,7 @@ from train.arguments import resume_differences
 from train.checkpoint import CheckpointError, RunState
 
 ALLOW = "data.allow_changes_on_resume"
+ACCUMULATES_IN = "data_types.grad_accum_dtype"
 BATCH = "train_batch_size_tokens: "
 
 
@@ -72,11 +73,12 @@ def _is_of_data(difference: str, other_length: bool) -> bool:
 
 def _is_of_ranks(difference: str, saved: RunState, state: RunState) -> bool:
     """Whether a line "key: old -> new" follows from another number of ranks or another ZeRO stage: what DeepSpeed's
-    configuration says of either. Tokens a step are compared by themselves."""
+    configuration says of either, and in which type gradients are added up, of which not every stage has the choice.
+    Tokens a step are compared by themselves."""
     key = difference.partition(": ")[0]
     ranks, stage = saved.world_size != state.world_size, saved.zero_stage != state.zero_stage
     return (ranks and key == "deepspeed.gradient_accumulation_steps") or (
-        stage and key.startswith("deepspeed.zero_optimization.")
+        stage and (key.startswith("deepspeed.zero_optimization.") or key == f"deepspeed.{ACCUMULATES_IN}")
     )
 
 
@@ -94,7 +96,15 @@ def _redistribution(saved: RunState, state: RunState) -> list[str]:
             f"would have had, in {after} micro-batches a rank instead of {before}; {generators}"
         )
     if saved.zero_stage != state.zero_stage:
-        said.append(f"ZeRO {saved.zero_stage} -> {state.zero_stage}: weights and optimizer are redistributed")
+        before, after = (
+            s.train_config["deepspeed"].get("data_types", {}).get("grad_accum_dtype")
+            or "the parameters' type"
+            for s in (saved, state)
+        )
+        accumulation = "" if before == after else f"; gradients are added up in {after} instead of {before}"
+        said.append(
+            f"ZeRO {saved.zero_stage} -> {state.zero_stage}: weights and optimizer are redistributed{accumulation}"
+        )
     return said
 
 

@@ -1,11 +1,14 @@
 """on_spike rollback: back to the last checkpoint before a spike, and on from there without the samples that led to it.
 
 The samples left out are ranges of positions in the global order, kept in the run's state: so the samples of a run stay
-a pure function of what its checkpoints hold.
+a pure function of what its checkpoints hold. Until the next of these, `rollback.json` beside the checkpoints has what
+is left out after the one that the run went back to, for a start after a crash.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ import torch.distributed as dist
 from model.precision import Precision
 from train import checkpoint
 from train.checkpoint_files import RunState
+from train.files import write_durably
 from train.health import Health, Spike, samples_record, samples_text
 from train.metrics import MetricsLogger
 
 # From one checkpoint. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3
+NOTE = "rollback.json"
 
 
 def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
@@ -29,6 +34,19 @@ def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
         if position < end and first < position + count:
             position = end
     return position
+
+
+def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
+    """The samples that a run leaves out which goes on from the checkpoint `path` (its state: `saved`): those it had
+    left out when it was saved, and those of rollbacks to it. The same on every rank, each of which calls it."""
+    ranges: list[Any] = [saved.skipped_samples]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(FileNotFoundError):
+            noted = json.loads((path.parent / NOTE).read_text())
+            if noted["checkpoint"] == checkpoint.identity(path):
+                ranges = [noted["skipped_samples"]]
+    dist.broadcast_object_list(ranges, src=0)
+    return ranges[0]
 
 
 class Rollback:
@@ -95,6 +113,14 @@ class Rollback:
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         if dist.get_rank() == 0:
             checkpoint.set_aside(self.root, saved.step)  # newer ones did not verify
+            note = {"checkpoint": checkpoint.identity(path), "skipped_samples": ranges}
+            try:
+                write_durably(self.root / NOTE, json.dumps(note) + "\n")
+            except OSError as error:
+                self.metrics.message(
+                    f"warning: {self.root / NOTE} cannot be written: {error}. A start after a crash before the next "
+                    "save would take the samples that are left out"
+                )
         self.metrics.rewind(saved.step)
         checkpoint.load(self.engine, path, self.precision)
         optimizer = self.engine.optimizer

@@ -10,6 +10,7 @@ with 1 whatever its processes say.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -46,12 +47,13 @@ def install() -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    # print would raise if the signal had arrived within another print
-    if not _received:
+    name, first = signal.Signals(number).name, not _received
+    _received.append(name)
+    if first:
         rank = os.environ.get("RANK", "0")
-        name = signal.Signals(number).name
-        os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
-    _received.append(signal.Signals(number).name)
+        # print would raise if the signal had arrived within another print, and this does on a full disk
+        with contextlib.suppress(OSError):
+            os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
 
 
 def requested() -> str | None:

@@ -110,6 +110,25 @@ def leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return out
 
 
+def knows(cls: type, path: str) -> bool:
+    """Whether the dotted `path` is a key or a section of `cls`, or lies below a key, where any name may follow."""
+    kind: Any = cls
+    for name in path.split("."):
+        if not is_section(kind):
+            return True
+        if name not in key_types(kind):
+            return False
+        kind = key_types(kind)[name]
+    return True
+
+
+def example(path: str, field: dataclasses.Field) -> str:
+    """'; for example --path JSON' for a field that takes an object or a list: its metadata's example, else its default;
+    '' for any other."""
+    value = field.metadata.get("example") or default_of(field)
+    return f"; for example --{path} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
+
+
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """' (did you mean X?)' for the known dotted key nearest to `name`, else ''."""
     known = list(known)
@@ -190,18 +209,20 @@ def build(
             if isinstance(section, dict):
                 values[name] = build(kind, section, problems, bad, path + ".", known)
             else:
-                problems.append(f"{path}: {json.dumps(section)} is given, an object (a section) is expected")
-                bad.update(key for key, _ in all_fields(kind, path + "."))
+                keys = [key for key, _ in all_fields(kind, path + ".")]
+                problems.append(
+                    f"{path}: {json.dumps(section)} is given, an object (a section) is expected; "
+                    f"for example --{keys[0]} VALUE"
+                )
+                bad.update(keys)
                 values[name] = build(kind, {}, [], bad, path + ".", known)
         elif isinstance(raw.get(name), list) and (item := listed_section(kind)):
             values[name] = _build_list(item, raw[name], problems, bad, path)
         elif name in raw and fits(raw[name], kind):
             values[name] = as_type(raw[name], kind)
         elif name in raw or required:
-            given = f"{json.dumps(raw[name])} is given, {type_name(kind)} is expected" if name in raw else ""
-            problems.append(
-                f"{path}: {given or 'required, and not given: ' + type_name(kind) + ' is expected'}"
-            )
+            given = f"{json.dumps(raw[name])} is given," if name in raw else "required, and not given:"
+            problems.append(f"{path}: {given} {type_name(kind)} is expected{example(path, field)}")
             bad.add(path)
             if required:
                 values[name] = None
@@ -228,9 +249,10 @@ def set_override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
     `text` is read as JSON where that gives a value that fits the key's type, else it is the string itself.
     Names below a key that is an object (`data.sources.NAME`) set one entry of it.
 
-    Raises ValueError: the path goes through something that is no object.
+    Raises ValueError: the path goes through something that is no object; an object or a list that is not valid JSON.
     """
-    names, target, kind = path.split("."), raw, cls
+    names, target = path.split("."), raw
+    kind: Any = cls
     # an object of plain values takes the whole rest as one name: a data source may have a dot in its name
     while len(names) > 1 and (kind is Any or is_section(kind)):
         section = names.pop(0)
@@ -243,16 +265,33 @@ def set_override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
                 f"--{path}: {section} is {json.dumps(target)}, not an object, so nothing in it can be set"
             )
     name = ".".join(names)
-    target[name] = parse_value(text, key_types(kind).get(name, Any) if is_section(kind) else kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)} if is_section(kind) else {}
+    try:
+        # an unknown key keeps its text: `build` tells that it is unknown
+        target[name] = parse_value(text, key_types(kind).get(name, str) if is_section(kind) else kind)
+    except ValueError as error:
+        hint = example(path, fields[name]) if name in fields else ""
+        raise ValueError(f"--{path} {text} {error}{hint}") from error
 
 
 def parse_value(text: str, kind: Any) -> Any:
-    """`text` of the command line as JSON, or as the string it is where that is what fits `kind`."""
+    """`text` of the command line as JSON, or as the string it is where that is what fits `kind`.
+
+    Raises ValueError: it begins like an object or a list, `kind` may be one, and it is not valid JSON.
+    """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith(("{", "[")) and _may_be_nested(kind):
+            raise ValueError(f"is not valid JSON: {error.msg}, at character {error.pos + 1}") from error
         return text
     return text if not fits(value, kind) and fits(text, kind) else value
+
+
+def _may_be_nested(kind: Any) -> bool:
+    """Whether a value of type `kind` may be an object or a list."""
+    options = (kind, *typing.get_args(kind))
+    return any(o is Any or is_section(o) or typing.get_origin(o) in (dict, list) for o in options)
 
 
 def _value_type(kind: Any) -> Any:

@@ -51,6 +51,7 @@ from train.loop import TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.replicas import ReplicaError
 from train.resume import resume_state
+from train.rollback import left_out_since
 from train.run import Run
 from train.save import Saver
 from train.watchdog import Watchdog
@@ -98,7 +99,8 @@ def fail(message: str, status: int) -> int:
     ends those. Rank 0 speaks first: what every rank finds is told once."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left that it would have to wait for
+        # no step is left that a stop would have to wait for, and it does not change why this rank ends
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
     print(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr, flush=True)
     if world > 1:
@@ -180,7 +182,7 @@ def run_training(args: TrainingArguments) -> None:
             say(line)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
-            state.skipped_samples = saved.skipped_samples
+            state.skipped_samples = left_out_since(resume_from, saved)
 
     # proof, before the first step
     flops = accounting.flops_per_token(config, args.max_seq_length)
@@ -210,7 +212,11 @@ def run_training(args: TrainingArguments) -> None:
     else:
         say(f"starting from {args.model.init_from or 'random weights'}")
 
-    # from here on the run writes: whatever could refuse it has had its say
+    # from here on the run writes: whatever could refuse it has had its say. First what makes room
+    if rank == 0:
+        aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
+        if aside is not None:
+            say(f"checkpoints of later steps were moved to {aside}")
     metrics = MetricsLogger(
         output_dir,
         args.to_dict(),
@@ -220,16 +226,12 @@ def run_training(args: TrainingArguments) -> None:
         total_steps=args.max_steps,
         start_step=state.step,
         is_main=rank == 0,
-        keep_unwritten=args.on_save_failure == "continue",
     )
     if rank == 0:
         (output_dir / signals.STOPPED_FILE).unlink(missing_ok=True)
         write_configurations(output_dir, args, ds_config)
         if tuned is not None:
             autotune.save(tuned, output_dir)
-        aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
-        if aside is not None:
-            metrics.message(f"checkpoints of later steps were moved to {aside}")
     saver = Saver(engine, output_dir / "checkpoints", precision, args.save_total_limit, metrics.message)
     vote, watchdog = signals.StopVote(args.hang_timeout_s), Watchdog(args.hang_timeout_s)
     run = Run(
@@ -331,6 +333,11 @@ def start_report(
         f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
         f"{args.max_steps * tokens_per_step / train_stream.num_tokens:.2f} times the training data",
     ]
+    if train_stream.vocab_size < model.config.vocab_size:
+        lines.append(
+            f"vocabulary: the tokenizer of the data has {train_stream.vocab_size:,} of the model's "
+            f"{model.config.vocab_size:,} ids; the others never occur"
+        )
     if args.data.document_mask:
         shards = [shard for source in train_stream.sources for shard in source.shards]
         length = train_stream.num_tokens / sum(shard.documents for shard in shards)

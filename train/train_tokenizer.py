@@ -10,6 +10,7 @@ on hard strings before it leaves the folder.
 import argparse
 import hashlib
 import heapq
+import importlib.util
 import io
 import json
 import os
@@ -23,9 +24,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if missing := [name for name in ("sentencepiece", "transformers") if importlib.util.find_spec(name) is None]:
+    sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
+             "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
+
 import sentencepiece
 
-from train.corpus import ALLOWED, Document, Dropped, read_documents
+from train.corpus import ALLOWED, MISSING_KEY, Document, Dropped, read_documents, text_key_option
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MODEL_NAME = "tokenizer.model"
@@ -60,9 +65,10 @@ def sample_documents(items: Iterable[Document | Dropped], max_bytes: int | None)
     for number, item in enumerate(items):
         if isinstance(item, Dropped):
             if item.reason != "empty document":
-                raise ValueError(
-                    f"{item.where}: {item.reason} {item.detail}; mend it or leave it out of --input"
-                )
+                remedy = "mend it or leave it out of --input"
+                if item.reason == MISSING_KEY:
+                    remedy += f", or name the key of the text with {text_key_option(item.text_keys)}"
+                raise ValueError(f"{item}; {remedy}")
             continue
         size = len(item.text.encode())
         key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")

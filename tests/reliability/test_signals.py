@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,45 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert done.returncode == signals.STOPPED, done.stdout
     left = re.findall(r"rank (\d) left after step (\d+)", done.stdout)
     assert sorted(left) == [("0", "20"), ("1", "20"), ("2", "20")]
+
+
+def test_a_signal_when_nothing_is_noted_on_a_full_disk(
+    handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.requested() == "SIGTERM"
+
+
+def test_a_signal_does_not_change_why_a_rank_ends() -> None:
+    """While it lets rank 0 speak first."""
+    code = "from train import signals; signals.install(); from train.train import fail; print('fails', flush=True); "
+    code += "fail('it cannot be done', 2)"
+    environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "fails\n":
+            assert process.poll() is None
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 2
+
+
+def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> None:
+    """The last save of a run first waits for the one under way: two saves, each within the timeout."""
+    told: list[str] = []
+    saver = SimpleNamespace(pending=True, finish=lambda: told.append("finish"))
+    watchdog = SimpleNamespace(doing=told.append, met=told.append)
+    run: Any = SimpleNamespace(saver=saver, watchdog=watchdog)
+    loop.settle(run)
+    assert told == ["waits for the save under way", "finish", "the save is over"]
+    saver.pending = False
+    loop.settle(run)
+    assert told[3:] == ["finish"]  # nothing was waited for, on any rank
 
 
 @pytest.mark.parametrize(

@@ -116,13 +116,28 @@ def test_requeueing_can_be_turned_off(job: Job) -> None:
     assert not job.requeued()
 
 
-def test_a_requeued_job_goes_on_from_its_own_checkpoint(job: Job) -> None:
-    job.plan("exit 0", "exit 0")
-    checkpoints = job.folder / "run/checkpoints/step-00000004"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "manifest.json").write_text("{}")
-    job.run("--resume_from_checkpoint", "never", SLURM_RESTART_COUNT="1", **job.slurm())
-    assert job.starts()[0].endswith("--resume_from_checkpoint auto")
+@pytest.mark.parametrize("before", [None, 9])
+def test_a_requeued_job_goes_on_from_its_own_checkpoint(job: Job, before: int | None) -> None:
+    """And not from one that was there before it, which its first start may not have come to set aside."""
+    job.plan(STOPPED, f"rm -rf run/checkpoints; {checkpoint(4)}; {STOPPED}", "exit 0")
+    if before:
+        subprocess.run(["bash", "-ec", checkpoint(before)], cwd=job.folder, check=True)
+    never = ("--resume_from_checkpoint", "never")
+    for restart in range(3):
+        job.run(*never, SLURM_RESTART_COUNT=str(restart), **job.slurm())
+    first, second, third = job.starts()
+    assert first.endswith("never") and second.endswith("never")
+    assert third.endswith("--resume_from_checkpoint never --resume_from_checkpoint auto")
+
+
+def test_a_requeued_job_that_never_began_begins_as_it_was_told(job: Job) -> None:
+    """The note is of a job before it."""
+    job.plan(f"{checkpoint(4)}; {STOPPED}", "exit 0")
+    job.run(**job.slurm())
+    job.run(
+        "--resume_from_checkpoint", "never", SLURM_RESTART_COUNT="1", **{**job.slurm(), "SLURM_JOB_ID": "5"}
+    )
+    assert job.starts()[1].endswith("--resume_from_checkpoint never")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

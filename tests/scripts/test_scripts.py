@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_requirements
 import run_info
 
-from train.arguments import load_arguments
+from train.arguments import TrainingArguments, load_arguments
+from train.checkpoint_files import RunState
 
 
 def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -151,24 +152,28 @@ def test_help() -> None:
         assert f"./{script}" in run.stdout and "set -euo" not in run.stdout
 
 
-def commit(run: Path, step: int) -> None:
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
-
-
 def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
+    def arguments(*overrides: str) -> TrainingArguments:
+        return load_arguments([str(config), "--output_dir", str(run), *overrides])
+
     def state(*overrides: str) -> tuple[str, str]:
-        return run_info.run_state(load_arguments([str(config), "--output_dir", str(run), *overrides]))
+        return run_info.run_state(arguments(*overrides))
+
+    def commit(step: int) -> None:
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        saved = RunState(step, 0, 0, 2, 1, arguments().resolve(2).to_dict(), {})
+        (folder / "run_state.json").write_text(json.dumps(vars(saved)))
+        (folder / "manifest.json").write_text("{}")
 
     assert state() == ("new", "")
-    commit(run, 5)
+    commit(5)
     (run / "checkpoints" / "step-00000007").mkdir()  # died in its save: no manifest
     assert state() == ("resume", "step-00000005")
     assert state("--resume_from_checkpoint", "never") == ("new", "")
-    commit(run, 10)
+    commit(10)
     assert state() == ("resume", "step-00000010"), "all steps done, but not exported"
     (run / "hf").mkdir()
     (run / "hf" / "exported_from.json").write_text('{"manifest_sha256": "that of another run"}')
@@ -176,7 +181,16 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256((run / "checkpoints/step-00000010/manifest.json").read_bytes()).hexdigest()
     (run / "hf" / "exported_from.json").write_text(json.dumps({"manifest_sha256": digest}))
     assert state() == ("finished", "step-00000010")
-    assert state("--max_steps", "20") == ("resume", "step-00000010")
+    assert state("--logging_steps", "3") == ("finished", "step-00000010")
+    for change in (
+        "max_steps=20",
+        "learning_rate=1e-4",
+        "precision.compute=bf16",
+        "data.sources.text=elsewhere",
+    ):
+        assert state(f"--{change}") == ("resume", "step-00000010"), (
+            "train.py has to say what it makes of that"
+        )
     assert state("--resume_from_checkpoint", "never") == ("new", "")
 
 

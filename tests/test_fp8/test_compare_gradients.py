@@ -50,12 +50,24 @@ def test_the_program(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "test_fp8/compare_gradients.py"),
-        "--init_from",
-        str(tmp_path / "no"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "no" in done.stderr and "Traceback" not in done.stderr
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, what in ((tmp_path / "no", "is not a folder"), (tmp_path, "has no config.json")):
+        assert compare_gradients.main(["--init_from", str(folder)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --init_from: '{folder}' {what}; give a Hugging Face folder, such as a run's output/RUN/hf\n"
+        )
+
+
+def test_a_configuration_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare_gradients.main(["--config", "nonsense"]) == 2
+    assert capsys.readouterr().err.startswith("error: --config: 'nonsense' is neither a file")
+
+
+def test_a_damaged_configuration_is_blamed_on_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert compare_gradients.main(["--init_from", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: --init_from: {tmp_path / 'config.json'} is not a JSON file"
+    )

@@ -63,9 +63,13 @@ def test_defaults_follow_the_documented_names():
         ({"max_steps": "10"}, ['max_steps: "10" is given, an integer is expected']),
         ({"seed": None}, ["seed: null is given, an integer is expected"]),
         ({"learning_rate": False}, ["learning_rate: false is given, a number is expected"]),
-        ({"model": "tiny"}, ['model: "tiny" is given, an object']),
-        ({"data__sources": ["a"]}, ['data.sources: ["a"] is given', "an object"]),
-        ({"precision__bf16_modules": "lm_head"}, ["precision.bf16_modules", "a list"]),
+        ({"model": "tiny"}, ['model: "tiny" is given, an object', "for example --model.config VALUE"]),
+        (
+            {"data__sources": ["a"]},
+            ['data.sources: ["a"] is given', """--data.sources '{"NAME": "data/pretrain"}'"""],
+        ),
+        ({"deepspeed": 5}, ["""for example --deepspeed '{"zero_optimization": {"stage": 2}}'"""]),
+        ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
         ({"learning_rate": 0}, ["learning_rate 0", "positive"]),
         ({"learning_rate": float("nan")}, ["learning_rate", "positive"]),
         ({"seed": -1}, ["seed -1", "between 0 and 4294967295"]),
@@ -184,6 +188,14 @@ def test_command_line_overrides(tmp_path):
         (["{config}", "other.json"], "2 are given"),
         (["{config}", "--learning_rate"], "--learning_rate needs a value"),
         (["{config}", "--seed", "--run_name", "x"], "--seed needs a value"),
+        (["{config}", "--verbose"], "--verbose: unknown key; --help lists all keys"),
+        (["{config}", "--learning_rat", "--seed", "1"], "unknown key (did you mean learning_rate?)"),
+        (["--verbose", "{config}"], "--verbose: unknown key"),
+        (["{config}", "--data.sources", "a"], '"a" is given, an object'),
+        (["{config}", "--data.sources", "{a:b}"], "--data.sources {a:b} is not valid JSON: Expecting prop"),
+        (["{config}", "--data.weights", "[1,"], "at character 4; for example --data.weights '{"),
+        (["{config}", "--deepspeed.optimizer", "{"], "--deepspeed.optimizer { is not valid JSON"),
+        (["{config}", "--optimizer", "{"], "optimizer: unknown key"),
         (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
         (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
         (["no_such_config"], "train_config_tiny.json"),
@@ -192,8 +204,32 @@ def test_command_line_overrides(tmp_path):
 def test_command_line_errors(argv, words, tmp_path):
     path = write(tmp_path, MINIMAL)
     with pytest.raises(ConfigurationError) as error:
-        load_arguments([word.format(config=path) for word in argv])
+        load_arguments([word.replace("{config}", path) for word in argv])
     assert words in str(error.value)
+
+
+def test_a_string_may_begin_like_json(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    a = load_arguments([path, "--run_name", "[new] try", "--data.sources.b", "{b"])
+    assert a.run_name == "[new] try" and a.data.sources["b"] == "{b"
+
+
+def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, monkeypatch):
+    path = write(tmp_path, MINIMAL)
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch(), link.symlink_to("nowhere")
+    for output_dir, place in ((file, file), (file / "a" / "b", file), (link, link)):
+        with pytest.raises(ConfigurationError) as error:
+            load_arguments([path, "--output_dir", str(output_dir)])
+        assert f'output_dir "{output_dir}": {place} is there and is not a folder' in str(error.value)
+    for output_dir in (tmp_path, tmp_path / "new" / "run"):
+        assert load_arguments([path, "--output_dir", str(output_dir)]).output_dir == str(output_dir)
+    assert not (tmp_path / "new").exists()
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output").touch()
+    with pytest.raises(ConfigurationError, match='output_dir "output/run": output is there'):
+        load_arguments([path])  # the default's
 
 
 @pytest.mark.parametrize(

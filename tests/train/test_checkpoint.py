@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from train import checkpoint
+from train import checkpoint, checkpoint_files
 from train.checkpoint import CheckpointError
-from train.checkpoint_files import describe_all, step_of, write_manifest
+from train.checkpoint_files import describe_all, read_manifest, step_of, write_manifest
 from train.save_files import discard_old, make_room, undo
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -51,6 +51,27 @@ def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
     assert choose(tmp_path)[0] == tmp_path / "step-00000001"
     with pytest.raises(CheckpointError, match="never committed"):
         choose(tmp_path, str(tmp_path / "step-00000002"))
+
+
+@pytest.mark.parametrize("setting", ["always", "step-00000099", "{root}/step-00000099", "{root}"])
+def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> None:
+    allowed = "; give auto, never, or the path of a checkpoint"
+    root = tmp_path / "checkpoints"
+    with pytest.raises(CheckpointError) as error:
+        choose(root, setting.format(root=root))
+    assert str(error.value).endswith(f"is not a folder{allowed}")
+    make(root, 1), make(root, 2)
+    (make(root, 3) / checkpoint.MANIFEST).unlink()
+    with pytest.raises(CheckpointError) as error:
+        choose(root, setting.format(root=root))
+    assert str(error.value).endswith(f"{allowed}; committed in {root}: step-00000001, step-00000002")
+
+
+def test_a_damaged_checkpoint_is_not_offered_again(tmp_path: Path) -> None:
+    make(tmp_path, 1), (make(tmp_path, 2) / "weights.pt").unlink()
+    with pytest.raises(CheckpointError) as error:
+        choose(tmp_path, str(tmp_path / "step-00000002"))
+    assert "weights.pt is missing" in str(error.value) and str(error.value).endswith(": step-00000001")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,34 @@ def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
         "step-00000003",
     ]
     assert checkpoint.set_aside(root, after_step=1) is None
+
+
+def test_checkpoints_on_another_disk_are_set_aside_there(tmp_path: Path) -> None:
+    """Where `checkpoints` is a link to it, across which nothing could be renamed."""
+    other = tmp_path / "other_disk/of_this_run"
+    for step in (1, 2):
+        make(other, step)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(other)
+    aside = checkpoint.set_aside(tmp_path / "run/checkpoints", after_step=1)
+    assert aside is not None and aside.parent == other.parent
+    assert [p.name for p in checkpoint.committed(other)] == ["step-00000001"]
+
+
+def test_files_that_other_machines_keep_to_themselves_are_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, 1)
+    entries = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in read_manifest(path).items()]
+    (path / checkpoint.MANIFEST).unlink()
+    monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_S", 0.2)
+    elsewhere = {"name": "rank_00008.pt", "bytes": 5, "sha256": "0"}
+    with pytest.raises(OSError, match="rank_00008.pt, of 5 bytes, .* must be a folder that all nodes share"):
+        write_manifest(path, 1, [*entries, elsewhere])
+    assert checkpoint.committed(tmp_path) == []
+    (path / "rank_00008.pt").write_bytes(b"12345")
+    write_manifest(path, 1, [*entries, elsewhere])
+    assert checkpoint.committed(tmp_path) == [path]
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:

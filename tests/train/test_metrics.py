@@ -1,9 +1,11 @@
 """metrics.jsonl, what a resume leaves of it, the printed lines, wandb without a key, the plot, MFU."""
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +13,8 @@ from train import metrics as metrics_module
 from train.metrics import METRICS, MetricsLogger, mfu, peak_tflops, plot_loss
 
 
-def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100, keep_unwritten=False):
-    return MetricsLogger(
-        folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step, keep_unwritten
-    )
+def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100):
+    return MetricsLogger(folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step)
 
 
 def lines(folder):
@@ -119,7 +119,7 @@ class FullDisk:
 
 @pytest.mark.parametrize("room", [0, 5])
 def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, capsys, room):
-    log = logger(tmp_path, keep_unwritten=True)
+    log = logger(tmp_path)
     log.log({"step": 1, "loss": 1.0})
     file = log._file
     log._file = FullDisk(file, room)
@@ -144,7 +144,7 @@ def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, capsy
 
 
 def test_lines_that_are_kept_follow_the_run_back(tmp_path, capsys):
-    log = logger(tmp_path, keep_unwritten=True)
+    log = logger(tmp_path)
     file = log._file
     log._file = FullDisk(file)
     for step in (1, 2, 3):
@@ -156,20 +156,42 @@ def test_lines_that_are_kept_follow_the_run_back(tmp_path, capsys):
 
 
 def test_lines_that_stay_unwritten_are_told(tmp_path, capsys):
-    log = logger(tmp_path, keep_unwritten=True)
+    log = logger(tmp_path)
     log._file = FullDisk(log._file)
     log.log({"step": 1, "loss": 1.0})
     log.close()
     assert "1 lines of" in capsys.readouterr().out and lines(tmp_path) == []
 
 
-def test_a_full_disk_is_named_unless_lines_are_to_be_kept(tmp_path):
+def test_a_way_back_without_room_for_the_lines_that_are_left(tmp_path, capsys, monkeypatch):
     log = logger(tmp_path)
-    log._file = FullDisk(log._file)
-    with pytest.raises(
-        OSError, match="metrics.jsonl cannot be written: .*No space left.*on_save_failure continue"
-    ):
+    for step in (1, 2, 3):
+        log.log({"step": step, "loss": 1.0})
+    right = Path.write_text
+
+    def write_text(path, text, **options):
+        right(path, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        log.rewind(2)
+    log.log({"step": 3, "loss": 2.0})
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)][2:] == [(3, 1.0), (3, 2.0)]
+    assert "warning: the lines after step 2 stay in" in capsys.readouterr().out
+
+
+def test_a_console_on_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
+    log = logger(tmp_path)
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
         log.log({"step": 1, "loss": 1.0})
+        log.message("hello")
+        with contextlib.suppress(OSError):
+            full.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):

@@ -180,6 +180,32 @@ def test_bad_parquet_columns(tmp_path, prepare, capsys):
     assert "utf8.parquet:2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name):
+    path, out = tmp_path / name, tmp_path / "out"
+    if name == "a.jsonl":
+        path.write_text(
+            "".join(json.dumps({"id": i, "content": text}) + "\n" for i, text in enumerate(TEXTS))
+        )
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "content": TEXTS}), path)
+    for max_dropped in (0, len(TEXTS)):
+        assert prepare(out, path, tasks=2, eval_fraction=0, max_dropped=max_dropped) == 1
+        error = capsys.readouterr().err
+        assert f"{len(TEXTS)} documents were dropped and none is left" in error and "content" in error
+        assert "--text_key content, and --overwrite" in error and "--max_dropped" not in error
+    assert prepare(out, path, tasks=2, eval_fraction=0, text_key="content", overwrite=True) == 0
+    assert decoded(out) == TEXTS
+
+
+def test_some_documents_without_the_key_may_be_dropped_or_named(tmp_path, prepare, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + b'{"title": "x", "id": 5, "content": "longer"}\n')
+    assert prepare(tmp_path / "out", path, eval_fraction=0) == 1
+    error = capsys.readouterr().err
+    assert "--max_dropped 1 to accept that" in error and "--text_key content (or title)" in error
+
+
 def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):
     (tmp_path / "in").mkdir()
     (tmp_path / "x.png").write_bytes(b"")

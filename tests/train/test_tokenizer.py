@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,7 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.train.conftest import corpus_texts
+from tests.train.runs import ROOT
 from train.corpus import Document
 from train.train_tokenizer import HARD_STRINGS, check_identity, main, sample_documents, training_sentences
 
@@ -88,6 +91,24 @@ def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, c
 def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
     assert main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "270"]) == 1
     assert "270 is too small" in capsys.readouterr().err
+
+
+def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "content": "some text"}\n')
+    assert main(["--input", str(path), "--output", str(tmp_path / "out"), "--vocab_size", "300"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "a.jsonl:1: missing key: no 'text' among content, id; " in error and "--text_key content\n" in error
+    )
+
+
+def test_a_python_without_the_packages_says_what_to_do():
+    """-IS: without the installed packages."""
+    command = [sys.executable, "-IS", str(ROOT / "train" / "train_tokenizer.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: training a tokenizer needs sentencepiece")
+    assert "pip install -r requirements.txt" in done.stderr
 
 
 def test_an_existing_tokenizer_is_kept(tokenizer_dir, corpus, capsys):
