@@ -114,6 +114,13 @@ class Launcher:
             MASTER_ADDR=options.master_addr,
             MASTER_PORT=str(options.master_port or free_port()),
         )
+        self.buffers = [
+            Path(
+                f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{environment['MASTER_ADDR']}_"
+                f"{environment['MASTER_PORT']}_{self.first_rank + local}"
+            )
+            for local in range(options.nproc)
+        ]
         command = [sys.executable, "-u", options.script, *options.arguments]
         for local in range(options.nproc):
             mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
@@ -178,6 +185,9 @@ class Launcher:
                 process.kill()
         for process in self.processes:
             process.wait()
+        # DeepSpeed's shared memory on a machine without a GPU, 66 MB a rank: one that was killed leaves it there
+        for buffer in self.buffers:
+            buffer.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

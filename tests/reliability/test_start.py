@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
-from tests.reliability.launching import clean_environment
+from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
 
 OP = "deepspeed_shm_comm"
@@ -39,6 +40,26 @@ def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
         said = process.communicate(timeout=250)[0]
     assert f"removed {lock}" in said and "it has begun" in said
     assert not lock.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm, where DeepSpeed shares memory")
+@pytest.mark.usefixtures("process_group")
+def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """66 MB of each rank, until the machine is restarted."""
+    (tmp_path / "start.py").write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\n{START}\n"
+        "import torch.distributed as dist; from pathlib import Path\n"
+        "dist.barrier()\n"
+        "port = os.environ['MASTER_PORT']\n"
+        "print(port, len(list(Path('/dev/shm').glob(f'deepspeed*_{port}_?'))), flush=True)\n"
+        "dist.barrier()\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(100)\n"
+    )
+    done = launch(2, str(tmp_path / "start.py"))
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
+    assert count == "2", "DeepSpeed names or places its buffers differently"
+    assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
 
 
 @pytest.mark.reliability
