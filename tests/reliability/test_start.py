@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 from tests.reliability.launching import clean_environment, launch
@@ -42,7 +43,10 @@ def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm, where DeepSpeed shares memory")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or not Path("/dev/shm").is_dir(),
+    reason="needs a machine without CUDA and with /dev/shm, where DeepSpeed then shares memory",
+)
 @pytest.mark.usefixtures("process_group")
 def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     """66 MB of each rank, until the machine is restarted."""
