@@ -33,9 +33,8 @@ UNSIGNED_SCHEMA = 1  # of checkpoints from before manifests had a hash of their 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 BEFORE = ".before"
-SEEN_WITHIN_S = (
-    60.0  # what network file systems keep of a folder, they keep for so long at the most by default
-)
+# What a machine keeps of a folder on a network file system, it keeps for so long at the most (NFS: acdirmax).
+SEEN_WITHIN_S = 60.0
 FOLDER = re.compile(r"step-(\d{8,})(\.before)?")
 
 
