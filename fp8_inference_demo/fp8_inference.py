@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch
 from torch import nn
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from model.build import build_model, load_config
-from model.precision import Precision, PrecisionConfig, fp8_modules
+from model.fp8.precision import Precision, PrecisionConfig, fp8_modules
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 

@@ -16,8 +16,8 @@ from transformers import MistralForCausalLM as TransformersMistral
 from transformers.modeling_outputs import CausalLMOutput
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
+from model.fp8.precision import TRANSFORMERS_VARIANTS, Precision, PrecisionError
 from model.mistral_base import causal_lm_loss, check_config
-from model.precision import TRANSFORMERS_VARIANTS, Precision, PrecisionError
 from model.speed import SpeedConfig
 from model.variants import VARIANTS, compiles, variant_problems
 

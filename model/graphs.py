@@ -18,8 +18,8 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.documents import Documents
-from model.fp8_state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
-from model.precision import Precision
+from model.fp8.precision import Precision
+from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
 WARMUP_PASSES = 3
 ROOM = 2  # for how many times the documents of the batch that is captured; each costs the attention a little

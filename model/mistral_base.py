@@ -16,7 +16,7 @@ from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.documents import Documents
-from model.precision import FP8_ROW_MULTIPLE, Precision
+from model.fp8.precision import FP8_ROW_MULTIPLE, Precision
 from model.speed import SpeedConfig
 
 

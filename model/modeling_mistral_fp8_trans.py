@@ -15,8 +15,8 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.documents import Documents, attend
+from model.fp8.precision import Precision
 from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, window_size
-from model.precision import Precision
 from model.speed import SpeedConfig
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model import te_backend, torchao_fp8
 from model.documents import Documents, attend, random_documents
-from model.fp8_state import reset_fp8_state
+from model.fp8 import te_backend, torchao_fp8
+from model.fp8.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS, Precision, fp8_modules
+from model.fp8.state import reset_fp8_state
 from model.mistral_base import causal_attention, head_dim, window_size
-from model.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS, Precision, fp8_modules
 
 PROBE_TOKENS = 256
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from model.precision import RECIPES, TORCHAO_RECIPES, TRANSFORMERS_VARIANTS, PrecisionConfig
+from model.fp8.precision import RECIPES, TORCHAO_RECIPES, TRANSFORMERS_VARIANTS, PrecisionConfig
 
 # variant -> the FP8 recipes that it has
 VARIANTS: dict[str, tuple[str, ...]] = {

@@ -14,9 +14,9 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
-from train.checkpoint_files import CheckpointError, committed, name_of, read_state
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from train.checkpoint.files import CheckpointError, committed, name_of, read_state
+from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
 from train.export import is_exported
 
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from test_fp8 import report
-from test_fp8.bench_options import positive
-from test_fp8.data_folders import make_folder, make_sparse_folder
-from train.data_format import DataError
-from train.dataset import SampleStream, open_stream
+from test_fp8.common import report
+from test_fp8.common.folders import make_folder, make_sparse_folder
+from test_fp8.model.options import positive
+from train.data.format import DataError
+from train.data.stream import SampleStream, open_stream
 
 PROGRAM = "test_fp8/bench_data.py"
 VOCABULARY = 32_000

@@ -11,8 +11,8 @@ name (* and ? as in file names; '*' is all); --row adds one, in keys of the trai
 
 measure "bare"   forward + backward of a micro-batch, gradients dropped, no optimizer. FP8 copies of the weights are
                  kept for --accumulation passes, as in training.
-measure "step"   a whole optimizer step as train/train.py makes it (train/engine.py): DeepSpeed with ZeRO 1 and float32
-                 accumulation over --accumulation micro-batches, clipping, AdamW.
+measure "step"   a whole optimizer step as train/train.py makes it (train/engine/step.py): DeepSpeed with ZeRO 1 and
+                 float32 accumulation over --accumulation micro-batches, clipping, AdamW.
 "DeepSpeed"      what DeepSpeed adds, as a share of the step: 1 - (accumulation x pass + optimizer) / step. The passes
                  take turns with the steps and run through the same model object, captured graphs and compiled code.
                  Where weight-gradient GEMMs add into DeepSpeed's float32 buffer (speed.main_grad) they do so in the
@@ -44,23 +44,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 import torch.distributed as dist
 
 from model.accounting import flops_per_token, num_parameters
 from model.build import build_model, load_config
-from model.precision import FP8_TRAIN_ROW_MULTIPLE, Precision, PrecisionConfig
-from test_fp8 import bench_rows, report
-from test_fp8.bench_options import MEASURES, command, parse_arguments
-from test_fp8.bench_report import plot, summary_lines, table
-from test_fp8.bench_results import EXPLAINED, Result, Series, Setting, results_of
-from test_fp8.bench_visit import Visit, Visitor, free_memory, optimizer_ms
-from test_fp8.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
-from train.arguments import TrainingArguments
+from model.fp8.precision import FP8_TRAIN_ROW_MULTIPLE, Precision, PrecisionConfig
+from test_fp8.common import report
+from test_fp8.model import rows as bench_rows
+from test_fp8.model.options import MEASURES, command, parse_arguments
+from test_fp8.model.report import plot, summary_lines, table
+from test_fp8.model.results import EXPLAINED, Result, Series, Setting, results_of
+from test_fp8.model.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
+from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
 from train.autotune import resolve_auto
-from train.distributed import init_distributed, make_deterministic
+from train.config.arguments import TrainingArguments
+from train.engine.distributed import init_distributed, make_deterministic
 
 OPTIMIZER_SAMPLES = 8
 

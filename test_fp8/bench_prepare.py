@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import tokenizers
 
-from test_fp8 import report
-from test_fp8.bench_options import positive
-from train.corpus import Document, read_documents
-from train.data_format import SPLITS, DataError, read_manifest
+from test_fp8.common import report
+from test_fp8.model.options import positive
+from train.data.format import SPLITS, DataError, read_manifest
+from train.prepare.corpus import Document, read_documents
 
 PROGRAM = "test_fp8/bench_prepare.py"
 PREPARE = Path(__file__).resolve().parent.parent / "train/prepare_data.py"

@@ -22,25 +22,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
 import torch.distributed as dist
 
-from model import accounting, te_backend
+from model import accounting
 from model.build import build_model, load_config
-from model.precision import Precision
-from test_fp8 import report
-from test_fp8.bench_options import positive
-from test_fp8.bench_timing import synchronize
-from train.arguments import ConfigurationError, TrainingArguments
-from train.checkpoint_files import RunState, read_manifest
-from train.distributed import init_distributed
-from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine
-from train.save import Saver
-from train.save_errors import SaveError
-from train.signals import StopVote
+from model.fp8 import te_backend
+from model.fp8.precision import Precision
+from test_fp8.common import report
+from test_fp8.model.options import positive
+from test_fp8.model.timing import synchronize
+from train.checkpoint.files import RunState, read_manifest
+from train.checkpoint.save import Saver
+from train.checkpoint.save_errors import SaveError
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.engine.distributed import init_distributed
+from train.engine.step import MicroStep, build_engine
+from train.guard.signals import StopVote
 
 PROGRAM = "test_fp8/bench_save.py"
 MOST_LOST = 0.15  # of a blocking save

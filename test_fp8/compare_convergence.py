@@ -25,14 +25,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.accounting import num_parameters
 from model.build import load_config
-from test_fp8 import report
-from test_fp8.convergence import Record, check_same_training, compared
-from test_fp8.convergence_report import plot, print_table, settings_of, shown, training_of
-from test_fp8.convergence_rows import (
+from test_fp8.common import report
+from test_fp8.convergence.report import plot, print_table, settings_of, shown, training_of
+from test_fp8.convergence.rows import (
     LOG,
     PRESETS,
     Plan,
@@ -41,6 +40,7 @@ from test_fp8.convergence_rows import (
     train_all,
     with_baseline_first,
 )
+from test_fp8.convergence.trainings import Record, check_same_training, compared
 
 PROGRAM = "test_fp8/compare_convergence.py"
 

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.build import build_model, load_config
-from model.calibration import calibrate
-from model.precision import Precision, PrecisionConfig
-from test_fp8 import report
-from test_fp8.bench_options import positive
-from train.data_format import DataError
-from train.dataset import open_stream
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision, PrecisionConfig
+from test_fp8.common import report
+from test_fp8.model.options import positive
+from train.data.format import DataError
+from train.data.stream import open_stream
 
 PROGRAM = "test_fp8/compare_gradients.py"
 FLOAT32 = {"compute": "fp32", "backend": "reference"}

@@ -27,21 +27,21 @@ import gc
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch
 
-from model.precision import RECIPES
-from test_fp8 import report
-from test_fp8.ceilings import measure_ceilings
-from test_fp8.linear_bench import LAUNCHES, measure_shape
-from test_fp8.linear_shapes import (
+from model.fp8.precision import RECIPES
+from test_fp8.common import report
+from test_fp8.linear.bench import LAUNCHES, measure_shape
+from test_fp8.linear.ceilings import measure_ceilings
+from test_fp8.linear.shapes import (
     CPU_ROWS_FRACTION,
     CPU_WIDTH_FRACTION,
     chosen_shapes,
     model_names,
     parse_shape,
 )
-from test_fp8.linear_summary import (
+from test_fp8.linear.summary import (
     HEADER,
     LEGEND,
     fp8_against_bf16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import MistralConfig
 
-from model import te_backend
+from model.fp8 import te_backend
 
 
 def small_config(**changes: object) -> MistralConfig:
@@ -64,7 +65,7 @@ def _no_model_of_other_tests() -> None:
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
     """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""
-    from train.distributed import init_distributed  # takes seconds to import
+    from train.engine.distributed import init_distributed  # takes seconds to import
 
     before = dict(os.environ)
     init_distributed()
@@ -94,3 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ):
         if item.get_closest_marker(marker) and not have:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays: DeepSpeed collects garbage six times an engine, which would walk over all of it."""
+    gc.collect()
+    gc.freeze()

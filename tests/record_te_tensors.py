@@ -18,13 +18,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model import te_backend
+from model.fp8 import te_backend
 from tests import te_cases as cases
 
 DEVICE = "cuda"

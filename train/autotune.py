@@ -16,9 +16,9 @@ import torch.distributed as dist
 from model import accounting
 from model.autotune import Record, Task, asked_of, autotune, circumstances_of, differences, versions_of
 from model.build import load_config
-from train.arguments import ConfigurationError, TrainingArguments
-from train.checkpoint import committed
-from train.ds_config import resolve_ds_config
+from train.checkpoint.load import committed
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.ds_config import resolve_ds_config
 from train.files import write_durably
 
 FILE = "autotune.json"

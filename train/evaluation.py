@@ -7,11 +7,11 @@ import math
 import torch
 import torch.distributed as dist
 
-from model.fp8_state import fp8_state, snapshot_fp8_state
-from train.dataset import NO_LABEL
-from train.engine import on_device
+from model.fp8.state import fp8_state, snapshot_fp8_state
+from train.data.stream import NO_LABEL
+from train.engine.step import on_device
+from train.guard.signals import Stopped
 from train.run import Run
-from train.signals import Stopped
 
 
 @torch.no_grad()

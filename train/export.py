@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 # first of all: model/__init__.py filters warnings that torchao gives when transformers imports it
-from model.precision import DTYPES
+from model.fp8.precision import DTYPES
 
 # isort: split
 import torch
@@ -26,8 +26,8 @@ from transformers import MistralConfig
 from transformers import MistralForCausalLM as TransformersMistral
 from transformers.utils import logging as transformers_logging
 
-from train import checkpoint
-from train.data_format import TOKENIZER_FOLDER
+from train.checkpoint import load as checkpoint
+from train.data.format import TOKENIZER_FOLDER
 
 ORIGIN = "exported_from.json"
 

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.data_format import SCHEMA, SPLITS, DataError, Manifest, token_dtype
+from train.data.format import SCHEMA, SPLITS, DataError, Manifest, token_dtype
 from train.files import sha256_file
-from train.megatron_documents import Counts, add_edges, likely_eod, token_ids, write_block
-from train.megatron_index import IndexedDataset, open_dataset, read_blocks
-from train.prepare_counts import unigram_loss
-from train.shard_writer import WORK_NAME, OutputFolder, ShardWriter
-from train.text_encoder import TextEncoder
+from train.prepare.counts import unigram_loss
+from train.prepare.encoder import TextEncoder
+from train.prepare.megatron_documents import Counts, add_edges, likely_eod, token_ids, write_block
+from train.prepare.megatron_index import IndexedDataset, open_dataset, read_blocks
+from train.prepare.output import WORK_NAME, OutputFolder, ShardWriter
 
 PROGRESS_S = 5.0
 

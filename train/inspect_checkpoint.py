@@ -17,9 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.checkpoint_files import (
+from train.checkpoint.files import (
     FOLDER,
     MANIFEST,
     CheckpointError,

@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.data_format import (
+from train.data.documents import Lengths, histogram_table, pieces, plot_histogram, read_lengths
+from train.data.format import (
     MANIFEST_NAME,
     SPLITS,
     TOKENIZER_FOLDER,
@@ -38,9 +39,8 @@ from train.data_format import (
     read_manifest,
     verify_shard,
 )
-from train.document_index import Lengths, histogram_table, pieces, plot_histogram, read_lengths
-from train.text_encoder import TextEncoder
-from train.token_source import TokenSource
+from train.data.source import TokenSource
+from train.prepare.encoder import TextEncoder
 
 SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
 PROGRESS_INTERVAL_S = 5.0

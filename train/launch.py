@@ -28,9 +28,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.signals import SIGNALS, STOPPED
+from train.guard.signals import SIGNALS, STOPPED
 
 POLL_S = 0.2
 # For the others to say what they have to say once a rank has failed: rank 0 speaks first, the others after 2 s.

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.precision import fp8_modules
-from train import checkpoint
-from train.dataset import MicroBatches
-from train.engine import labelled, on_device
+from model.fp8.precision import fp8_modules
+from train.checkpoint import load as checkpoint
+from train.checkpoint.rollback import Rollback, past_skipped
+from train.checkpoint.save_errors import SaveError
+from train.data.stream import MicroBatches
+from train.engine.optimizer import learning_rate_at
+from train.engine.step import labelled, on_device
 from train.evaluation import evaluate, evaluate_late
-from train.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
+from train.guard.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
+from train.guard.replicas import ReplicaCheck, ReplicaError
+from train.guard.signals import Stopped
+from train.guard.slow_ranks import SlowRanks
 from train.metrics import mfu, peak_tflops
-from train.optimizer import learning_rate_at
-from train.replicas import ReplicaCheck, ReplicaError
-from train.rollback import Rollback, past_skipped
 from train.run import Run
-from train.save_errors import SaveError
-from train.signals import Stopped
-from train.slow_ranks import SlowRanks
 
 
 class TrainingError(RuntimeError):

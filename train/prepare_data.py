@@ -18,19 +18,19 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
-from train.corpus import ALLOWED, list_sources
-from train.data_format import Manifest
-from train.prepare_blocks import encoder_of, read_progress
-from train.prepare_executors import run_local, run_ray, running_slurm, submit_slurm
-from train.prepare_job import Finish, Job, begin, finish
-from train.prepare_steps import add_arguments, options_of
-from train.prepare_tally import Stage
-from train.shard_writer import OutputFolder
+from train.data.format import Manifest
+from train.prepare.blocks import encoder_of, read_progress
+from train.prepare.corpus import ALLOWED, list_sources
+from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
+from train.prepare.job import Finish, Job, begin, finish
+from train.prepare.output import OutputFolder
+from train.prepare.steps import add_arguments, options_of
+from train.prepare.tally import Stage
 
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000

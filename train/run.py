@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.precision import Precision
-from train.arguments import TrainingArguments
-from train.checkpoint_files import RunState, name_of
-from train.dataset import SampleStream
-from train.engine import MicroStep
+from model.fp8.precision import Precision
+from train.checkpoint.files import RunState, name_of
+from train.checkpoint.save import Saver
+from train.config.arguments import TrainingArguments
+from train.data.stream import SampleStream
+from train.engine.step import MicroStep
+from train.guard.signals import StopVote
+from train.guard.watchdog import Watchdog
 from train.metrics import MetricsLogger
-from train.save import Saver
-from train.signals import StopVote
-from train.watchdog import Watchdog
 
 
 @dataclass

@@ -22,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from train import signals
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from train.guard import signals
 
 if __name__ == "__main__":
     signals.install()  # the imports below take seconds
@@ -34,27 +34,29 @@ import torch.distributed as dist
 from torch import nn
 from transformers import MistralConfig
 
-from model import accounting, te_backend
+from model import accounting
 from model.build import ARCHITECTURE, build_model, load_config
-from model.calibration import calibrate
-from model.precision import Precision
+from model.fp8 import te_backend
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision
 from model.proof import ProofError, attention_of, backend_of, prove
-from train import autotune, checkpoint
-from train.arguments import TrainingArguments, load_arguments
-from train.dataset import open_stream
-from train.distributed import init_distributed, make_deterministic
-from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine, on_device, without_prints
+from train import autotune
+from train.checkpoint import load as checkpoint
+from train.checkpoint.resume import resume_state
+from train.checkpoint.rollback import left_out_since
+from train.checkpoint.save import Saver
+from train.config.arguments import TrainingArguments, load_arguments
+from train.config.ds_config import resolve_ds_config
+from train.data.stream import open_stream
+from train.engine.distributed import init_distributed, make_deterministic
+from train.engine.step import MicroStep, build_engine, on_device, without_prints
 from train.evaluation import evaluate_late
 from train.export import export, is_exported, tokenizer_of
+from train.guard.replicas import ReplicaError
+from train.guard.watchdog import Watchdog
 from train.loop import TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
-from train.replicas import ReplicaError
-from train.resume import resume_state
-from train.rollback import left_out_since
 from train.run import Run
-from train.save import Saver
-from train.watchdog import Watchdog
 
 # What a user can mend: shown as one message, without a traceback. Started again as it is, the run would end so again,
 # unless it is the system's fault (OSError).

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if missing := [name for name in ("sentencepiece", "transformers") if importlib.util.find_spec(name) is None]:
     sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
@@ -30,7 +30,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
 
 import sentencepiece
 
-from train.corpus import ALLOWED, MISSING_KEY, Document, Dropped, read_documents, text_key_option
+from train.prepare.corpus import ALLOWED, MISSING_KEY, Document, Dropped, read_documents, text_key_option
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MODEL_NAME = "tokenizer.model"

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from model import te_backend
 from model.autotune.decide import about_modules, choose_attention, choose_step, plans
 from model.autotune.measure import GIB, measure_attention, measure_modules, measure_steps
 from model.autotune.record import Choice, Record, asked_of, circumstances_of, differences, table, versions_of
 from model.autotune.task import Task
 from model.autotune.timing import CudaTimer, Deadline, Timer, release_memory, undisturbed
+from model.fp8 import te_backend
 
 __all__ = [
     "Choice",

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from model import te_backend
 from model.autotune.decide import ATTENTION_CANDIDATES, AttentionTime, ModuleTime, StepTime, name_patterns
 from model.autotune.task import Task
 from model.autotune.timing import (
@@ -27,10 +26,11 @@ from model.autotune.timing import (
     take_turns,
 )
 from model.documents import attend
-from model.fp8_state import load_fp8_state, snapshot_fp8_state
+from model.fp8 import te_backend
+from model.fp8.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules, matrices
+from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_attention, head_dim
-from model.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules, matrices
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 
 GIB = 2**30

@@ -13,9 +13,9 @@ import torch
 from model.autotune.decide import AttentionTime, ModuleTime, StepTime
 from model.autotune.task import Task
 from model.build import ARCHITECTURE
-from model.precision import PrecisionConfig
+from model.fp8.precision import PrecisionConfig
+from model.fp8.te_backend import ATTENTION_BACKENDS
 from model.speed import SpeedConfig
-from model.te_backend import ATTENTION_BACKENDS
 
 SCHEMA = 1
 PACKAGES = ("flash-attn", "flash-attn-4", "triton")  # besides torch and TE, whose kernels are measured

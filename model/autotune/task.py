@@ -10,7 +10,7 @@ from transformers import MistralConfig
 
 from model.build import build_model
 from model.documents import Documents, random_documents
-from model.precision import Precision, PrecisionConfig, gemm_modules, matrices
+from model.fp8.precision import Precision, PrecisionConfig, gemm_modules, matrices
 from model.speed import SpeedConfig
 
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from model import te_backend
+from model.fp8 import te_backend
 
 ROUNDS = 5  # of which the median counts
 

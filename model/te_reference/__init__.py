@@ -1,8 +1,8 @@
 """CPU reference of the Transformer Engine modules used here: same classes, same parameters, same rounding, no
 GPU.
 
-Written from what Transformer Engine 2.20.2 does on a Hopper GPU; tests/model/test_te_recorded.py compares it
-with tensors recorded there. It is for development, tests and checking numbers, not for speed.
+Written from what Transformer Engine 2.20.2 does on a Hopper GPU; tests/model/te_reference/test_te_recorded.py compares
+it with tensors recorded there. It is for development, tests and checking numbers, not for speed.
 
 FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU: single values of a layer's output round
 differently, and where FP8 rounds them again, its steps enlarge that. Inside `tensor_core.emulated()` they

@@ -1,12 +1,12 @@
 """The sums of a Hopper GPU's FP8 tensor cores, bit for bit.
 
-An FP8 GEMM on Hopper does not accumulate in float32. A tensor core adds STEP products and the running sum at
-once: all are aligned to the largest exponent among them and cut off (towards zero) after FRACTION_BITS bits below
-it, and so is their sum. That is 2**-13 of the largest term, about a 30th of a bfloat16 rounding, so one in 30
-outputs rounds to another bfloat16 than a float32 sum does; where it is quantized again that may be another FP8
-value, a step of 6 to 25 percent. With `use_split_accumulator` the sum moves to a float32 register every PROMOTION
-products; tile scales are applied there too. The model of one such addition is that of
-https://arxiv.org/abs/2511.10909 (MMA-Sim); tests/model/test_te_recorded.py checks the whole against an H200.
+An FP8 GEMM on Hopper does not accumulate in float32. A tensor core adds STEP products and the running sum at once: all
+are aligned to the largest exponent among them and cut off (towards zero) after FRACTION_BITS bits below it, and so is
+their sum. That is 2**-13 of the largest term, about a 30th of a bfloat16 rounding, so one in 30 outputs rounds to
+another bfloat16 than a float32 sum does; where it is quantized again that may be another FP8 value, a step of 6 to 25
+percent. With `use_split_accumulator` the sum moves to a float32 register every PROMOTION products; tile scales are
+applied there too. The model of one such addition is that of https://arxiv.org/abs/2511.10909 (MMA-Sim);
+tests/model/te_reference/test_te_recorded.py checks the whole against an H200.
 
 It costs tens of operations a product, so modules accumulate in float32 unless they run inside `emulated()`.
 """

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "fp8_inference_demo"))
 import fp8_inference as demo
 
-from model.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision, PrecisionConfig
 
 # Accents, a script of three-byte characters and emoji of four: their bytes are spread over several tokens.
 UNICODE_TEXT = "naïve café — 東京タワー, 🚀🎉 done. "

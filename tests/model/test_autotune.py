@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from model import te_backend
 from model.autotune import Choice, Record, Task, autotune, differences, measure
 from model.autotune.decide import (
     AttentionTime,
@@ -28,7 +27,8 @@ from model.autotune.decide import (
 from model.autotune.measure import measure_modules
 from model.autotune.timing import OUT_OF_TIME, Deadline
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
 from model.proof import attention_errors
 from tests.conftest import random_ids, small_config
 from tests.scripted_timer import Script

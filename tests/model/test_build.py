@@ -14,7 +14,7 @@ from transformers import MistralForCausalLM
 
 from model.build import build_model, load_config, load_hf_folder
 from model.conversion import ConversionError
-from model.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision, PrecisionConfig
 from tests.conftest import random_ids, small_config
 
 UP = "model.layers.1.mlp.up_proj.weight"

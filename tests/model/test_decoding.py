@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig, fp8_modules
+from model.fp8.precision import Precision, PrecisionConfig, fp8_modules
 from tests.conftest import random_ids, small_config
 
 

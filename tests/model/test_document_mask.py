@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import te_backend
 from model.autotune import measure
 from model.autotune.task import Task
 from model.build import build_model
-from model.calibration import calibrate
 from model.documents import FEWEST_PIECES, Documents, random_documents
-from model.fp8_state import reset_fp8_state, snapshot_fp8_state
-from model.precision import Precision, PrecisionConfig
+from model.fp8 import te_backend
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.state import reset_fp8_state, snapshot_fp8_state
 from model.proof import ProofError, attention_errors, prove
 from model.te_reference import DotProductAttention
 from tests.conftest import small_config

@@ -9,7 +9,7 @@ from transformers import MistralForCausalLM as TransformersMistral
 
 from model import conversion
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision, PrecisionConfig
 from tests.conftest import random_ids, small_config
 
 CASES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from model import te_backend
 from model.build import build_model
-from model.precision import Precision, PrecisionConfig
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, PrecisionConfig
 from model.proof import ProofError, probe_tokens, prove
 from tests.conftest import small_config
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from model import te_backend
 from model.build import build_model
-from model.fp8_state import snapshot_fp8_state
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, PrecisionConfig, fp8_modules
+from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.precision import Precision, PrecisionConfig, fp8_modules
 from model.speed import SpeedConfig
 from model.te_reference.rotary import RotaryPositionEmbedding
 from model.te_reference.rotary import split_and_rotate as reference_split

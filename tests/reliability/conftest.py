@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.train.conftest import data, settings, small_model
-from train import signals
+from train.guard import signals
 
 __all__ = ["data", "handlers", "settings", "small_model"]
 

@@ -14,15 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from train import signals
-from train.slow_ranks import SlowRanks
-from train.watchdog import Watchdog
+from train.guard import signals
+from train.guard.slow_ranks import SlowRanks
+from train.guard.watchdog import Watchdog
 
 STEPS = 1000
 FORWARD_S = 0.01

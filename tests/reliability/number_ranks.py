@@ -24,23 +24,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 import torch
 import torch.distributed as dist
 
-from model import mistral_base, te_backend
+from model import mistral_base
 from model.build import build_model, load_config
-from model.fp8_state import fp8_state
-from model.precision import Precision
-from train import checkpoint, signals, train
-from train.arguments import TrainingArguments
-from train.distributed import init_distributed
-from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine
-from train.health import Health
+from model.fp8 import te_backend
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state
+from train import train
+from train.checkpoint import load as checkpoint
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.engine.distributed import init_distributed
+from train.engine.step import MicroStep, build_engine
+from train.guard import signals
+from train.guard.health import Health
+from train.guard.replicas import ReplicaError
 from train.loop import TrainingError
-from train.replicas import ReplicaError
 
 RIGHT_LOSS = mistral_base.causal_lm_loss
 

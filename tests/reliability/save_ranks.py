@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 
 import torch
@@ -38,14 +38,15 @@ from deepspeed.comm.torch import build_shm_op
 from transformers import MistralConfig
 
 from model.build import build_model, load_config
-from model.fp8_state import fp8_state
-from model.precision import Precision
-from train import checkpoint, save, save_files
-from train.arguments import TrainingArguments
-from train.distributed import init_distributed
-from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine, without_prints
-from train.watchdog import Watchdog
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state
+from train.checkpoint import load as checkpoint
+from train.checkpoint import save, save_files
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.engine.distributed import init_distributed
+from train.engine.step import MicroStep, build_engine, without_prints
+from train.guard.watchdog import Watchdog
 
 RANKS = 2
 KEEP = 2

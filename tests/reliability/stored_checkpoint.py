@@ -2,7 +2,7 @@
 
     python tests/reliability/stored_checkpoint.py CODE     records it anew, with the code in the folder CODE
 
-CODE is a checkout of the state that shall have written it, one that has train/save.py:
+CODE is a checkout of the state that shall have written it, one that has train/checkpoint/save.py:
 `git archive COMMIT | tar x -C CODE`. What lies in tests/data was written by 2f2a9a1. One rank, ZeRO 1, FP8 with delayed
 scaling on the CPU reference, a model of 0.01 M parameters; batches are random, so that no data is needed.
 """
@@ -23,11 +23,11 @@ import torch
 from transformers import MistralConfig
 
 from model.build import build_model, load_config
-from model.precision import Precision
-from train import checkpoint
-from train.arguments import TrainingArguments
-from train.ds_config import resolve_ds_config
-from train.engine import MicroStep, build_engine
+from model.fp8.precision import Precision
+from train.checkpoint import load as checkpoint
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.engine.step import MicroStep, build_engine
 
 SAVED_STEP, NEXT_STEPS = 5, 20
 CONFIG = MistralConfig(
@@ -81,8 +81,8 @@ class Stored:
 
 
 def record() -> None:
-    from train.distributed import init_distributed
-    from train.save import Saver
+    from train.checkpoint.save import Saver
+    from train.engine.distributed import init_distributed
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)

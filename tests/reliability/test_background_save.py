@@ -14,9 +14,13 @@ import torch
 from tests.reliability.number_ranks import tensors_in
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
-from train import checkpoint, host_copy, loop, save, signals
-from train.checkpoint_files import RUN_STATE, read_manifest
-from train.host_copy import HostBuffer, Snapshot
+from train import loop
+from train.checkpoint import load as checkpoint
+from train.checkpoint import save
+from train.checkpoint import staging as host_copy
+from train.checkpoint.files import RUN_STATE, read_manifest
+from train.checkpoint.staging import HostBuffer, Snapshot
+from train.guard import signals
 
 
 @pytest.fixture

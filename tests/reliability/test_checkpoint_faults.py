@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from tests.train.runs import ROOT, metrics, run
-from train import checkpoint, save
-from train.checkpoint_files import MANIFEST, committed, newest_good, problems
+from train.checkpoint import load as checkpoint
+from train.checkpoint import save
+from train.checkpoint.files import MANIFEST, committed, newest_good, problems
 
 FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tests.reliability.launching import launch
-from train.slow_ranks import SlowRankDetector
-from train.watchdog import blame
+from train.guard.slow_ranks import SlowRankDetector
+from train.guard.watchdog import blame
 
 TIMEOUT_S = 4.0
 RANKS = "tests/reliability/meeting_ranks.py"

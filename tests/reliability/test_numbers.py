@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8_state import fp8_state
-from model.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics
-from train import replicas
-from train.arguments import ConfigurationError, TrainingArguments
-from train.dataset import open_stream
-from train.health import Health, SpikeDetector
-from train.replicas import checksum, difference, make_multipliers
-from train.rollback import past_skipped
+from train.checkpoint.rollback import past_skipped
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.data.stream import open_stream
+from train.guard import replicas
+from train.guard.health import Health, SpikeDetector
+from train.guard.replicas import checksum, difference, make_multipliers
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}
@@ -99,7 +99,7 @@ def test_what_is_not_finite_on_one_of_four_ranks_changes_nothing_on_any(tmp_path
 
 
 def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
-    from train.ds_config import resolve_ds_config
+    from train.config.ds_config import resolve_ds_config
 
     settings["deepspeed"] = {
         "zero_optimization": {"stage": 1, "compute_grad_norm": False},

@@ -18,7 +18,10 @@ import pytest
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, metrics, run
-from train import checkpoint, loop, save, signals
+from train import loop
+from train.checkpoint import load as checkpoint
+from train.checkpoint import save
+from train.guard import signals
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)

@@ -19,7 +19,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
 
 OP = "deepspeed_shm_comm"
-START = "from train.distributed import init_distributed; init_distributed(); print('it has begun')"
+START = "from train.engine.distributed import init_distributed; init_distributed(); print('it has begun')"
 
 
 def start(folder: Path, ranks: int) -> subprocess.Popen[str]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.reliability.stored_checkpoint import FOLDER, NEXT_STEPS, SAVED_STEP, Stored
-from train import checkpoint
-from train.engine import without_prints
+from train.checkpoint import load as checkpoint
+from train.engine.step import without_prints
 
 # The losses were recorded on one kind of CPU; another one, or torch, may round a bf16 product differently.
 TOLERANCE = 1e-2

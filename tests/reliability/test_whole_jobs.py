@@ -17,8 +17,11 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics, run
-from train import checkpoint, loop, save, signals
+from train import loop
 from train import train as start
+from train.checkpoint import load as checkpoint
+from train.checkpoint import save
+from train.guard import signals
 
 LAUNCHED = "training: {} processes"
 A_STEP = "\nstep "

@@ -17,8 +17,10 @@ import torch
 from tests.conftest import small_config
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics
-from train import checkpoint, repartition, shards
-from train.checkpoint import CheckpointError
+from train.checkpoint import load as checkpoint
+from train.checkpoint import reshard as repartition
+from train.checkpoint import shards
+from train.checkpoint.files import CheckpointError
 
 TOKENS = 32  # of a sample
 SAVED, STEPS = 4, 6

@@ -19,20 +19,22 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from model.fp8_state import fp8_state
+from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
-from train import checkpoint, signals, train
-from train.arguments import TrainingArguments
-from train.distributed import init_distributed
-from train.engine import MicroStep, without_prints
-from train.replicas import _optimizer_tensors
+from train import train
+from train.checkpoint import load as checkpoint
+from train.config.arguments import TrainingArguments
+from train.engine.distributed import init_distributed
+from train.engine.step import MicroStep, without_prints
+from train.guard import signals
+from train.guard.replicas import _optimizer_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import check_requirements
 import run_info
 
-from train.arguments import TrainingArguments, load_arguments
-from train.checkpoint_files import RunState
+from train.checkpoint.files import RunState
+from train.config.arguments import TrainingArguments, load_arguments
 
 
 def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:

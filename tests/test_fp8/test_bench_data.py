@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from test_fp8 import bench_data
-from test_fp8.data_folders import make_folder, make_sparse_folder
-from train.data_format import read_manifest, verify_shard
-from train.dataset import open_stream
+from test_fp8.common.folders import make_folder, make_sparse_folder
+from train.data.format import read_manifest, verify_shard
+from train.data.stream import open_stream
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from model import build, conversion
-from model.precision import Precision, PrecisionConfig
-from test_fp8 import bench_model, bench_rows, bench_visit
-from test_fp8.bench_report import table
-from test_fp8.bench_results import OUT_OF_MEMORY, Series, Setting, results_of
-from test_fp8.bench_rows import PRESETS, Row, RowError, parse_row, select
-from test_fp8.bench_timing import Laps, mean_pass_ms
-from test_fp8.bench_visit import NotHere, Proof, Visit, what_runs
-from test_fp8.same_model import DifferentModel, Reference, check_same_model, loss_error, weight_problems
+from model.fp8.precision import Precision, PrecisionConfig
+from test_fp8 import bench_model
+from test_fp8.model import rows as bench_rows
+from test_fp8.model import visit as bench_visit
+from test_fp8.model.report import table
+from test_fp8.model.results import OUT_OF_MEMORY, Series, Setting, results_of
+from test_fp8.model.rows import PRESETS, Row, RowError, parse_row, select
+from test_fp8.model.same_model import DifferentModel, Reference, check_same_model, loss_error, weight_problems
+from test_fp8.model.timing import Laps, mean_pass_ms
+from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
 from tests.conftest import random_ids, small_config
-from train.arguments import TrainingArguments
+from train.config.arguments import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from model.build import load_config
-from test_fp8 import compare_convergence, convergence_rows
-from test_fp8.convergence import (
+from test_fp8 import compare_convergence
+from test_fp8.convergence import rows as convergence_rows
+from test_fp8.convergence.report import shown
+from test_fp8.convergence.rows import Row, last_lines, parse_rows, with_baseline_first
+from test_fp8.convergence.trainings import (
     ComparisonError,
     check_same_training,
     compared,
@@ -21,8 +24,6 @@ from test_fp8.convergence import (
     summary,
     unfinished,
 )
-from test_fp8.convergence_report import shown
-from test_fp8.convergence_rows import Row, last_lines, parse_rows, with_baseline_first
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from test_fp8 import linear_bench
-from test_fp8.linear_bench import measure_shape
-from test_fp8.linear_cases import Case, Tensors
-from test_fp8.linear_shapes import Shape, chosen_shapes, model_shapes
-from test_fp8.linear_summary import fp8_against_bf16, from_width, plot, summary_lines
+from test_fp8.linear import bench as linear_bench
+from test_fp8.linear.bench import measure_shape
+from test_fp8.linear.cases import Case, Tensors
+from test_fp8.linear.shapes import Shape, chosen_shapes, model_shapes
+from test_fp8.linear.summary import fp8_against_bf16, from_width, plot, summary_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ["delayed", "current", "block"]

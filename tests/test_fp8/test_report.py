@@ -1,4 +1,4 @@
-"""test_fp8/report.py: what every benchmark's JSON says about where it was measured, and how it times."""
+"""test_fp8/common/report.py: what every benchmark's JSON says about where it was measured, and how it times."""
 
 import argparse
 import getpass
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from test_fp8 import report
+from test_fp8.common import report
 
 
 def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> None:

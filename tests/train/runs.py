@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from train import train
-from train.arguments import TrainingArguments
+from train.config.arguments import TrainingArguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

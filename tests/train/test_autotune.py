@@ -20,12 +20,12 @@ from model.autotune import (
     versions_of,
 )
 from model.build import load_config
-from model.precision import PrecisionConfig
+from model.fp8.precision import PrecisionConfig
 from tests.scripted_timer import Script
 from train import autotune as glue
 from train import train
-from train.arguments import ConfigurationError, TrainingArguments, resume_differences
-from train.ds_config import resolve_ds_config
+from train.config.arguments import ConfigurationError, TrainingArguments, resume_differences
+from train.config.ds_config import resolve_ds_config
 
 MIXTURE = ["lm_head", "model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"]
 

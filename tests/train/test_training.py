@@ -16,9 +16,9 @@ from model import mistral_base
 from model.proof import ProofError
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
-from train.arguments import ConfigurationError
-from train.checkpoint import CheckpointError
-from train.data_format import DataError
+from train.checkpoint.load import CheckpointError
+from train.config.arguments import ConfigurationError
+from train.data.format import DataError
 from train.export import is_exported
 
 GPU = torch.cuda.is_available()
@@ -121,7 +121,7 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
     assert tokenizer.decode(
         tokenizer("def f(x):\n    return 1").input_ids, skip_special_tokens=True
     ).endswith("return 1")
-    from train.dataset import open_stream
+    from train.data.stream import open_stream
 
     stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval")
     ids, labels = stream.batch(0, 5)

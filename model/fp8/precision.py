@@ -1,0 +1,342 @@
+"""Which modules run FP8, with which recipe, and why the others do not.
+
+`PrecisionConfig` is the "precision" section of the training JSON. `Precision` resolves it against the hardware: it
+holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
+for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipes tensorwise and rowwise are torchao's.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from model.fp8 import te_backend, torchao_fp8
+
+DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+RECIPES = ("delayed", "current", "block")  # Transformer Engine's
+TORCHAO_RECIPES = torchao_fp8.RECIPES
+TRANSFORMERS_VARIANTS = ("hf", "torchao")  # whose modules are transformers', not TE's
+
+# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
+# In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
+FP8_FEATURE_MULTIPLE = 16
+FP8_ROW_MULTIPLE = 8
+FP8_TRAIN_ROW_MULTIPLE = 16
+
+
+class PrecisionError(ValueError):
+    """The precision asked for cannot be had; the message says what is missing and what to do."""
+
+
+def _option(default: Any, help: str) -> Any:
+    make = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(metadata={"help": help}, **make)
+
+
+@dataclass
+class PrecisionConfig:
+    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
+
+    compute: str = _option("fp8", "arithmetic of the matrix products: fp8 | bf16 | fp16 | fp32")
+    recipe: str = _option(
+        "delayed", "FP8 scaling recipe: delayed | current | block; variant torchao: tensorwise | rowwise"
+    )
+    backend: str = _option(
+        "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
+    )
+    fp8_format: str = _option(
+        "e4m3", "e4m3 | hybrid: gradients in e5m2, of more range and half the precision"
+    )
+    margin: int = _option(0, "delayed: the scale is divided by 2^margin")
+    amax_history_len: int = _option(1024, "delayed: steps of amax history")
+    amax_compute_algo: str = _option("max", "delayed: amax of the history: max | most_recent")
+    reduce_amax: bool = _option(True, "delayed: share amax over all ranks")
+    calibration_passes: int = _option(
+        4,
+        "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
+    )
+    power_2_scales: bool | None = _option(
+        None, "current, block: powers of two as scales; null: block yes, current no"
+    )
+    amax_epsilon: float = _option(0.0, "current, block: smallest amax assumed")
+    fast_accumulation_wgrad: bool = _option(
+        False, "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)"
+    )
+    bf16_modules: list[str] = _option(
+        ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
+    )
+    auto: bool | str = _option(
+        False,
+        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or bf16 by "
+        "module, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
+    )
+
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "compute": tuple(DTYPES),
+        "recipe": (*RECIPES, *TORCHAO_RECIPES),
+        "backend": ("auto", "transformer_engine", "reference"),
+        "fp8_format": ("e4m3", "hybrid"),
+        "amax_compute_algo": ("max", "most_recent"),
+    }
+    # knob -> the recipes that read it
+    KNOBS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "fp8_format": RECIPES,
+        "margin": ("delayed",),
+        "amax_history_len": ("delayed",),
+        "amax_compute_algo": ("delayed",),
+        "calibration_passes": ("delayed",),
+        "reduce_amax": ("delayed",),
+        "power_2_scales": ("current", "block"),
+        "amax_epsilon": ("current", "block"),
+        "fast_accumulation_wgrad": ("delayed", "current"),
+    }
+
+    @property
+    def emulated(self) -> bool:
+        """Whether what would need a GPU is computed without one."""
+        return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
+
+    def validate(self) -> list[str]:
+        """All problems of this section, as sentences; empty when there is none."""
+        problems = [
+            f"precision.{key}: {getattr(self, key)!r} is not one of {', '.join(allowed)}"
+            for key, allowed in self.CHOICES.items()
+            if getattr(self, key) not in allowed
+        ]
+        if self.amax_history_len < 1:
+            problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
+        if self.calibration_passes < 0:
+            problems.append(f"precision.calibration_passes: {self.calibration_passes} must not be negative")
+        if self.margin < 0:
+            problems.append(f"precision.margin: {self.margin} must not be negative")
+        if self.amax_epsilon < 0:
+            problems.append(f"precision.amax_epsilon: {self.amax_epsilon} must not be negative")
+        if self.auto == "":
+            problems.append("precision.auto: an empty path; give true, false or the path of a saved choice")
+        if self.auto and (self.compute != "fp8" or self.recipe in TORCHAO_RECIPES):
+            problems.append(
+                "precision.auto: it finds out where FP8 pays, in te_linear and te_layer with precision.compute fp8 "
+                f"and recipe {' or '.join(RECIPES)}; compute {self.compute} with recipe {self.recipe} is given. Change "
+                "these or remove it"
+            )
+        if self.compute == "fp8" and self.recipe in self.CHOICES["recipe"]:
+            defaults = PrecisionConfig()
+            problems += [
+                f"precision.{knob}: only the recipe {' and '.join(recipes)} reads it, and the recipe is "
+                f"{self.recipe}; remove it"
+                for knob, recipes in self.KNOBS.items()
+                if self.recipe not in recipes and getattr(self, knob) != getattr(defaults, knob)
+            ]
+            if self.recipe in TORCHAO_RECIPES and self.backend == "transformer_engine":
+                problems.append(
+                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"
+                )
+        return problems
+
+
+@dataclass
+class FP8Report:
+    """What runs FP8. `planned`: GEMM modules meant to; `kept`: the others with the reason; `ran`: the modules whose
+    last forward really ran FP8."""
+
+    planned: list[str]
+    kept: dict[str, str]
+    ran: list[str]
+
+    def lines(self, recipe: str | None) -> list[str]:
+        """The log's statement: one line for FP8, one a reason for what stays in high precision."""
+        total = len(self.planned) + len(self.kept)
+        how = f" ({recipe} scaling)" if recipe else ""
+        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8{how}"]
+        for reason in dict.fromkeys(self.kept.values()):
+            names = [name for name, why in self.kept.items() if why == reason]
+            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+            out.append(f"  not FP8: {shown}: {reason}")
+        return out
+
+
+class Precision:
+    """A `PrecisionConfig` resolved on this machine.
+
+    Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object or torchao's Float8LinearConfig, None unless
+    compute is fp8), `dtype` (parameters and activations), `device`, `emulated` (see PrecisionConfig).
+
+    Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
+    """
+
+    def __init__(self, config: PrecisionConfig):
+        problems = config.validate()
+        if problems:
+            raise PrecisionError("; ".join(problems))
+        if config.auto:
+            raise PrecisionError(
+                "precision.auto: only a training run measures; set it to false, or take the precision section of a "
+                "run's train_config.json, which has the choice in it"
+            )
+        self.config = config
+        self.dtype = DTYPES[config.compute]
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
+        if config.compute == "fp16" and self.device.type == "cpu":
+            raise PrecisionError(
+                "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"
+            )
+        self.emulated = config.emulated
+        self.recipe = None
+        if self.fp8:
+            try:
+                if self.torchao:
+                    torchao_fp8.require(config.recipe, self.emulated)
+                else:
+                    te_backend.require_fp8(self.te, config.recipe)
+            except te_backend.BackendError as error:
+                raise PrecisionError(f"precision.backend {config.backend!r}: {error}") from error
+            self.recipe = self._make_recipe()
+
+    @property
+    def fp8(self) -> bool:
+        return self.config.compute == "fp8"
+
+    @property
+    def torchao(self) -> bool:
+        """FP8 by torchao, not by TE."""
+        return self.fp8 and self.config.recipe in TORCHAO_RECIPES
+
+    @cached_property
+    def te(self) -> SimpleNamespace:
+        """The namespace of TE modules, loaded when it is first asked for: transformers' own model and torchao do
+        without. Raises PrecisionError: this machine does not have it."""
+        try:
+            return te_backend.load(self.config.backend)
+        except te_backend.BackendError as error:
+            raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
+
+    def _make_recipe(self) -> Any:
+        if self.torchao:
+            return torchao_fp8.linear_config(self.config.recipe, self.emulated)
+        c, recipes = self.config, self.te.recipe
+        fp8_format = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}[c.fp8_format]
+        if c.recipe == "delayed":
+            recipe = recipes.DelayedScaling(
+                margin=c.margin,
+                fp8_format=fp8_format,
+                amax_history_len=c.amax_history_len,
+                amax_compute_algo=c.amax_compute_algo,
+                reduce_amax=c.reduce_amax,
+            )
+        else:
+            cls = recipes.Float8CurrentScaling if c.recipe == "current" else recipes.Float8BlockScaling
+            recipe = cls(fp8_format=fp8_format)
+            power_2 = c.power_2_scales if c.power_2_scales is not None else c.recipe == "block"
+            # Set on the object: TE's constructor arguments for these have no effect (class attributes
+            # computed at import), and unknown ones are swallowed.
+            for tensor in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+                setattr(recipe, tensor, recipes.QParams(power_2_scale=power_2, amax_epsilon=c.amax_epsilon))
+        if c.fast_accumulation_wgrad:
+            # in TE's MMParams "split accumulator" means: no fast accumulation
+            recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
+        return recipe
+
+    def autocast(self) -> Any:
+        """The context a model's forward (never its backward) runs in."""
+        if not self.fp8 or self.torchao:
+            return nullcontext()
+        return self.te.autocast(enabled=True, recipe=self.recipe)
+
+    def apply(self, model: nn.Module) -> None:
+        """Keep the modules that match `bf16_modules` out of FP8 and check the dimensions of all others; with torchao,
+        swap those for FP8 ones.
+
+        Raises PrecisionError: a pattern that matches no module; a GEMM whose features are no multiple of 16; no module
+        left to run FP8.
+        """
+        if not self.fp8:
+            return
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in self.config.bf16_modules:
+            matches = fnmatch.filter(names, pattern)
+            if not matches:
+                examples = ", ".join(names[:3] + names[-1:])
+                raise PrecisionError(
+                    f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
+                )
+            for name in () if self.torchao else matches:
+                _keep_out_of_fp8(model.get_submodule(name), self.te)
+        report = fp8_modules(model, self)
+        if not report.planned:
+            raise PrecisionError(
+                f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
+                'remove patterns or set precision.compute to "bf16"'
+            )
+        for name in report.planned:
+            for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
+                if p.dim() == 2 and any(size % FP8_FEATURE_MULTIPLE for size in p.shape):
+                    raise PrecisionError(
+                        f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by "
+                        f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "
+                        f"{name!r} to precision.bf16_modules"
+                    )
+        if self.torchao:
+            torchao_fp8.convert(model, report.planned, self.recipe)
+
+
+def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
+    """Run `module`, with everything inside, under a disabled autocast."""
+    stack: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        context = te.autocast(enabled=False)
+        context.__enter__()
+        stack.append(context)
+
+    def leave(*_: Any) -> None:
+        stack.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
+    """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
+    kinds: tuple[type, ...] = (nn.Linear,)
+    if getattr(model, "variant", None) not in TRANSFORMERS_VARIANTS:
+        kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of the GEMMs of one module: [outputs, inputs] each."""
+    return [p for p in module.parameters(recurse=False) if p.dim() == 2]
+
+
+def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
+    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time; with torchao,
+    the last time that `torchao_fp8.observe` watched."""
+    report = FP8Report([], {}, [])
+    for name, module in gemm_modules(model, precision).items():
+        reason = None
+        if not precision.fp8:
+            reason = f"precision.compute is {precision.config.compute}"
+        else:
+            parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
+            for pattern in precision.config.bf16_modules:
+                if fnmatch.filter(parents, pattern):
+                    reason = f"precision.bf16_modules has {pattern!r}"
+                    break
+        if reason is None:
+            report.planned.append(name)
+        else:
+            report.kept[name] = reason
+        if getattr(module, "fp8", False):
+            report.ran.append(name)
+    return report

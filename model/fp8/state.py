@@ -1,0 +1,66 @@
+"""The state of delayed scaling: read, copied, put back, forgotten."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from model.fp8.precision import Precision, PrecisionError
+
+
+def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """Scales and amax histories of delayed scaling, as plain float32 tensors.
+
+    Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "....amax_history" ([history, 3 x GEMMs]) and the same for
+    scaling_bwd (2 x GEMMs). Empty for recipes without state. TE's own `_extra_state` is a pickle that it refuses to
+    load, so it is not used.
+    """
+    state = {}
+    if precision.fp8 and precision.config.recipe == "delayed":
+        for name, module in model.named_modules():
+            meta = getattr(module, "fp8_meta", None)
+            for direction in ("scaling_fwd", "scaling_bwd"):
+                if meta and direction in meta:
+                    state[f"{name}.{direction}.scale"] = meta[direction].scale
+                    state[f"{name}.{direction}.amax_history"] = meta[direction].amax_history
+    return state
+
+
+def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
+    """A copy of `fp8_state`, on the same device."""
+    return {key: tensor.detach().clone() for key, tensor in fp8_state(model, precision).items()}
+
+
+def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
+    """Put back what `fp8_state` gave, allocating the state of modules that have not run yet.
+
+    Raises PrecisionError: a module or tensor of the saved state that this model does not have, or the reverse.
+    """
+    modules = dict(model.named_modules())
+    for key, tensor in saved.items():
+        name, direction, what = key.rsplit(".", 2)
+        if name not in modules or not hasattr(modules[name], "fp8_meta"):
+            raise PrecisionError(f"saved FP8 state names {name!r}, which this model does not have")
+        meta = modules[name].fp8_meta
+        if direction not in meta:
+            columns = 3 if direction == "scaling_fwd" else 2
+            meta["recipe"] = precision.recipe
+            meta["num_gemms"] = saved[f"{name}.{direction}.scale"].numel() // columns
+            modules[name].init_fp8_meta_tensors(precision.recipe)
+        target = getattr(meta[direction], what)
+        if target.shape != tensor.shape:
+            raise PrecisionError(
+                f"saved FP8 state {key}: shape {tuple(tensor.shape)}, this model has {tuple(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(tensor)
+    missing = fp8_state(model, precision).keys() - saved.keys()
+    if missing:
+        raise PrecisionError(f"saved FP8 state lacks {len(missing)} tensors, such as {sorted(missing)[0]}")
+
+
+def reset_fp8_state(model: nn.Module, precision: Precision) -> None:
+    """Back to the state before the first forward: scales 1, histories 0."""
+    with torch.no_grad():
+        for key, tensor in fp8_state(model, precision).items():
+            tensor.fill_(1.0 if key.endswith(".scale") else 0.0)

@@ -1,0 +1,140 @@
+"""FP8 by torchao: transformers' own model with its nn.Linear swapped for torchao's. Nothing else imports torchao.
+
+Both recipes scale by the tensor at hand and so keep no state: "tensorwise" has one scale a tensor (e4m3; gradients
+e5m2), "rowwise" one a row or column of each GEMM's operand (all e4m3, powers of two as scales). Where there is no CUDA
+device torchao emulates them: operands are rounded to FP8 and multiplied in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version as installed_version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model.fp8.te_backend import BackendError
+
+# recipe -> the compute capability from which the GPU has its GEMM: Ada's tensor cores take FP8 with one scale a tensor,
+# the kernel with a scale a row is one of Hopper's.
+CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+RECIPES = tuple(CAPABILITY)
+# What the wheels of torchao 0.17 are built for (torchao/__init__.py).
+MIN_TORCH = (2, 11)
+
+
+@lru_cache
+def _torchao() -> SimpleNamespace:
+    """What is used of torchao. Raises BackendError: it is not there."""
+    try:
+        float8: Any = importlib.import_module("torchao.float8")
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or choose another model.variant"
+        ) from error
+    return SimpleNamespace(
+        config=float8.Float8LinearConfig,
+        convert=float8.convert_to_float8_training,
+        tensor=float8.Float8TrainingTensor,
+    )
+
+
+def version(emulated: bool) -> str:
+    """For the log: "torchao 0.17.0", and whether it only emulates."""
+    return f"torchao {installed_version('torchao')}" + (" (emulated)" if emulated else "")
+
+
+def require(recipe: str, emulated: bool) -> None:
+    """Raises BackendError unless this machine runs `recipe`: no torchao, a torch that is too old, or (unless emulated)
+    a GPU without FP8."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
+        raise BackendError(
+            f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, and this is {torch.__version__}; update "
+            'torch, or set precision.compute to "bf16" with model.variant hf'
+        )
+    _torchao()
+    if emulated:
+        return
+    have, need = torch.cuda.get_device_capability(), CAPABILITY[recipe]
+    if have < need:
+        instead = 'precision.compute to "bf16" with model.variant hf'
+        if have >= CAPABILITY["tensorwise"]:
+            instead = "precision.recipe to tensorwise"
+        raise BackendError(
+            f"recipe {recipe} needs compute capability {need[0]}.{need[1]}, and {torch.cuda.get_device_name()} has "
+            f"{have[0]}.{have[1]}; set {instead}"
+        )
+
+
+def linear_config(recipe: str, emulated: bool) -> Any:
+    """torchao's Float8LinearConfig of `recipe`."""
+    return dataclasses.replace(_torchao().config.from_recipe_name(recipe), emulate=emulated)
+
+
+def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
+    """Swap the nn.Linear modules `names` of `model` for FP8 ones that hold the same parameters."""
+    _torchao().convert(model, module_filter_fn=lambda _, name: name in names, config=config)
+
+
+class Gemms(TorchDispatchMode):
+    """Counts the FP8 GEMMs that run while it is active: `forward` by module, `backward` in all.
+
+    What counts is that torch was called with FP8 operands: aten._scaled_mm, or, emulated, aten.mm of two of torchao's
+    FP8 tensors. The type of a module is no evidence.
+    """
+
+    def __init__(self, emulated: bool) -> None:
+        super().__init__()
+        self.emulated = emulated
+        self.forward: Counter[str] = Counter()
+        self.backward = 0
+        self.module: str | None = None  # in whose forward we are
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fp8_operands = any(issubclass(t, _torchao().tensor) for t in types)
+        mm, scaled_mm = torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
+        if func is scaled_mm or (self.emulated and fp8_operands and func is mm):
+            if self.module is None:
+                self.backward += 1
+            else:
+                self.forward[self.module] += 1
+        if fp8_operands:
+            return NotImplemented  # torchao's tensors do it, by operations that pass here again
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def observe(model: nn.Module, emulated: bool) -> Iterator[Gemms]:
+    """Run what is inside without torch.compile and count its FP8 GEMMs. Afterwards the attribute `fp8` of each Linear
+    of `model`, which TE's modules have too, says whether its forward ran FP8."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    gemms = Gemms(emulated)
+
+    def enter(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            gemms.module = name
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        gemms.module = None
+
+    hooks = [module.register_forward_pre_hook(enter(name)) for name, module in linears.items()]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in linears.values()]
+    try:
+        # compiled code would pass the mode by
+        with torch.compiler.set_stance("force_eager"), gemms:
+            yield gemms
+    finally:
+        for handle in hooks:
+            handle.remove()
+        for name, module in linears.items():
+            module.fp8 = gemms.forward[name] > 0

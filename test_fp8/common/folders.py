@@ -1,0 +1,85 @@
+"""Prepared folders made by hand, for benchmarks and tests: of content or of a size that no text gives.
+
+A stand-in file takes the tokenizer's place: the ids are read, never decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.data.format import INDEX_DTYPE, SCHEMA, Manifest, Shard, token_dtype, write_manifest
+from train.files import sha256_file
+
+TOKENIZER = b"stand-in"
+
+
+def make_folder(
+    folder: Path,
+    splits: Mapping[str, Sequence[np.ndarray]],
+    vocab_size: int = 400,
+    document_tokens: int | np.ndarray = 100,
+) -> Path:
+    """A folder with these token ids, split -> shards -> [tokens]; its hashes are right.
+
+    `document_tokens`: the length of every document of a shard, or the lengths [documents] of the first ones, after
+    which the last one takes the rest.
+    """
+    folder.mkdir(parents=True)
+    shards = []
+    for split, parts in splits.items():
+        for number, tokens in enumerate(parts):
+            path = folder / f"{split}_{number:05d}.ds"
+            tokens.astype(token_dtype(vocab_size), copy=False).tofile(path)
+            if isinstance(document_tokens, int):
+                ends = np.arange(document_tokens, len(tokens), document_tokens)
+            else:
+                ends = np.cumsum(document_tokens)
+            ends = np.append(ends[ends < len(tokens)], len(tokens))
+            ends.astype(INDEX_DTYPE).tofile(index := path.with_name(path.name + ".index"))
+            hashes = sha256_file(path), sha256_file(index)
+            shards.append(Shard(path.name, split, len(tokens), len(ends), path.stat().st_size, *hashes))
+    _finish(folder, vocab_size, shards)
+    return folder
+
+
+def make_sparse_folder(folder: Path, shards: int, tokens: int, vocab_size: int = 32_000) -> Path:
+    """A folder of `shards` train shards of `tokens` each that take no place on the disk: one document, all ids 0. Its
+    hashes are not right."""
+    folder.mkdir(parents=True)
+    entries, size = [], tokens * token_dtype(vocab_size).itemsize
+    for number in range(shards):
+        path = folder / f"train_{number:05d}.ds"
+        with open(path, "wb") as file:
+            file.truncate(size)
+        np.array([tokens], dtype=INDEX_DTYPE).tofile(path.with_name(path.name + ".index"))
+        entries.append(Shard(path.name, "train", tokens, 1, size, "0" * 64, "0" * 64))
+    _finish(folder, vocab_size, entries)
+    return folder
+
+
+def _finish(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
+    """The stand-in for the tokenizer, and the manifest."""
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
+    documents = sum(shard.documents for shard in shards)
+    manifest = Manifest(
+        schema=SCHEMA,
+        dtype=token_dtype(vocab_size).name,
+        vocab_size=vocab_size,
+        bos_id=1,
+        eos_id=2,
+        tokenizer_sha256=hashlib.sha256(TOKENIZER).hexdigest(),
+        tokenizer_files=["tokenizer.model"],
+        inputs=[],
+        text_key="text",
+        eval_fraction=0.0,
+        documents={"in": documents, "out": documents, "dropped": {}},
+        text_bytes=sum(shard.tokens for shard in shards),
+        unigram_loss=None,
+        shards=shards,
+    )
+    write_manifest(folder, manifest)

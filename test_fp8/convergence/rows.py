@@ -1,0 +1,258 @@
+"""The rows of `compare_convergence.py`: which there are, how each is configured, and their trainings.
+
+A row's folder is that of its run (train_config.json, metrics.jsonl), with the run's output in log.txt and, once it is
+finished, conditions.json: what it was trained under, by which a later comparison knows whether it can stand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.build import load_config
+from test_fp8.convergence.trainings import (
+    ROW_KEYS,
+    ComparisonError,
+    Record,
+    differences,
+    is_under,
+    read_metrics,
+    unfinished,
+)
+from train.config.arguments import TrainingArguments, load_arguments
+from train.config.strict_json import leaves
+from train.data.stream import open_stream
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PRESETS = {
+    "bf16": {"precision.compute": "bf16"},
+    **{
+        recipe: {"precision.compute": "fp8", "precision.recipe": recipe}
+        for recipe in ("delayed", "current", "block")
+    },
+}
+CONDITIONS = "conditions.json"  # written into a row's folder when its training is finished
+LOG = "log.txt"
+LAST_LINES = 20
+# What a launcher set for this process is not for the trainings that it starts.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training: `overrides` are keys of the configuration with the text that the command line would have.
+    `measures_noise`: the baseline with another seed, which shows what a difference means, and is held to nothing."""
+
+    name: str
+    overrides: dict[str, str]
+    measures_noise: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row with its resolved configuration (what train_config.json will hold), command and folder."""
+
+    row: Row
+    config: dict[str, Any]
+    command: list[str]
+    folder: Path
+
+
+# ---------------------------------------------------------------- which rows
+
+
+def parse_rows(presets: Sequence[str], given: Sequence[Sequence[str]]) -> list[Row]:
+    """The rows of --rows and --row.
+
+    Raises ComparisonError: a name twice or one that cannot name a folder; what is no key=value; a key that a row may
+    not change.
+    """
+    rows = [Row(name, PRESETS[name]) for name in presets]
+    for name, *pairs in given:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ComparisonError(f"--row {name}: a name has letters, digits and _ - . only")
+        for pair in pairs:
+            key, equals, _ = pair.partition("=")
+            if not equals:
+                raise ComparisonError(
+                    f"--row {name} {pair}: key=value is expected; CONFIG comes before --row"
+                )
+            if not is_under(key, ROW_KEYS):
+                raise ComparisonError(
+                    f"--row {name} {pair}: a row may change {', '.join(ROW_KEYS)}; {key} would be another training. "
+                    f"For all rows: -- --{key} VALUE"
+                )
+        rows.append(Row(name, dict(pair.split("=", 1) for pair in pairs)))
+    names = [row.name for row in rows]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ComparisonError(f"row {', '.join(twice)} is given twice")
+    return rows
+
+
+def with_baseline_first(rows: list[Row], baseline: str, noise_seed: int | None) -> list[Row]:
+    """The rows, the baseline first, and behind it its twin with another seed.
+
+    Raises ComparisonError: no row has the baseline's name.
+    """
+    first = [row for row in rows if row.name == baseline]
+    if not first:
+        names = ", ".join(row.name for row in rows)
+        raise ComparisonError(
+            f"the baseline {baseline} is not among the rows {names}; --baseline names another"
+        )
+    others = [row for row in rows if row.name != baseline]
+    if noise_seed is not None:
+        twin = {**first[0].overrides, "seed": str(noise_seed)}
+        first.append(Row(f"{baseline}_seed{noise_seed}", twin, measures_noise=True))
+    return first + others
+
+
+def make_plan(row: Row, arguments: argparse.Namespace) -> Plan:
+    """How `row` is trained. Raises ConfigurationError: its configuration is not allowed."""
+    folder = arguments.work_dir.resolve() / row.name
+    options = [
+        arguments.config,
+        f"--max_steps={arguments.max_steps}",
+        f"--logging_steps={arguments.logging_steps}",
+        *arguments.training,
+        *(f"--{key}={value}" for key, value in row.overrides.items()),
+        f"--output_dir={folder}",
+        "--save_strategy=no",
+        "--resume_from_checkpoint=never",
+    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nproc}"]
+    command = [
+        sys.executable,
+        *(launcher if arguments.nproc > 1 else []),
+        str(ROOT / "train/train.py"),
+        *options,
+    ]
+    config = load_arguments(options).resolve(arguments.nproc).to_dict()
+    return Plan(row, json.loads(json.dumps(config)), command, folder)
+
+
+# ---------------------------------------------------------------- running them
+
+
+def conditions(args: TrainingArguments, machine: Record, versions: Record) -> Record:
+    """What a training's numbers depend on besides its configuration: machine, versions, the sources of model/ and
+    train/, the content of the data and of the model's configuration.
+
+    Raises DataError, ValueError: there is no such data or model configuration.
+    """
+    source, stream = hashlib.sha256(), {}
+    for path in sorted(p for folder in ("model", "train") for p in (ROOT / folder).rglob("*.py")):
+        source.update(path.read_bytes())
+    for split in ("train", "eval"):
+        stream[split] = open_stream(
+            args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split
+        ).fingerprint()
+    model = load_config(args.model.config).to_dict()
+    values = {"machine": machine, "versions": versions, "sources": source.hexdigest()}
+    return json.loads(json.dumps({**values, "data": stream, "model": model}))
+
+
+def why_to_run(plan: Plan, now: Record) -> str | None:
+    """Why the training in the plan's folder cannot stand for it; None if it can: it is finished, its configuration is
+    the plan's, and its conditions are `now`'s."""
+    try:
+        was = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "not trained yet"
+    changed = differences({**was["config"], "output_dir": None}, {**plan.config, "output_dir": None})
+    changed |= differences(was["conditions"], now)
+    if changed:
+        key, change = next(iter(changed.items()))
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return f"trained before, with other conditions ({key}: {change}{more})"
+    return unfinished(
+        read_metrics(plan.folder), plan.config["max_steps"], plan.config["train_batch_size_tokens"]
+    )
+
+
+def run(plan: Plan, now: Record) -> None:
+    """Train one row; its output goes to log.txt in its folder.
+
+    Raises ComparisonError: the training failed, with its last lines; or it left something else than was planned.
+    """
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    (plan.folder / CONDITIONS).unlink(missing_ok=True)
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | {
+        "PYTHONUNBUFFERED": "1"
+    }
+    log, start = plan.folder / LOG, time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        status = subprocess.run(
+            plan.command, stdout=file, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    if status:
+        last = "\n  ".join(last_lines(log.read_text(encoding="utf-8", errors="replace")))
+        raise ComparisonError(
+            f"row {plan.row.name}: the training ended with status {status}; its last lines (all: {log}):\n  {last}"
+        )
+    if changed := not_as_planned(plan):
+        raise ComparisonError(f"row {plan.row.name} was not trained as planned: {changed}; see {log}")
+    done = {"config": plan.config, "conditions": now, "seconds": time.perf_counter() - start}
+    (plan.folder / CONDITIONS).write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    if reason := why_to_run(plan, now):
+        raise ComparisonError(f"row {plan.row.name}: the training ended well, but {reason}; see {log}")
+
+
+def not_as_planned(plan: Plan) -> dict[str, str]:
+    """What the run's own train_config.json has otherwise than the plan, apart from what the plan leaves to the run
+    (null). Raises OSError, ValueError: it left none."""
+    left = json.loads((plan.folder / "train_config.json").read_text(encoding="utf-8"))
+    to_the_run = [key for key, value in leaves(plan.config) if value is None]
+    return {k: v for k, v in differences(plan.config, left).items() if not is_under(k, to_the_run)}
+
+
+def last_lines(log: str) -> list[str]:
+    """The last lines of a failed training, without the fifty that torchrun adds to them."""
+    lines = log.splitlines()
+    launcher = [
+        i for i, line in enumerate(lines) if "torch/distributed/elastic/" in line and "exitcode" in line
+    ]
+    return lines[: launcher[0] if launcher else None][-LAST_LINES:]
+
+
+def train_all(plans: Sequence[Plan], machine: Record, versions: Record) -> dict[str, list[Record]]:
+    """Row name -> records of its training, run now or before.
+
+    Raises ComparisonError: as `run` does; the sources changed between two rows. Rows that are finished stay so for the
+    next time.
+    """
+    records: dict[str, list[Record]] = {}
+    sources = None
+    for plan in plans:
+        name = plan.row.name
+        now = conditions(TrainingArguments.from_dict(plan.config), machine, versions)
+        sources = sources or now["sources"]
+        if now["sources"] != sources:
+            raise ComparisonError(f"model/ or train/ was edited before row {name}; run the comparison again")
+        if reason := why_to_run(plan, now):
+            print(f"{name}: {reason}; training, see {plan.folder / LOG}", flush=True)
+            run(plan, now)
+        else:
+            print(
+                f"{name}: finished before in {plan.folder} under the same conditions, not run again",
+                flush=True,
+            )
+        seconds = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))["seconds"]
+        records[name] = read_metrics(plan.folder)
+        last = records[name][-1]
+        print(
+            f"{name}: {last['step']} steps in {seconds:.0f} s, evaluation loss {last['eval_loss']:.4f}",
+            flush=True,
+        )
+    return records

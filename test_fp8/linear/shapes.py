@@ -1,0 +1,136 @@
+"""Which Linears the microtest measures: HARE's, a grid of square ones, and the GEMMs of a model configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from model.fp8.precision import FP8_FEATURE_MULTIPLE, FP8_TRAIN_ROW_MULTIPLE
+
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "model" / "configs"
+
+# The shapes of HARE's microbenchmark.
+HARE_SHAPES = [
+    "8x2048x2048:512",
+    "8x2048x2048:5632",
+    "8x2048x2048:2048",
+    "8x2048x2048:32",
+    "1x1024x1024:1024",
+]
+SWEEP_ROWS = [1024, 4096, 16384, 65536]
+SWEEP_WIDTHS = [512, 1024, 2048, 4096, 8192, 16384]
+# The batch of a model's GEMMs: 8 sequences of 2048.
+MODEL_BATCH, MODEL_ROWS = 8, 2048
+# What a CPU gets of the rows, and in a sweep or a model of the widths, to be through in a minute.
+CPU_ROWS_FRACTION, CPU_WIDTH_FRACTION = 64, 16
+
+
+class Shape(NamedTuple):
+    """A Linear from `inputs` to `outputs` features on an input of [batch, rows, inputs]."""
+
+    batch: int
+    rows: int
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.rows}x{self.inputs}:{self.outputs}"
+
+    @property
+    def all_rows(self) -> int:
+        return self.batch * self.rows
+
+    @property
+    def gemm_flop(self) -> int:
+        """Floating point operations of one of the three GEMMs: forward, dgrad and wgrad have equally many."""
+        return 2 * self.all_rows * self.inputs * self.outputs
+
+    def shrunk(self, widths: bool) -> Shape:
+        """What a CPU measures in its place; `widths`: shrink those too."""
+        fraction = CPU_WIDTH_FRACTION if widths else 1
+        return Shape(
+            self.batch, self.rows // CPU_ROWS_FRACTION, self.inputs // fraction, self.outputs // fraction
+        )
+
+    def why_not_fp8(self) -> str | None:
+        """What keeps FP8 training from this shape, None if nothing does."""
+        if self.all_rows % FP8_TRAIN_ROW_MULTIPLE:
+            return (
+                f"batch x rows is {self.all_rows}, not a multiple of {FP8_TRAIN_ROW_MULTIPLE}, which the weight "
+                "gradient's FP8 GEMM needs"
+            )
+        for name, size in (("in", self.inputs), ("out", self.outputs)):
+            if size % FP8_FEATURE_MULTIPLE:
+                return f"{name} is {size}, not a multiple of {FP8_FEATURE_MULTIPLE}"
+        return None
+
+    def memory_bytes(self, calls: Mapping[str, int]) -> int:
+        """An estimate of what measuring the precisions in `calls` takes: the float32 originals and results; of each
+        precision its weight and, in its CUDA graphs' own pool, so many forwards with what they save for the backward,
+        and the results; the largest of these again outside of the graphs; and the temporaries of a comparison."""
+        x, y, w = self.all_rows * self.inputs, self.all_rows * self.outputs, self.inputs * self.outputs
+        shared = 4 * 2 * (x + y + w) + 2 * (x + y) + 8 * max(x, y, w)
+        pools = [0]
+        for name, forwards in calls.items():
+            element = 4 if name == "fp32" else 2
+            saved, quantized = (x + 2 * w, 2 * y) if name.startswith("fp8") else (0, 0)
+            pools.append(forwards * (element * y + saved) + quantized + element * (x + y + w))
+            shared += element * w
+        return shared + sum(pools) + max(pools)
+
+
+def parse_shape(text: str) -> Shape:
+    """The argparse type of --shapes. Raises argparse.ArgumentTypeError: not BATCHxROWSxIN:OUT."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:->|:)(\d+)", text)
+    if match is None or not all(int(n) for n in match.groups()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a shape is BATCHxROWSxIN:OUT, all positive, for instance {HARE_SHAPES[0]}"
+        )
+    return Shape(*(int(n) for n in match.groups()))
+
+
+def model_names() -> list[str]:
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
+
+
+def model_shapes(name: str) -> dict[str, Shape]:
+    """The GEMMs of a layer and the head of model/configs/NAME.json as te.TransformerLayer runs them, q, k, v and gate,
+    up fused, by what they are."""
+    c = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    hidden, ffn, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    head_dim = c.get("head_dim") or hidden // heads
+    gemms = {
+        "qkv": (hidden, head_dim * (heads + 2 * c["num_key_value_heads"])),
+        "proj": (head_dim * heads, hidden),
+        "gate_up": (hidden, 2 * ffn),
+        "down": (ffn, hidden),
+        "lm_head": (hidden, c["vocab_size"]),
+    }
+    return {f"{name} {what}": Shape(MODEL_BATCH, MODEL_ROWS, *sizes) for what, sizes in gemms.items()}
+
+
+def chosen_shapes(
+    shapes: list[Shape] | None, sweep: bool, models: list[str], shrink: bool
+) -> dict[Shape, list[str]]:
+    """Shape -> what it is. HARE's unless `shapes` are given, the GEMMs of `models`, and the square ones of a `sweep`;
+    `shrink`: all but `shapes` at a size for a CPU. Two of the same GEMM sizes are measured once, under both names."""
+    found: list[tuple[str, Shape]] = [("given", shape) for shape in shapes or []]
+    if not shapes:
+        found += [("HARE", s.shrunk(widths=False) if shrink else s) for s in map(parse_shape, HARE_SHAPES)]
+    more = [item for name in models for item in model_shapes(name).items()]
+    if sweep:
+        more += [("square", Shape(1, rows, w, w)) for rows in SWEEP_ROWS for w in SWEEP_WIDTHS]
+    found += [(what, s.shrunk(widths=True) if shrink else s) for what, s in more]
+
+    first: dict[tuple[int, int, int], Shape] = {}
+    names: dict[Shape, list[str]] = {}
+    for what, shape in found:
+        kept = first.setdefault((shape.all_rows, shape.inputs, shape.outputs), shape)
+        names.setdefault(kept, [])
+        if what not in names[kept]:
+            names[kept].append(what)
+    return names

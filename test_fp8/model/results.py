@@ -1,0 +1,219 @@
+"""What the visits of `bench_model.py` come to: the best setting of each row, its speed, the ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from model.fp8.precision import PrecisionError
+from model.proof import ProofError
+from test_fp8.model.rows import BASELINE, Row
+from test_fp8.model.same_model import DifferentModel
+from test_fp8.model.timing import mean_pass_ms
+from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
+from train.config.arguments import TrainingArguments
+
+Result = dict[str, Any]
+OUT_OF_MEMORY = "out of memory"
+# Errors whose message says all that there is to say.
+EXPLAINED = (DifferentModel, ProofError, PrecisionError, NotHere)
+
+
+class Setting(NamedTuple):
+    """What the fastest of is chosen for each row."""
+
+    micro_batch: int
+    attention: str  # as asked for
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch}, attention {self.attention}:"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what it came from, is a lack of GPU memory; a failed capture hides it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@dataclass
+class Series:
+    """All visits to `row` in one measure, by setting, each with the number of its round. `failed` says what is wrong
+    with the row; it is not visited again then, and has no speed. `choices`: what precision.auto chose."""
+
+    row: Row
+    measure: str
+    settings: dict[Setting, TrainingArguments]
+    visits: dict[Setting, list[tuple[int, Visit]]] = field(default_factory=dict)
+    reasons: dict[Setting, str] = field(default_factory=dict)
+    failed: str | None = None
+    choices: dict[Setting, dict[str, Any]] = field(default_factory=dict)
+
+    def candidates(self, turn: int, bare: Series | None) -> Iterator[Setting]:
+        """The settings to visit in round `turn`: in the first all, the fastest of `bare` first; later the best one."""
+        if turn:
+            best = self.best()
+            yield from [] if best is None else [best]
+            return
+        order = list(self.settings)
+        if bare is not None:
+            self.reasons |= bare.reasons
+            order = sorted(bare.visits, key=bare.tokens_per_second, reverse=True)
+        for setting in order:
+            if self._smaller_did_not_fit(setting):
+                self.reasons.setdefault(setting, OUT_OF_MEMORY)
+            else:
+                yield setting
+
+    def _smaller_did_not_fit(self, setting: Setting) -> bool:
+        return any(
+            reason == OUT_OF_MEMORY
+            and tried.attention == setting.attention
+            and tried.micro_batch <= setting.micro_batch
+            for tried, reason in self.reasons.items()
+        )
+
+    def refuse(self, setting: Setting, error: BaseException) -> bool:
+        """Note that a visit ended in `error`. Returns whether that is a fault of the row, rather than of the machine's
+        size or kind."""
+        if is_out_of_memory(error):
+            self.reasons[setting] = OUT_OF_MEMORY
+            return False
+        text = " ".join(str(error).split())
+        if not isinstance(error, EXPLAINED):
+            text = f"{type(error).__name__}: {text[:300]}"
+        self.reasons[setting] = text
+        if isinstance(error, NotHere):
+            return False
+        self.failed = text
+        return True
+
+    def best(self) -> Setting | None:
+        return max(self.visits, key=self.tokens_per_second, default=None)
+
+    def tokens_per_second(self, setting: Setting, visits: Sequence[Visit] | None = None) -> float:
+        """From the medians over `visits`, or all of `setting`."""
+        arguments = self.settings[setting]
+        tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
+        laps = merged(visits or [visit for _, visit in self.visits[setting]])
+        if self.measure == "step":
+            steps = arguments.gradient_accumulation_steps or 1
+            return tokens * steps / statistics.median(laps["step"]) * 1e3
+        return tokens / self.pass_ms(setting, laps) * 1e3
+
+    def pass_ms(self, setting: Setting, laps: Mapping[str, Sequence[float]]) -> float:
+        return mean_pass_ms(laps, self.settings[setting].gradient_accumulation_steps or 1)
+
+
+def merged(visits: Sequence[Visit]) -> dict[str, list[float]]:
+    laps: dict[str, list[float]] = {}
+    for visit in visits:
+        for name, times in visit.laps.items():
+            laps.setdefault(name, []).extend(times)
+    return laps
+
+
+def results_of(
+    series: Sequence[Series],
+    proofs: Mapping[str, Proof],
+    optimizer_ms: Sequence[float],
+    flops_per_token: float,
+) -> list[Result]:
+    """One result for each row and measure, with the ratios to `BASELINE` and to the fastest bf16 row of its measure.
+
+    proofs: by what_runs. optimizer_ms: of the optimizer alone (bench_visit.optimizer_ms); empty: not known.
+    """
+    results = [_result(one, proofs, optimizer_ms, flops_per_token) for one in series]
+    for measure in dict.fromkeys(r["measure"] for r in results):
+        _add_ratios([r for r in results if r["measure"] == measure and "reason" not in r])
+    return results
+
+
+def _add_ratios(results: Sequence[Result]) -> None:
+    """results: of one measure."""
+    base = next((r["tokens_per_second"] for r in results if r["row"] == BASELINE), None)
+    # a row that precision.auto gave bf16 is not one of those it has to keep up with
+    candidates = [r for r in results if r["compute"] == "bf16" and not r["automatic"]]
+    best = max(candidates, key=lambda r: r["tokens_per_second"], default=None)
+    for r in results:
+        speed = r["tokens_per_second"]
+        r[f"ratio_to_{BASELINE}"] = speed / base if base else None
+        r["ratio_to_best_bf16"] = speed / best["tokens_per_second"] if best else None
+        r["best_bf16"] = r is best
+
+
+def _result(
+    series: Series,
+    proofs: Mapping[str, Proof],
+    optimizer_ms: Sequence[float],
+    flops_per_token: float,
+) -> Result:
+    setting = None if series.failed else series.best()
+    arguments = series.settings[setting or next(iter(series.settings))]
+    result: Result = {
+        "row": series.row.name,
+        "measure": series.measure,
+        "variant": arguments.model.variant,
+        "compute": arguments.precision.compute,
+        "configuration": {**series.row.settings, **series.row.texts},
+        "automatic": "precision.auto" in (*series.row.settings, *series.row.texts),
+        "tried": _tried(series),
+    }
+    if setting is None:
+        first = next(iter(series.reasons.values()), "not visited")
+        return result | {"reason": series.failed or first, "failed": bool(series.failed)}
+    visits = [visit for _, visit in series.visits[setting]]
+    laps, speed, last = merged(visits), series.tokens_per_second(setting), visits[-1]
+    pass_ms = series.pass_ms(setting, laps)
+    rounds = [series.tokens_per_second(setting, [visit]) for visit in visits]
+    proof = proofs[what_runs(arguments)]
+    result |= {
+        "choice": series.choices.get(setting),
+        "micro_batch": setting.micro_batch,
+        "attention": last.attention,
+        "tokens_per_second": speed,
+        "tflops": speed * flops_per_token / 1e12,
+        "pass_ms": pass_ms,
+        "launch_ms": statistics.median(visit.launch_ms for visit in visits),
+        "prepare_s": visits[0].prepare_s,
+        "capture_s": visits[0].capture_s,
+        "allocated_gib": max((v.allocated_gib for v in visits if v.allocated_gib), default=None),
+        "reserved_gib": max((v.reserved_gib for v in visits if v.reserved_gib), default=None),
+        "before_gib": last.before_gib,
+        "fp8_modules": proof.fp8_modules,
+        "loss": last.loss,
+        "loss_error": max(visit.loss_error for visit in visits),
+        "logits_error": proof.logits_error,
+        "proof": proof.lines + last.notes,
+        "rounds": rounds,
+        "drift": max(rounds) / min(rounds) - 1,
+        "samples": len(laps["step" if series.measure == "step" else "later"]),
+        "visit_s": [visit.seconds for visit in visits],
+    }
+    if series.measure == "step":
+        step_ms = statistics.median(laps["step"])
+        result |= {"step_ms": step_ms, "deepspeed_share": None}
+        if optimizer_ms:
+            passes_ms = (arguments.gradient_accumulation_steps or 1) * pass_ms
+            result["deepspeed_share"] = 1 - (passes_ms + statistics.median(optimizer_ms)) / step_ms
+    return result
+
+
+def _tried(series: Series) -> list[Result]:
+    tried = []
+    for setting in series.settings:
+        one: Result = setting._asdict()
+        if setting in series.visits:
+            one["tokens_per_second"] = series.tokens_per_second(setting)
+        elif setting in series.reasons:
+            one["reason"] = series.reasons[setting]
+        else:
+            continue
+        tried.append(one)
+    return tried

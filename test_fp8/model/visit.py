@@ -1,0 +1,313 @@
+"""One visit of `bench_model.py` to a row: the model is built, checked, warmed up, timed, and freed again.
+
+A pass is forward + backward of one micro-batch; its gradients are dropped, but for those that a GEMM has added into an
+accumulation buffer already. With a cache of FP8 weights the first pass of a step fills it and is slower, so a pass in
+the mean of a step is (first + (accumulation - 1) x later) / accumulation.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from model.autotune.timing import release_memory
+from model.build import build_model, load_config
+from model.documents import Documents, random_documents
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, fp8_modules
+from model.graphs import use_cuda_graphs
+from model.proof import attention_of, prove
+from test_fp8.common import report
+from test_fp8.model.same_model import DifferentModel, Reference, check_same_model, loss_error
+from test_fp8.model.timing import Laps, enqueue_ms, synchronize, times_in
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.engine.optimizer import build_optimizer
+from train.engine.step import MicroStep, build_engine
+
+GIB = 2**30
+MIN_PASSES, MAX_PASSES = 4, 48
+MIN_STEPS, MAX_STEPS = 1, 20
+# How Transformer Engine's error begins when none of the attentions that are allowed takes the inputs.
+NO_ATTENTION = "No dot product attention backend is available"
+PASSES_AFTER_A_STEP = 3  # the first of a step and two later ones
+
+
+class NotHere(RuntimeError):
+    """What this machine cannot run, and what does not fit its memory; the message says why."""
+
+
+@dataclass
+class Visit:
+    """What one visit found. Milliseconds by lap: "first" and "later" passes, in the measure step also "step"."""
+
+    laps: dict[str, list[float]]
+    launch_ms: float  # of the host, to enqueue a pass; in the measure step a micro-batch through the engine
+    prepare_s: float  # until the first loss: compiling, choosing kernels, capturing
+    capture_s: float | None  # of that, capturing; None without graphs, and where the engine captures
+    loss: float
+    loss_error: float
+    notes: list[str]  # what came of the section "speed", in the measure step
+    attention: str = ""
+    before_gib: float | None = None  # allocated before the model was built: what others left behind
+    allocated_gib: float | None = None  # peaks
+    reserved_gib: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Proof:
+    """What the first visit to a row has shown: error of the logits, modules that ran FP8, attention, lines for the
+    log."""
+
+    logits_error: float
+    fp8_modules: int
+    attention: str
+    lines: list[str] = field(default_factory=list)
+
+
+class Passes:
+    """passes(index): pass `index` of a step on always the same batch; returns the loss, detached.
+
+    The gradients come back to be dropped, not through `.grad`: an engine's hooks do not see them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache_weights: bool,
+        input_ids: Tensor,
+        labels: Tensor,
+        documents: Documents | None,
+    ):
+        self.model, self.cache_weights = model, cache_weights
+        self.input_ids, self.labels = input_ids, labels
+        self.within = {} if documents is None else {"documents": documents}
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def __call__(self, index: int) -> Tensor:
+        first = index == 0 if self.cache_weights else None
+        loss = self.model(self.input_ids, labels=self.labels, is_first_microbatch=first, **self.within).loss
+        torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        return loss.detach()
+
+    def kind(self, index: int) -> str:
+        return "first" if self.cache_weights and index == 0 else "later"
+
+
+@torch.no_grad()
+def whole_rows(model: nn.Module, input_ids: Tensor, labels: Tensor) -> float:
+    """The loss of a model with a document mask where each row is one document: that of a model without."""
+    return float(model(input_ids, labels=labels).loss)
+
+
+def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
+    """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
+    speed, variant = arguments.speed, arguments.model.variant
+    if speed.cuda_graphs and variant.startswith("te_") and not torch.cuda.is_available():
+        raise NotHere("a CUDA graph needs a GPU")
+    attention = arguments.model.attention_backend
+    te_backend.choose_attention_backend(attention)
+    precision = Precision(arguments.precision)
+    if arguments.data.document_mask:
+        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
+        te_backend.choose_attention_backend(attention)
+    model = build_model(
+        load_config(arguments.model.config),
+        variant,
+        precision,
+        seed=arguments.seed,
+        gradient_checkpointing=arguments.gradient_checkpointing,
+        speed=speed,
+        compile=arguments.model.compile,
+        document_mask=arguments.data.document_mask,
+    )
+    return model.train(), precision
+
+
+def what_runs(arguments: TrainingArguments) -> str:
+    """The same text for two configurations whose models run alike, whatever the batch."""
+    a = arguments
+    return repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask))
+
+
+def prove_row(
+    model: nn.Module,
+    precision: Precision,
+    arguments: TrainingArguments,
+    reference: Reference,
+    input_ids: Tensor,
+) -> Proof:
+    """Show that the model of a row is the reference's, runs the precision and the attention that it says, and attends
+    as SDPA does.
+
+    Raises DifferentModel: it is not, or another attention runs than was asked for; ProofError: as model.proof.prove.
+    """
+    error = check_same_model(model, precision.config.compute, reference, input_ids)
+    asked_for = arguments.model.attention_backend
+    lines = prove(model, precision, asked_for, arguments.seed)
+    ran, attention = len(fp8_modules(model, precision).ran), attention_of(model, precision)
+    if precision.fp8 != (ran > 0):
+        raise DifferentModel(f"{ran} modules ran FP8, and precision.compute is {precision.config.compute}")
+    if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
+        raise DifferentModel(f"attention {asked_for} was asked for, and {attention} ran")
+    return Proof(error, ran, attention, lines)
+
+
+class Visitor:
+    """Visits to rows under the same conditions: `batch`, int64 [samples, T] token ids and labels, of which a
+    micro-batch is the first samples; `seconds` of timed passes or steps a visit. Rows with a document mask are timed
+    within random documents of `document_length` tokens on average; that they compute the reference's model is shown
+    with each row as one document."""
+
+    def __init__(
+        self, reference: Reference, batch: tuple[Tensor, Tensor], seconds: float, document_length: int = 512
+    ):
+        self.reference, self.batch, self.seconds = reference, batch, seconds
+        self.document_length = document_length
+        self.proofs: dict[str, Proof] = {}  # by what_runs
+
+    def visit(self, arguments: TrainingArguments, measure: str) -> Visit:
+        """`arguments` are resolved. Raises NotHere, DifferentModel, ProofError, PrecisionError, and whatever the row
+        runs into; the model is free to be collected then."""
+        start = time.perf_counter()
+        free_memory()
+        before = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else None
+        model, precision = build(arguments)
+        key = what_runs(arguments)
+        if key not in self.proofs:
+            try:
+                self.proofs[key] = prove_row(model, precision, arguments, self.reference, self.batch[0])
+            except ValueError as error:
+                if NO_ATTENTION in str(error):
+                    asked_for = arguments.model.attention_backend
+                    raise NotHere(
+                        f"Transformer Engine has no attention {asked_for} for this model"
+                    ) from error
+                raise
+        visit = (self._step if measure == "step" else self._bare)(model, precision, arguments)
+        visit.attention = attention_of(model, precision)
+        if visit.attention.split()[0] != self.proofs[key].attention.split()[0]:
+            raise DifferentModel(
+                f"attention {self.proofs[key].attention} was checked, and {visit.attention} ran in the timed batch"
+            )
+        visit.before_gib = before
+        if torch.cuda.is_available():
+            visit.allocated_gib = torch.cuda.max_memory_allocated() / GIB
+            visit.reserved_gib = torch.cuda.max_memory_reserved() / GIB
+        visit.seconds = time.perf_counter() - start
+        return visit
+
+    def _micro_batch(self, arguments: TrainingArguments) -> tuple[Tensor, Tensor]:
+        samples = arguments.per_device_train_batch_size
+        return self.batch[0][:samples].contiguous(), self.batch[1][:samples].contiguous()
+
+    def _documents(self, arguments: TrainingArguments) -> Documents | None:
+        if not arguments.data.document_mask:
+            return None
+        shape = arguments.per_device_train_batch_size, arguments.max_seq_length
+        generator = torch.Generator().manual_seed(arguments.seed)
+        return random_documents(*shape, self.document_length, generator).to(self.batch[0].device)
+
+    def _error(self, loss: float, arguments: TrainingArguments) -> float:
+        samples = arguments.per_device_train_batch_size
+        return loss_error(loss, arguments.precision.compute, self.reference, samples)
+
+    def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
+        input_ids, labels = self._micro_batch(arguments)
+        te_model = arguments.model.variant.startswith("te_")
+        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
+        cache_weights = precision.fp8 and te_model and accumulation > 1
+        start, capture_s = time.perf_counter(), None
+        if arguments.speed.cuda_graphs and te_model:
+            use_cuda_graphs(model, precision, input_ids, labels, cache_weights, documents)
+            capture_s = time.perf_counter() - start
+        passes = Passes(model, cache_weights, input_ids, labels, documents)
+        loss = float(passes(0))
+        prepare_s = time.perf_counter() - start
+        error = self._error(loss if documents is None else whole_rows(model, input_ids, labels), arguments)
+        passes(1)
+        count = times_in(self.seconds, report.timed_ms(lambda: passes(1)), MIN_PASSES, MAX_PASSES)
+        launch_ms = enqueue_ms(lambda: passes(1))  # whose work keeps the GPU busy when the first lap begins
+        laps = Laps()
+        laps.mark()
+        for number in range(count):
+            index = number % accumulation
+            passes(index)
+            laps.mark(passes.kind(index))
+        times = laps.ms()
+        return Visit(times, launch_ms, prepare_s, capture_s, loss, error, [])
+
+    def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
+        input_ids, labels = self._micro_batch(arguments)
+        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
+        ds_config, _ = resolve_ds_config(arguments, 1)
+        engine = build_engine(model, arguments, ds_config)
+        try:
+            micro_step = MicroStep(engine, precision, arguments)
+            start = time.perf_counter()
+            loss = float(micro_step(input_ids, labels, 0, documents))
+            prepare_s = time.perf_counter() - start
+            alike = loss if documents is None else whole_rows(engine.module, input_ids, labels)
+            error = self._error(alike, arguments)
+            start, others = time.perf_counter(), range(1, accumulation) or range(1)
+            for index in others:
+                micro_step(input_ids, labels, index, documents)
+            synchronize()
+            step_ms = (time.perf_counter() - start) / len(others) * accumulation * 1e3
+
+            passes = Passes(engine.module, micro_step.cache_weights, input_ids, labels, documents)
+            laps = Laps()
+            for number in range(times_in(self.seconds, step_ms, MIN_STEPS, MAX_STEPS)):
+                if micro_step.main_grads:
+                    micro_step.main_grads.zero()  # the passes added to them
+                laps.mark()
+                for index in range(accumulation):
+                    start = time.perf_counter()
+                    micro_step(input_ids, labels, index, documents)
+                    if number == index == 0:  # the GPU was idle
+                        launch_ms = (time.perf_counter() - start) * 1e3
+                laps.mark("step")
+                for index in range(PASSES_AFTER_A_STEP):
+                    passes(index)
+                    laps.mark(passes.kind(index))
+            times = laps.ms()
+        finally:
+            engine.destroy()  # DeepSpeed's tables of names would keep the model
+        return Visit(times, launch_ms, prepare_s, None, loss, error, micro_step.notes)
+
+
+def free_memory() -> None:
+    """Give back what earlier visits held: their models, compiled code and graphs, and what TE keeps of them."""
+    te_backend.forget_models()
+    torch._dynamo.reset()
+    gc.collect()  # the engine's own clean-up lets go of more, which is collected in release_memory
+    release_memory()
+
+
+def optimizer_ms(weights: Mapping[str, Tensor], arguments: TrainingArguments, samples: int) -> list[float]:
+    """Milliseconds of the optimizer of a step without DeepSpeed, `samples` times, in plain torch: the norm of the
+    float32 gradients, clipping, AdamW on float32 masters (fused on a GPU), the copy back to bf16, zeroed gradients."""
+    free_memory()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parameters = [weight.to(device) for weight in weights.values()]
+    masters = nn.ParameterList(nn.Parameter(weight.float()) for weight in parameters)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    optimizer = build_optimizer(masters, arguments)
+    gradients = [master.grad for master in masters]
+
+    @torch.no_grad()
+    def step() -> None:
+        nn.utils.clip_grad_norm_(masters, arguments.max_grad_norm)
+        optimizer.step()
+        torch._foreach_copy_(parameters, list(masters))
+        torch._foreach_zero_(gradients)
+
+    step()  # allocates AdamW's moments
+    return [report.timed_ms(step) for _ in range(samples)]

@@ -1,0 +1,82 @@
+"""Delayed scaling starts with scales, not with 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from model.build import build_model
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.state import fp8_state
+from tests.conftest import random_ids, small_config
+
+# As many micro-batches as make the gradients of so small a model as small as those of a real one.
+ACCUMULATION = 4096
+
+
+def model_of(**precision: object) -> tuple[nn.Module, Precision, torch.Tensor, torch.Tensor]:
+    resolved = Precision(PrecisionConfig(**precision))
+    model = build_model(small_config(), "te_layer", resolved, seed=5).train()
+    ids = random_ids(model.config, 2, 65).to(resolved.device)
+    return model, resolved, ids[:, :-1], ids[:, 1:].contiguous()
+
+
+def first_gradients(**precision: object) -> dict[str, torch.Tensor]:
+    """Of the first pass of a run."""
+    model, resolved, inputs, labels = model_of(**precision)
+    calibrate(model, resolved, inputs, labels, ACCUMULATION)
+    (model(inputs, labels=labels).loss / ACCUMULATION).backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def check_first_backward() -> None:
+    exact = first_gradients(compute="bf16")
+    # of all matrices, those whose gradient is made of gradients that were cast on their way
+    names = [name for name, gradient in exact.items() if "layers" in name and gradient.dim() == 2]
+
+    def errors(gradients: dict[str, torch.Tensor]) -> list[float]:
+        return [float((gradients[name] - exact[name]).norm() / exact[name].norm()) for name in names]
+
+    lost = errors(first_gradients(recipe="delayed", calibration_passes=0))
+    kept = errors(first_gradients(recipe="delayed"))
+    assert min(lost) > 0.5  # what 1 as a scale leaves of them
+    assert max(kept) < 0.25
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+def test_the_first_backward_is_not_lost() -> None:
+    check_first_backward()
+
+
+@pytest.mark.gpu
+def test_the_first_backward_is_not_lost_on_the_gpu() -> None:
+    check_first_backward()
+
+
+def test_only_scales_change() -> None:
+    model, precision, inputs, labels = model_of(recipe="delayed", calibration_passes=2)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    lines = calibrate(model, precision, inputs, labels, 1)
+    assert lines == ["delayed scaling: scales from 2 passes over the first micro-batch"]
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+    state = fp8_state(model, precision)
+    assert any(key.endswith("scaling_bwd.scale") and bool((t > 1e3).any()) for key, t in state.items())
+
+
+@pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"recipe": "current"}, {"calibration_passes": 0}])
+def test_nothing_to_calibrate(precision: dict) -> None:
+    model, resolved, inputs, labels = model_of(**precision)
+    assert calibrate(model, resolved, inputs, labels, 1) == []
+    assert fp8_state(model, resolved) == {}
+
+
+def test_the_number_of_passes_is_checked() -> None:
+    assert (
+        "calibration_passes: -1 must not be negative" in PrecisionConfig(calibration_passes=-1).validate()[0]
+    )
+    problems = PrecisionConfig(recipe="current", calibration_passes=2).validate()
+    assert problems == [
+        "precision.calibration_passes: only the recipe delayed reads it, and the recipe is current; remove it"
+    ]

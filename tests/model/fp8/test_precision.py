@@ -1,0 +1,234 @@
+"""FP8 is really on, or the run does not start."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.build import build_model, load_config
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
+from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
+from model.proof import ProofError, attention_errors, prove
+from tests.conftest import random_ids, small_config
+
+RECIPES = ["delayed", "current", "block"]
+
+
+@pytest.fixture(params=["reference", pytest.param("transformer_engine", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Tests that take it run on the CPU reference and, where there is a GPU, on Transformer Engine."""
+    return request.param
+
+
+def precision_of(backend: str = "reference", **keys: object) -> Precision:
+    return Precision(PrecisionConfig(backend=backend, **keys))
+
+
+def step(model: torch.nn.Module, seed: int = 0) -> float:
+    ids = random_ids(model.config, 2, 65, seed).to(model.lm_head.weight.device)
+    out = model(ids[:, :-1], labels=ids[:, 1:])
+    out.loss.backward()
+    return float(out.loss.detach())
+
+
+@pytest.mark.parametrize("variant,modules", [("te_linear", 2 * 7), ("te_layer", 2 * 3)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_planned_module_runs_fp8(backend: str, variant: str, modules: int, recipe: str) -> None:
+    precision = precision_of(backend, recipe=recipe)
+    model = build_model(small_config(), variant, precision)
+    step(model)
+    report = fp8_modules(model, precision)
+    assert sorted(report.ran) == sorted(report.planned)
+    assert len(report.ran) == modules
+    assert report.kept == {"lm_head": "precision.bf16_modules has 'lm_head'"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_change_the_numbers_a_little(backend: str, recipe: str) -> None:
+    """FP8 differs from bf16 (it is on) but not by much (it is right)."""
+    losses = {}
+    for compute in ("fp8", "bf16"):
+        model = build_model(
+            small_config(), "te_layer", precision_of(backend, compute=compute, recipe=recipe), seed=1
+        )
+        step(model)  # delayed scaling learns its scales
+        model.zero_grad()
+        losses[compute] = step(model)
+    assert losses["fp8"] != losses["bf16"]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=5e-3)
+
+
+def test_knobs_reach_the_recipe() -> None:
+    r = precision_of(margin=2, amax_history_len=16, amax_compute_algo="most_recent", reduce_amax=False).recipe
+    assert (r.margin, r.amax_history_len, r.amax_compute_algo, r.reduce_amax) == (2, 16, "most_recent", False)
+    r = precision_of(recipe="current", power_2_scales=True, amax_epsilon=1e-3, fp8_format="e4m3").recipe
+    assert r.fp8_quant_bwd_grad.power_2_scale and r.fp8_quant_fwd_weight.amax_epsilon == 1e-3
+    assert r.fp8_format.name == "E4M3"
+    assert not precision_of(recipe="block", power_2_scales=False).recipe.fp8_quant_fwd_inp.power_2_scale
+    assert precision_of(recipe="block").recipe.fp8_quant_fwd_inp.power_2_scale
+    r = precision_of(fast_accumulation_wgrad=True).recipe
+    assert not r.fp8_gemm_wgrad.use_split_accumulator
+
+
+@pytest.mark.parametrize(
+    "keys,message",
+    [
+        (dict(compute="fp4"), "precision.compute: 'fp4' is not one of fp8, bf16, fp16, fp32"),
+        (dict(recipe="mxfp8"), "precision.recipe: 'mxfp8' is not one of delayed, current, block"),
+        (dict(recipe="block", margin=1), "precision.margin: only the recipe delayed reads it"),
+        (dict(amax_epsilon=0.1), "precision.amax_epsilon: only the recipe current and block reads it"),
+        (dict(amax_history_len=0), "precision.amax_history_len: 0 must be at least 1"),
+    ],
+)
+def test_bad_sections_are_named(keys: dict, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        precision_of(**keys)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_fp8_without_hardware_is_an_error() -> None:
+    with pytest.raises(PrecisionError, match="needs a CUDA device and there is none"):
+        Precision(PrecisionConfig(backend="transformer_engine"))
+    assert Precision(PrecisionConfig()).te.name == "reference"
+
+
+def test_fp8_on_an_older_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        name = "transformer_engine"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(te_backend.BackendError, match="NVIDIA A100 has 8.0"):
+        te_backend.require_fp8(Engine(), "delayed")
+
+
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_patterns_keep_modules_out(backend: str, variant: str) -> None:
+    precision = precision_of(backend, bf16_modules=["lm_head", "model.layers.0"])
+    model = build_model(small_config(), variant, precision)
+    step(model)
+    report = fp8_modules(model, precision)
+    assert report.ran and all(name.startswith("model.layers.1.") for name in report.ran)
+    assert sorted(report.planned) == sorted(report.ran)
+    assert any("model.layers.0" in why for why in report.kept.values())
+
+
+def test_lm_head_can_run_fp8(backend: str) -> None:
+    precision = precision_of(backend, bf16_modules=[])
+    model = build_model(small_config(), "te_layer", precision)
+    step(model)
+    assert "lm_head" in fp8_modules(model, precision).ran
+
+
+def test_a_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(PrecisionError, match=r"'layers\.7\.\*' matches no module; names are like"):
+        build_model(small_config(), "te_linear", precision_of(bf16_modules=["lm_head", "layers.7.*"]))
+
+
+def test_no_module_left_is_an_error() -> None:
+    with pytest.raises(PrecisionError, match="leaves no module to run FP8"):
+        build_model(small_config(), "te_linear", precision_of(bf16_modules=["*"]))
+
+
+def test_dimensions_are_checked_before_the_first_step() -> None:
+    config = small_config(intermediate_size=200)
+    with pytest.raises(PrecisionError, match=r"mlp\.gate_proj\.weight.*divisible by 16.*\(200, 128\)"):
+        build_model(config, "te_linear", precision_of())
+    build_model(config, "te_linear", precision_of(compute="bf16"))
+    build_model(config, "te_linear", precision_of(bf16_modules=["lm_head", "*.mlp"]))
+
+
+def test_hf_has_no_fp8() -> None:
+    with pytest.raises(PrecisionError, match="variant hf runs no FP8"):
+        build_model(small_config(), "hf", precision_of())
+    with pytest.raises(ValueError, match="model.variant: 'te' is not one of"):
+        build_model(small_config(), "te", precision_of())
+
+
+def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
+    precision = precision_of(backend, amax_history_len=4)
+    model = build_model(small_config(), "te_layer", precision)
+    for seed in range(3):
+        step(model, seed)
+    saved = snapshot_fp8_state(model, precision)
+    assert {t.dtype for t in saved.values()} == {torch.float32}
+    scales = torch.cat([t for key, t in saved.items() if key.endswith("scale")])
+    assert (scales != 1).any()
+    other = build_model(small_config(), "te_layer", precision)
+    load_fp8_state(other, precision, saved)
+    again = fp8_state(other, precision)
+    assert again.keys() == saved.keys() and all(torch.equal(again[k], saved[k]) for k in saved)
+    model.zero_grad()
+    assert step(other, 5) == step(model, 5)
+    saved["model.layers.9.mlp.scaling_fwd.scale"] = torch.ones(3)
+    with pytest.raises(PrecisionError, match="model.layers.9.mlp"):
+        load_fp8_state(other, precision, saved)
+
+
+def test_stateless_recipes_have_no_state(backend: str) -> None:
+    precision = precision_of(backend, recipe="current")
+    model = build_model(small_config(), "te_layer", precision)
+    step(model)
+    assert fp8_state(model, precision) == {}
+
+
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_changes_nothing(backend: str, variant: str, recipe: str) -> None:
+    precision = precision_of(backend, recipe=recipe)
+    results = []
+    for checkpointing in (False, True):
+        model = build_model(small_config(), variant, precision, gradient_checkpointing=checkpointing)
+        losses = [step(model, seed) for seed in range(3)]
+        grads = [p.grad.clone() for p in model.parameters()]
+        results.append((losses, grads, snapshot_fp8_state(model, precision)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+    assert all(torch.equal(results[0][2][key], results[1][2][key]) for key in results[0][2])
+
+
+@pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
+def test_the_proof_leaves_no_trace(backend: str, variant: str) -> None:
+    keys = dict(compute="bf16") if variant == "hf" else {}
+    precision = precision_of(backend, **keys)
+    model = build_model(small_config(sliding_window=40), variant, precision)
+    fresh = build_model(small_config(sliding_window=40), variant, precision)
+    lines = prove(model, precision)
+    assert any("FP8" in line for line in lines) and any("attention" in line for line in lines)
+    assert all(p.grad is None for p in model.parameters())
+    assert [step(model, s) for s in range(2)] == [step(fresh, s) for s in range(2)]
+
+
+def test_the_proof_finds_a_module_that_does_not_run_fp8() -> None:
+    precision = precision_of()
+    model = build_model(small_config(), "te_linear", precision)
+    linear = model.model.layers[0].mlp.up_proj
+
+    def without_fp8(*args: object, **kwargs: object) -> torch.Tensor:
+        with precision.te.autocast(enabled=False):
+            return type(linear).forward(linear, *args, **kwargs)
+
+    linear.forward = without_fp8
+    with pytest.raises(ProofError, match=r"1 modules did not run.*model\.layers\.0\.mlp\.up_proj"):
+        prove(model, precision)
+
+
+def test_the_proof_finds_a_wrong_attention(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is off by one token is enough."""
+    precision = precision_of(backend)
+    model = build_model(small_config(sliding_window=40), "te_linear", precision)
+    assert max(attention_errors(model.config, precision)) < 1e-2
+    right = precision.te.DotProductAttention
+
+    def wrong(*args: object, window_size: tuple[int, int], **kwargs: object) -> torch.nn.Module:
+        return right(*args, window_size=(window_size[0] + 1, 0), **kwargs)
+
+    monkeypatch.setattr(precision.te, "DotProductAttention", wrong)
+    with pytest.raises(ProofError, match="differs from SDPA"):
+        prove(model, precision)
+
+
+def test_unknown_configs_are_named() -> None:
+    with pytest.raises(ValueError, match="'hare_9b' is neither a file.*hare_0.4b, hare_1.1b"):
+        load_config("hare_9b")

@@ -1,0 +1,336 @@
+"""The variant torchao: transformers' model with torchao's FP8, and torch.compile for it and for its bf16 baseline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import MistralForCausalLM
+
+from model.build import build_model
+from model.conversion import to_hf_state_dict
+from model.fp8 import te_backend, torchao_fp8
+from model.fp8.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
+from model.fp8.state import fp8_state
+from model.proof import ProofError, attention_of, backend_of, prove
+from tests.conftest import random_ids, small_config
+
+RECIPES = ["tensorwise", "rowwise"]
+LINEARS = 7  # of a layer
+UP = "model.layers.0.mlp.up_proj"
+
+
+def precision_of(recipe: str = "tensorwise", backend: str = "reference", **keys: object) -> Precision:
+    return Precision(PrecisionConfig(recipe=recipe, backend=backend, **keys))
+
+
+def build(precision: Precision, variant: str = "torchao", **changes: object) -> nn.Module:
+    keys = {key: changes.pop(key) for key in ("compile", "gradient_checkpointing") if key in changes}
+    return build_model(small_config(**changes), variant, precision, seed=1, **keys)
+
+
+def gradients(model: nn.Module, batch: int = 2, tokens: int = 64) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients) of one random batch."""
+    ids = random_ids(model.config, batch, tokens + 1).to(model.lm_head.weight.device)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], is_first_microbatch=True).loss
+    loss.backward()
+    found = {name: p.grad.float().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return float(loss.detach()), found
+
+
+def errors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[float]:
+    """Relative errors in the Frobenius norm, by tensor."""
+    assert a.keys() == b.keys()
+    return [float((a[name] - b[name]).norm() / b[name].norm()) for name in b]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_the_hf_model_within_the_error_of_fp8(recipe: str) -> None:
+    loss, ours = gradients(build(precision_of(recipe)))
+    true_loss, theirs = gradients(build(precision_of(compute="bf16"), "hf"))
+    assert loss != true_loss and loss == pytest.approx(true_loss, rel=2e-3)
+    # e4m3 keeps 4 bits and e5m2 3: several percent; a wrong transpose or scale is an error of 1
+    found = errors(ours, theirs)
+    assert 1e-3 < max(found) < 0.2
+
+
+def test_the_recipes_differ() -> None:
+    (_, tensorwise), (_, rowwise) = (gradients(build(precision_of(recipe))) for recipe in RECIPES)
+    assert not torch.equal(tensorwise[f"{UP}.weight"], rowwise[f"{UP}.weight"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns(recipe: str) -> None:
+    model = build(precision_of(recipe))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ids = random_ids(model.config, 2, 65).to(model.lm_head.weight.device)
+    losses = []
+    for _ in range(8):
+        loss = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_and_weights_are_hugging_faces(tied: bool) -> None:
+    precision = precision_of(bf16_modules=[])
+    model = build(precision, tie_word_embeddings=tied)
+    assert model.state_dict().keys() == MistralForCausalLM(model.config).state_dict().keys()
+    baseline = build(precision_of(compute="bf16"), "hf", tie_word_embeddings=tied)
+    ours, theirs = to_hf_state_dict(model), to_hf_state_dict(baseline)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(type(p) is nn.Parameter for p in model.parameters())  # what DeepSpeed flattens
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_recomputation_changes_nothing() -> None:
+    (loss, plain), (again, recomputed) = (
+        gradients(build(precision_of(), gradient_checkpointing=checkpointing))
+        for checkpointing in (False, True)
+    )
+    assert loss == again and all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_proof_says_what_ran(recipe: str, checkpointing: bool) -> None:
+    precision = precision_of(recipe)
+    model = build(precision, gradient_checkpointing=checkpointing)
+    assert fp8_modules(model, precision).ran == []  # nothing has been seen yet
+    lines = prove(model, precision)
+    assert lines[0] == f"FP8: 14 of 15 GEMM modules ran FP8 ({recipe} scaling)"
+    assert "lm_head: precision.bf16_modules has 'lm_head'" in lines[1]
+    assert "14 forward, 28 backward; torchao" in lines[2] and "emulated" in lines[2]
+    report = fp8_modules(model, precision)
+    assert len(report.ran) == 2 * LINEARS and sorted(report.ran) == sorted(report.planned)
+    assert fp8_state(model, precision) == {}
+    assert all(p.grad is None for p in model.parameters())
+    fresh = build(precision_of(recipe))
+    assert gradients(model)[0] == gradients(fresh)[0]  # the proof left no trace
+
+
+def test_the_proof_finds_a_module_that_does_not_run_fp8() -> None:
+    precision = precision_of()
+    model = build(precision)
+    linear = model.get_submodule(UP)
+    linear.forward = lambda x: F.linear(x, linear.weight)
+    with pytest.raises(ProofError, match=rf"1 modules did not run.*{UP}"):
+        prove(model, precision)
+    assert UP not in fp8_modules(model, precision).ran
+
+
+def test_the_proof_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ForwardOnly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, linear):
+            ctx.save_for_backward(x, weight)
+            return type(linear).forward(linear, x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, weight = ctx.saved_tensors
+            return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2), None
+
+    precision = precision_of()
+    model = build(precision)
+    linear = model.get_submodule(UP)
+    linear.forward = lambda x: ForwardOnly.apply(x, linear.weight, linear)
+    with pytest.raises(ProofError, match="backward of 14 FP8 modules ran 26 FP8 GEMMs, not 28"):
+        prove(model, precision)
+
+
+def test_patterns_keep_modules_out() -> None:
+    precision = precision_of(bf16_modules=["lm_head", "*.mlp", "model.layers.1"])
+    model = build(precision)
+    report = fp8_modules(model, precision)
+    prove(model, precision)
+    assert report.planned == [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
+    assert sorted(fp8_modules(model, precision).ran) == sorted(report.planned)
+    head = precision_of(bf16_modules=[])
+    model = build(head)
+    prove(model, head)
+    assert "lm_head" in fp8_modules(model, head).ran
+
+
+@pytest.mark.parametrize(
+    "keys,changes,message",
+    [
+        (dict(bf16_modules=["layers.7.*"]), {}, r"'layers\.7\.\*' matches no module; names are like"),
+        (dict(bf16_modules=["*"]), {}, "leaves no module to run FP8"),
+        (
+            {},
+            dict(intermediate_size=200),
+            r"mlp\.gate_proj\.weight.*divisible by 16.*\(200, 128\).*bf16_modules",
+        ),
+    ],
+)
+def test_what_fp8_cannot_take_is_named(keys: dict, changes: dict, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        build(precision_of(**keys), **changes)
+
+
+@pytest.mark.parametrize(
+    "variant,keys,compile,message",
+    [
+        ("torchao", dict(recipe="delayed"), None, "no recipe delayed; set precision.recipe to tensorwise or rowwise"),
+        ("te_layer", dict(recipe="rowwise"), None, "no recipe rowwise; .* delayed or current or block"),
+        ("hf", dict(recipe="rowwise"), None, "variant hf runs no FP8; choose te_linear, te_layer or torchao"),
+        ("torchao", dict(compute="bf16"), None, "precision.compute is bf16; without FP8 it is model.variant hf"),
+        ("te_linear", dict(recipe="current"), True, "model.compile: the modules of te_linear.*to hf or torchao"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(
+    variant: str, keys: dict, compile: bool | None, message: str
+) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        build(precision_of(**keys), variant, compile=compile)
+
+
+@pytest.mark.parametrize(
+    "keys,message",
+    [
+        (dict(backend="transformer_engine"), "precision.backend: Transformer Engine has no recipe tensorwise"),
+        (dict(fp8_format="hybrid"), "precision.fp8_format: only the recipe delayed and current and block reads it"),
+        (dict(margin=1), "precision.margin: only the recipe delayed reads it, and the recipe is tensorwise"),
+    ],
+)  # fmt: skip
+def test_knobs_of_transformer_engine_are_refused(keys: dict, message: str) -> None:
+    with pytest.raises(PrecisionError, match=message):
+        precision_of(**keys)
+
+
+@pytest.mark.parametrize(
+    "recipe,capability,message",
+    [
+        ("tensorwise", (8, 6), "recipe tensorwise needs compute capability 8.9, and NVIDIA X has 8.6; .*bf16"),
+        ("rowwise", (8, 9), "recipe rowwise needs compute capability 9.0, .*set precision.recipe to tensorwise"),
+        ("tensorwise", (8, 9), None),
+        ("rowwise", (9, 0), None),
+    ],
+)  # fmt: skip
+def test_the_gpu_is_checked(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], message: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    if message is None:
+        torchao_fp8.require(recipe, emulated=False)
+    else:
+        with pytest.raises(te_backend.BackendError, match=message):
+            torchao_fp8.require(recipe, emulated=False)
+    torchao_fp8.require(recipe, emulated=True)  # which needs no GPU
+
+
+@pytest.mark.parametrize("version,right", [("2.10.1", False), ("2.11.0a0+cu130", True), ("3.0.0", True)])
+def test_the_version_of_torch_is_checked(monkeypatch: pytest.MonkeyPatch, version: str, right: bool) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    if right:
+        precision_of()
+    else:
+        with pytest.raises(PrecisionError, match=r"torchao needs torch 2\.11 or newer, and this is 2\.10\.1"):
+            precision_of()
+
+
+@pytest.mark.parametrize("variant,keys", [("torchao", {}), ("hf", dict(compute="bf16"))])
+def test_transformer_engine_is_not_needed(monkeypatch: pytest.MonkeyPatch, variant: str, keys: dict) -> None:
+    def missing(name: str) -> None:
+        raise te_backend.BackendError("transformer_engine cannot be imported")
+
+    monkeypatch.setattr(te_backend, "load", missing)
+    precision = precision_of(**keys)
+    model = build(precision, variant)
+    assert any(attention_of(model, precision) in line for line in prove(model, precision))
+    assert backend_of(model, precision)
+    with pytest.raises(PrecisionError, match="precision.backend 'reference': transformer_engine cannot"):
+        build(precision_of("delayed"), "te_layer")
+
+
+def test_a_machine_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    torchao_fp8._torchao.cache_clear()
+    with pytest.raises(PrecisionError, match="torchao cannot be imported .*pip install -r requirements.txt"):
+        precision_of()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
+    precision = precision_of(backend="auto")
+    assert precision.emulated and backend_of(build(precision), precision).endswith("(emulated)")
+    assert not build(precision).compiled and build(precision, compile=True).compiled
+
+
+def test_on_a_gpu_the_log_warns_of_fp8_without_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = precision_of()
+    model = build(precision)
+    assert not any("warning" in line for line in prove(model, precision))
+    # the probe's GEMMs stay emulated
+    observe = torchao_fp8.observe
+    monkeypatch.setattr(torchao_fp8, "observe", lambda model, emulated: observe(model, True))
+    monkeypatch.setattr(precision, "emulated", False)
+    assert "warning: torchao's FP8 without torch.compile is slower than bf16" in prove(model, precision)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant,keys", [("torchao", {}), ("hf", dict(compute="bf16"))])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_compute_the_same(variant: str, keys: dict, checkpointing: bool) -> None:
+    """One graph for all layers; the proof before it does not compile, and names stay."""
+    torch._dynamo.reset()
+    precision = precision_of(**keys)
+    eager = build(precision, variant, num_hidden_layers=4)
+    model = build(precision, variant, num_hidden_layers=4, compile=True, gradient_checkpointing=checkpointing)
+    assert model.state_dict().keys() == eager.state_dict().keys()
+    assert "torch.compile: each decoder layer, in the first step" in prove(model, precision)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    (loss, ours), (true_loss, theirs) = gradients(model), gradients(eager)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert loss == pytest.approx(true_loss, rel=1e-3)
+    # inductor leaves out roundings to bf16 between operations that it fuses
+    assert max(errors(ours, theirs)) < 0.15
+
+
+def scaled_mms(step: Callable[[], object]) -> int:
+    """How many FP8 GEMMs `step` runs, compiled or not."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.count for event in profiler.key_averages() if event.key == "aten::_scaled_mm")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_the_gpu_it_is_the_hf_model_within_the_error_of_fp8(recipe: str, compile: bool) -> None:
+    precision = precision_of(recipe, backend="auto")
+    model = build(precision, compile=compile, hidden_size=512, intermediate_size=1024, head_dim=64)
+    lines = prove(model, precision)
+    assert lines[0] == f"FP8: 14 of 15 GEMM modules ran FP8 ({recipe} scaling)"
+    assert any("warning" in line for line in lines) != compile
+    baseline = build(precision_of(compute="bf16"), "hf", hidden_size=512, intermediate_size=1024, head_dim=64)
+    (loss, ours), (true_loss, theirs) = gradients(model, 4, 256), gradients(baseline, 4, 256)
+    assert loss != true_loss and loss == pytest.approx(true_loss, rel=2e-3)
+    assert 1e-3 < max(errors(ours, theirs)) < 0.3
+    # what is trained runs FP8, not only the probe
+    assert scaled_mms(lambda: gradients(model, 4, 256)) == 3 * 2 * LINEARS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_emulation_is_the_gpus_arithmetic(recipe: str) -> None:
+    (loss, gpu), (emulated_loss, emulated) = (
+        gradients(build(precision_of(recipe, backend=backend), compile=False))
+        for backend in ("auto", "reference")
+    )
+    assert loss == pytest.approx(emulated_loss, rel=1e-3)
+    # one rounding of bf16 that falls otherwise moves FP8's, and those compound through the layers
+    assert max(errors(gpu, emulated)) < 0.15

@@ -1,0 +1,167 @@
+"""The CPU reference against tensors that Transformer Engine computed on an H200.
+
+tests/record_te_tensors.py makes the file. Quantization and scale updates must agree bit for bit. Layers are run
+with the sums of the GPU's tensor cores and are equal but for a rare rounding: what is left is the last bit of
+float32 sums and functions, and a value that it moves to another bfloat16 changes what follows by steps of FP8.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.fp8 import te_backend
+from model.te_reference import tensor_core
+from model.te_reference.quantize import (
+    FP8_MAX,
+    amax,
+    quantize_blocks,
+    quantize_current,
+    quantize_per_tensor,
+    update_delayed_scaling,
+)
+from tests import te_cases as cases
+
+RECORDED = Path(__file__).parents[2] / "data" / "te_2_20_2_h200.npz"
+RECIPES = ("delayed", "delayed_e4m3", "current", "current_power_2", "block", "block_float32")
+CASES = list(cases.quantization_cases())
+TOLERANCE = 1e-2
+"""Relative to the norm of a sample of an output or gradient; relative for each scale and amax."""
+EQUAL = 0.9
+"""Part of all elements of a layer's samples that must be equal bit for bit; here all or all but four are."""
+FLOAT32_TOLERANCE = {"Linear": 5e-3, "LayerNormLinear": 5e-3, "LayerNormMLP": 2e-2}
+"""The same as TOLERANCE where sums are float32: a module with two GEMMs rounds to FP8 what the first one gave."""
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(RECORDED) as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.fixture(scope="module")
+def te() -> SimpleNamespace:
+    return te_backend.load("reference")
+
+
+def test_the_recording_is_complete(recorded: dict[str, np.ndarray]) -> None:
+    meta = json.loads(str(recorded["meta"]))
+    assert meta["errors"] == {}
+    assert "2.20.2" in meta["transformer_engine"]
+    for case in CASES:
+        assert f"{case.key}/rows" in recorded
+
+
+def quantize(case: cases.QuantizationCase) -> dict[str, torch.Tensor]:
+    x, options = case.input(), dict(case.options)
+    if case.kind == "delayed":
+        quantized = quantize_per_tensor(x, torch.tensor(options["scale"]), case.fp8_dtype)
+        return {"rows": quantized.rows, "scale_inv": quantized.rows_scale_inv, "amax": amax(x)}
+    if case.kind == "current":
+        quantized = quantize_current(x, case.fp8_dtype, **options)
+        return {"rows": quantized.rows, "scale_inv": quantized.rows_scale_inv}
+    if case.kind == "block2":
+        data, scale_inv = quantize_blocks(x, (128, 128), case.fp8_dtype, **options)
+        return {"rows": data, "scale_inv": scale_inv}
+    rows, scale_inv = quantize_blocks(x, (1, 128), case.fp8_dtype, **options)
+    columns, columns_scale_inv = quantize_blocks(x, (128, 1), case.fp8_dtype, **options)
+    return {
+        "rows": rows,
+        "scale_inv": scale_inv,
+        "columns": columns,
+        "columns_scale_inv": columns_scale_inv,
+    }
+
+
+@pytest.mark.parametrize("data", [*cases.SMALL, "large"])
+@pytest.mark.parametrize("kind", ["delayed", "current", "block1", "block2"])
+def test_quantized_bytes_and_scales_are_equal(recorded: dict[str, np.ndarray], kind: str, data: str) -> None:
+    for case in CASES:
+        if (case.kind, case.data) == (kind, data):
+            for name, actual in quantize(case).items():
+                expected = recorded[f"{case.key}/{name}"]
+                if actual.dtype != torch.float32:
+                    actual = actual.view(torch.uint8)
+                np.testing.assert_array_equal(
+                    actual.numpy().reshape(expected.shape), expected, err_msg=f"{case.key}/{name}"
+                )
+
+
+@pytest.mark.parametrize("options", cases.UPDATE_OPTIONS, ids=cases.update_key)
+def test_scale_updates_are_equal(recorded: dict[str, np.ndarray], options: dict[str, Any]) -> None:
+    history = torch.zeros(options["length"], len(cases.AMAXES[0]))
+    scale = torch.ones(len(cases.AMAXES[0]))
+    for step, amaxes in enumerate(cases.AMAXES):
+        latest = torch.tensor(amaxes)
+        history[0] = latest
+        history, scale = update_delayed_scaling(
+            history,
+            scale,
+            latest,
+            FP8_MAX[options["fp8_dtype"]],
+            margin=options["margin"],
+            amax_compute_algo=options["algorithm"],
+        )
+        key = f"{cases.update_key(options)}/{step}"
+        np.testing.assert_array_equal(history.numpy(), recorded[f"{key}/amax_history"], err_msg=key)
+        np.testing.assert_array_equal(scale.numpy(), recorded[f"{key}/scale"], err_msg=key)
+
+
+def compare(
+    actual: dict[str, np.ndarray],
+    recorded: dict[str, np.ndarray],
+    prefix: str,
+    *,
+    tolerance: float = TOLERANCE,
+    equal: float = EQUAL,
+) -> None:
+    """Same names under `prefix`, the same values within the tolerance, and that part of them bit for bit."""
+    assert {name for name in recorded if name.startswith(prefix)} == {prefix + name for name in actual}
+    same = []
+    for name, array in actual.items():
+        expected = recorded[prefix + name]
+        if "scaling_" in name:
+            np.testing.assert_allclose(array, expected, rtol=tolerance, err_msg=name)
+        else:
+            error = np.linalg.norm(array - expected) / np.linalg.norm(expected)
+            assert error < tolerance, f"{name}: relative error {error}"
+        same.append((array == expected).ravel())
+    assert np.concatenate(same).mean() >= equal
+
+
+@pytest.mark.parametrize("kind", cases.LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_agree(recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str) -> None:
+    chosen = cases.recipes(te)[recipe]
+    with tensor_core.emulated():
+        actual = cases.run_layer(te, kind, chosen, "cpu", steps=3 if chosen.delayed() else 1)
+    compare(actual, recorded, f"layer/{recipe}/{kind}/")
+
+
+@pytest.mark.parametrize("kind", FLOAT32_TOLERANCE)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_modules_with_float32_sums_stay_close(
+    recorded: dict[str, np.ndarray], te: SimpleNamespace, recipe: str, kind: str
+) -> None:
+    chosen = cases.recipes(te)[recipe]
+    actual = cases.run_layer(te, kind, chosen, "cpu", steps=3 if chosen.delayed() else 1)
+    compare(actual, recorded, f"layer/{recipe}/{kind}/", tolerance=FLOAT32_TOLERANCE[kind], equal=0.6)
+
+
+def test_recomputation_agrees(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
+    recipe = cases.recipes(te)["delayed"]
+    with tensor_core.emulated():
+        actual = cases.run_layer(te, "TransformerLayer", recipe, "cpu", recompute=True)
+    compare(actual, recorded, "recompute/")
+
+
+def test_the_state_moves_at_the_same_moments(recorded: dict[str, np.ndarray], te: SimpleNamespace) -> None:
+    with tensor_core.emulated():
+        actual = cases.run_sequence(te, "cpu")
+    compare(actual, recorded, "sequence/")

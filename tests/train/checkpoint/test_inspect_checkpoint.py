@@ -1,0 +1,107 @@
+"""inspect_checkpoint.py says of each folder what a resume would think of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import ROOT
+from train import inspect_checkpoint
+from train.checkpoint.files import MANIFEST, RUN_STATE, RunState, describe_all, name_of, write_manifest
+
+
+def make(root: Path, step: int) -> Path:
+    """A committed checkpoint of two files."""
+    path = root / name_of(step)
+    path.mkdir(parents=True)
+    (path / "weights.pt").write_bytes(bytes(range(256)) * step)
+    (path / RUN_STATE).write_text(json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}))))
+    write_manifest(path, step, describe_all(sorted(path.iterdir()), path))
+    return path
+
+
+def inspect(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str]:
+    status = inspect_checkpoint.main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    first, root = make(tmp_path / "checkpoints", 10), tmp_path / "checkpoints"
+    newest = make(root, 20)
+    two_hours_ago = time.time() - 2.5 * 3600
+    for file in first.iterdir():
+        os.utime(file, (two_hours_ago, two_hours_ago))
+    status, out = inspect(capsys, tmp_path, "--verify")
+    assert status == 0
+    assert "step-00000010  6,400 tokens, 2 ranks, ZeRO 1, 0.0 MB, 2 hours old\n    committed, verified" in out
+    assert 'a resume with "auto" takes step-00000020' in out and "2 folders, 2 committed" in out
+    assert inspect(capsys, root, "--verify")[1].splitlines()[:4] == out.splitlines()[:4]
+    status, out = inspect(capsys, newest)
+    assert status == 0 and "sizes hold (--verify computes the hashes)" in out and "00000010" not in out
+
+
+@pytest.mark.parametrize(
+    "damage,message,needs_verify",
+    [
+        (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing", False),
+        (lambda p: os.truncate(p / "weights.pt", 9), "weights.pt has 9 bytes, the manifest says 5120", False),
+        (lambda p: (p / "weights.pt").write_bytes(bytes(5120)), "weights.pt is altered", True),
+        (
+            lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text() + " "),
+            "manifest.json is altered",
+            False,
+        ),
+    ],
+)
+def test_damage_is_named_and_the_status_is_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture, damage, message: str, needs_verify: bool
+) -> None:
+    make(tmp_path, 10)
+    damage(make(tmp_path, 20))
+    status, out = inspect(capsys, tmp_path, "--verify")
+    assert status == 1 and message in out and "committed, damaged" in out
+    assert 'a resume with "auto" takes step-00000010' in out
+    status, out = inspect(capsys, tmp_path)
+    assert (status, message in out) == ((0, False) if needs_verify else (1, True))
+
+
+def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    make(tmp_path, 10)
+    (make(tmp_path, 20) / MANIFEST).unlink()
+    (tmp_path / "step-00000030").mkdir()
+    (tmp_path / "latest").write_text("step-00000030")
+    status, out = inspect(capsys, tmp_path, "--verify")
+    assert status == 0  # the newest committed one is that of step 10
+    assert out.count("not committed: no manifest.json") == 2
+    assert "step-00000030  no readable run state" in out and "takes step-00000010" in out
+    assert inspect(capsys, tmp_path / "step-00000030")[0] == 1
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert inspect(capsys, tmp_path / "nowhere") == (
+        1,
+        f"error: {tmp_path / 'nowhere'} is not a folder; give an output_dir, its checkpoints, or one of them\n",
+    )
+    status, out = inspect(capsys, tmp_path)
+    assert status == 1 and "holds no checkpoint" in out
+
+
+def test_the_command_needs_no_torch(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    program = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    program += (
+        "except SystemExit as end: assert end.code == 0 and not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(ROOT / "train/inspect_checkpoint.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,225 @@
+"""Going on with a run: refused where the configuration or the data changed, or allowed and logged, to the sample."""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from test_fp8.common.folders import make_folder
+from tests.train.runs import curve, metrics, run
+from train.checkpoint.load import CheckpointError, RunState
+from train.checkpoint.resume import resume_state
+from train.config.arguments import TrainingArguments, load_deepspeed
+from train.data.stream import open_stream
+
+CHECKPOINT = Path("run/checkpoints/step-00000003")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    def tokens(seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).integers(3, 400, 5000)
+
+    return {
+        name: str(make_folder(tmp_path / name, {"train": [tokens(seed)], "eval": [tokens(seed + 9)]}))
+        for seed, name in enumerate(["a", "b", "c"])
+    }
+
+
+def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes: object) -> RunState:
+    """That of a run on `ranks` ranks with these sources after `consumed` samples."""
+    raw = {"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 100, "max_seq_length": 64}
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (raw[section] if section else raw)[name] = value
+    args = TrainingArguments.from_dict(raw).resolve(ranks)
+    stream = open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed)
+    return RunState(
+        step=consumed // 8,
+        consumed_samples=consumed,
+        consumed_tokens=consumed * args.max_seq_length,
+        world_size=ranks,
+        zero_stage=args.deepspeed["zero_optimization"]["stage"],
+        train_config=args.to_dict(),
+        model_config={"vocab_size": 400},
+        data_fingerprint=stream.fingerprint(),
+    )
+
+
+def resumed(new: RunState, saved: RunState, allow: bool = True) -> list[str]:
+    """As from a checkpoint, whose state has been through JSON."""
+    saved = RunState(**json.loads(json.dumps(saved.__dict__)))
+    return resume_state(new, saved, CHECKPOINT, allow)
+
+
+def two(folders: dict[str, str]) -> dict[str, str]:
+    return {name: folders[name] for name in "ab"}
+
+
+def replaced(folders: dict[str, str]) -> dict[str, str]:
+    """Source b with the content of c."""
+    return {"a": folders["a"], "b": folders["c"]}
+
+
+def retokenized(folders: dict[str, str]) -> dict[str, str]:
+    """Both sources by another tokenizer."""
+    for folder in map(Path, two(folders).values()):
+        values = json.loads((folder / "manifest.json").read_text())
+        (folder / "tokenizer" / "tokenizer.model").write_bytes(b"other")
+        values["tokenizer_sha256"] = hashlib.sha256(b"other").hexdigest()
+        (folder / "manifest.json").write_text(json.dumps(values))
+    return two(folders)
+
+
+STAGES = [{"until_tokens": 640, "weights": {"a": 1, "b": 1}}, {"weights": {"a": 1, "b": 3}}]
+CHANGES = [
+    (replaced, {}, ["data.sources.b.shards_sha256: "]),
+    (retokenized, {}, ["data.sources.a.tokenizer_sha256: ", "data.sources.b.tokenizer_sha256: "]),
+    (lambda f: {**f}, {}, ['data.sources: ["a", "b"] -> ["a", "b", "c"]', "data.sources.c: null -> {"]),
+    (
+        two,
+        {"data__weights": {"a": 3, "b": 1}},
+        ["data.weights.a: null -> 3.0", "data.sources.a.weight: 0.5 -> 0.75"],
+    ),
+    (
+        two,
+        {"data__weights": STAGES},
+        ["data.weights: null -> [{", 'sources.b.weight_from_sample: null -> {"0": 0.5, "10": 0.75}'],
+    ),
+    (
+        two,
+        {"max_seq_length": 128, "per_device_train_batch_size": 4},
+        ["max_seq_length: 64 -> 128", "per_device_train_batch_size: 8 -> 4", "data.seq_length: 64 -> 128"],
+    ),
+]
+
+
+@pytest.mark.parametrize("sources, changes, words", CHANGES)
+def test_changed_data_is_refused_with_the_difference_or_allowed_and_logged(folders, sources, changes, words):
+    saved = state(two(folders), consumed=24)
+    new = state(sources(folders), **changes)
+    before = copy.deepcopy(new)
+    with pytest.raises(CheckpointError) as error:
+        resumed(new, saved, allow=False)
+    assert new == before
+    assert "--data.allow_changes_on_resume true" in str(error.value) and str(CHECKPOINT) in str(error.value)
+    logged = "\n".join(resumed(new, saved))
+    for word in words:
+        assert word in str(error.value) and word in logged
+    assert (new.step, new.consumed_tokens) == (3, 24 * 64)
+    assert new.consumed_samples * new.train_config["max_seq_length"] == 24 * 64
+    assert f"consumed 24 samples of 64 tokens and goes on with sample {new.consumed_samples}" in logged
+
+
+def test_an_unchanged_run_goes_on_and_says_nothing_of_changes(folders):
+    for allow in (False, True):
+        new = state(two(folders), data__allow_changes_on_resume=allow, data__verify=True)
+        assert resumed(new, state(two(folders), consumed=24), allow) == []
+        assert (new.step, new.consumed_samples, new.consumed_tokens) == (3, 24, 24 * 64)
+
+
+@pytest.mark.parametrize(
+    "old, new, consumed, expected", [(64, 128, 25, 13), (64, 96, 24, 16), (128, 64, 25, 50)]
+)
+def test_another_sequence_length_goes_on_at_the_same_tokens_rounded_up(folders, old, new, consumed, expected):
+    saved = state(two(folders), consumed=consumed, max_seq_length=old, train_batch_size_tokens=128 * 96)
+    later = state(two(folders), max_seq_length=new, train_batch_size_tokens=128 * 96)
+    resumed(later, saved)
+    assert later.consumed_samples == expected and later.consumed_tokens == saved.consumed_tokens
+
+
+def test_the_permission_is_for_data_alone(folders):
+    """What is not data is refused with it as without, and named alone; so is a step of another size."""
+    saved = state(two(folders), consumed=24)
+    both = state(replaced(folders), learning_rate=1e-3, seed=7)
+    with pytest.raises(CheckpointError) as error:
+        resumed(both, saved)
+    assert "learning_rate: 0.0003 -> 0.001" in str(error.value) and "seed: 42 -> 7" in str(error.value)
+    assert "shards_sha256" not in str(error.value) and "allow_changes_on_resume" not in str(error.value)
+    longer = state(two(folders), max_seq_length=128)
+    with pytest.raises(CheckpointError, match="train_batch_size_tokens: 512 -> 1024"):
+        resumed(longer, saved)
+    smaller = state(two(folders), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    with pytest.raises(CheckpointError, match="per_device_train_batch_size: 8 -> 4"):
+        resumed(smaller, saved)
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples(folders):
+    saved = state(two(folders), consumed=24, ranks=4, train_batch_size_tokens=8 * 64 * 8)
+    for ranks, steps in ((2, 4), (8, 1)):
+        new = state(two(folders), ranks=ranks, train_batch_size_tokens=8 * 64 * 8)
+        (said,) = resumed(new, saved, allow=False)
+        assert (
+            said.startswith(f"4 ranks -> {ranks}: ")
+            and f"in {steps} micro-batches a rank instead of 2" in said
+        )
+        assert ("random generators of ranks 4 to 7 begin with their seeds" in said) == (ranks == 8)
+        assert (new.step, new.consumed_samples, new.world_size) == (3, 24, ranks)
+    explicit = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    saved = state(two(folders), ranks=4, gradient_accumulation_steps=2, deepspeed=explicit)
+    explicit = {**explicit, "gradient_accumulation_steps": 4}
+    new = state(two(folders), ranks=2, gradient_accumulation_steps=4, deepspeed=explicit)
+    assert "4 ranks -> 2" in resumed(new, saved, allow=False)[0]
+
+
+def test_a_step_of_another_size_on_other_ranks_is_refused_with_the_remedy(folders):
+    saved = state(two(folders), consumed=24, ranks=4, gradient_accumulation_steps=2)
+    for allow in (False, True):
+        with pytest.raises(CheckpointError, match="train_batch_size_tokens: 4096 -> 2048") as error:
+            resumed(state(two(folders), ranks=2, gradient_accumulation_steps=2), saved, allow)
+        assert "gradient_accumulation_steps 4, or with train_batch_size_tokens 4096" in str(error.value)
+    with pytest.raises(
+        CheckpointError, match="4096 tokens, which 3 ranks cannot have, with 1536 in a micro-batch"
+    ):
+        resumed(state(two(folders), ranks=3), saved)
+
+
+def test_another_zero_stage_goes_on_with_its_own_settings(folders):
+    files = {stage: f"ds_config_zero{stage}.json" for stage in range(4)}
+    saved = state(two(folders), consumed=24, deepspeed=files[2])
+    (said,) = resumed(state(two(folders), deepspeed=files[3]), saved, allow=False)
+    assert said.startswith("ZeRO 2 -> 3: ")
+    assert "gradients" not in said
+    # ZeRO 1's file asks for float32 accumulation, which is not to be had at every stage
+    (said,) = resumed(state(two(folders), deepspeed=files[1]), saved, allow=False)
+    assert said.endswith("; gradients are added up in fp32 instead of the parameters' type")
+    of_one = state(two(folders), consumed=24, deepspeed=files[1])
+    (said,) = resumed(state(two(folders), deepspeed=files[0]), of_one, allow=False)
+    assert said.startswith("ZeRO 1 -> 0: ") and said.endswith("in the parameters' type instead of fp32")
+    accumulates = {**load_deepspeed(files[2]), "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(CheckpointError, match='deepspeed.data_types.grad_accum_dtype: null -> "fp32"'):
+        resumed(state(two(folders), deepspeed=accumulates), saved)
+    same_stage = {**load_deepspeed(files[2]), "zero_optimization": {"stage": 2, "overlap_comm": True}}
+    with pytest.raises(CheckpointError, match="deepspeed.zero_optimization.overlap_comm: false -> true"):
+        resumed(state(two(folders), deepspeed=same_stage), saved)
+
+
+def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
+    settings: dict, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    sources = {"text": str(data)}
+    output_dir = run(settings, max_steps=3, lr_scheduler_type="constant")
+    before = curve(output_dir)
+    changes = {
+        "max_seq_length": 128,
+        "gradient_accumulation_steps": 1,
+        "lr_scheduler_type": "constant",
+        "data": {
+            "sources": {**sources, "more": str(data)},
+            "weights": [{"until_tokens": 1024, "weights": {"text": 1}}, {"weights": {"text": 1, "more": 1}}],
+        },
+    }
+    with pytest.raises(CheckpointError, match=r"max_seq_length: 64 -> 128(?s:.)*data.sources.more: null -> "):
+        run(settings, **changes)
+    capsys.readouterr()
+    changes["data"]["allow_changes_on_resume"] = True
+    run(settings, **changes)
+    out = capsys.readouterr()
+    assert "max_seq_length: 64 -> 128" in out.out and "goes on with sample 6 of 128 tokens" in out.out
+    assert "step 5: mixture: stage 2 of 2 begins with sample 8: more 50.00%, text 50.00%" in out.out + out.err
+    lines = metrics(output_dir)
+    assert [m["tokens"] for m in lines] == [256 * step for step in range(1, 7)]
+    assert curve(output_dir)[:2] == before[:2] and lines[3]["loss"] < lines[0]["loss"]

@@ -1,0 +1,373 @@
+"""The training configuration: what is accepted, what is refused and with which words, and that every key is read."""
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from model import build
+from model.speed import SpeedConfig
+from train.config.arguments import (
+    CONFIG_FOLDER,
+    FREE_ON_RESUME,
+    REPOSITORY,
+    ConfigurationError,
+    TrainingArguments,
+    help_text,
+    load_arguments,
+    resume_differences,
+)
+from train.config.strict_json import all_fields
+
+MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
+
+
+def arguments(**changes):
+    """The minimal configuration with top-level keys, or dotted ones with __ for the dot, changed."""
+    raw = json.loads(json.dumps(MINIMAL))
+    for key, value in changes.items():
+        section, _, name = key.rpartition("__")
+        (raw.setdefault(section, {}) if section else raw)[name] = value
+    return TrainingArguments.from_dict(raw)
+
+
+def refused(**changes):
+    with pytest.raises(ConfigurationError) as error:
+        arguments(**changes)
+    return str(error.value)
+
+
+def write(folder: Path, content, name="run.json") -> str:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_defaults_follow_the_documented_names():
+    a = arguments()
+    assert (a.model.variant, a.precision.compute, a.precision.recipe) == ("te_layer", "fp8", "delayed")
+    assert (a.learning_rate, a.lr_scheduler_type, a.adam_beta2, a.seed) == (3e-4, "cosine", 0.95, 42)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learnin_rate": 1}, ["learnin_rate: unknown key", "did you mean learning_rate?"]),
+        ({"recipe": "delayed"}, ["recipe: unknown key", "precision.recipe"]),
+        ({"model__recipe": "delayed"}, ["model.recipe: unknown key", "precision.recipe"]),
+        ({"precision__amax_histroy_len": 16}, ["precision.amax_histroy_len", "precision.amax_history_len"]),
+        ({"max_steps": True}, ["max_steps: true is given, an integer is expected"]),
+        ({"max_steps": 10.0}, ["max_steps: 10.0 is given, an integer is expected"]),
+        ({"max_steps": "10"}, ['max_steps: "10" is given, an integer is expected']),
+        ({"seed": None}, ["seed: null is given, an integer is expected"]),
+        ({"learning_rate": False}, ["learning_rate: false is given, a number is expected"]),
+        ({"model": "tiny"}, ['model: "tiny" is given, an object', "for example --model.config VALUE"]),
+        (
+            {"data__sources": ["a"]},
+            ['data.sources: ["a"] is given', """--data.sources '{"NAME": "data/pretrain"}'"""],
+        ),
+        ({"deepspeed": 5}, ["""for example --deepspeed '{"zero_optimization": {"stage": 2}}'"""]),
+        ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
+        ({"learning_rate": 0}, ["learning_rate 0", "positive"]),
+        ({"learning_rate": float("nan")}, ["learning_rate", "positive"]),
+        ({"seed": -1}, ["seed -1", "between 0 and 4294967295"]),
+        ({"seed": 2**32}, ["seed 4294967296", "between 0 and 4294967295"]),
+        ({"model__attention_backend": "cudnn"}, ["auto, fused, flash, unfused"]),
+        ({"min_lr_ratio": 1.5}, ["min_lr_ratio 1.5", "between 0 and 1"]),
+        ({"adam_beta1": 1.0}, ["adam_beta1 1.0", "below 1"]),
+        ({"warmup_steps": 101}, ["warmup_steps 101, max_steps 100", "longer than the run"]),
+        ({"decay_steps": 5}, ["decay_steps 5", "warmup_stable_decay"]),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, ["decay_steps null", "warmup_stable_decay"]),
+        ({"save_strategy": "epoch"}, ['save_strategy "epoch"', "steps, no"]),
+        ({"lr_scheduler_type": "cosin"}, ['"cosin"', "cosine, linear, constant, warmup_stable_decay"]),
+        ({"data__sources": {}}, ["data.sources {}", "name at least one"]),
+        ({"data__weights": {"b": 1}}, ["data.weights", "exactly the sources"]),
+        ({"data__weights": {"a": 0}}, ["data.weights", "positive"]),
+        ({"model__variant": "hf"}, ["model.variant", "precision.compute", "bf16"]),
+        ({"model__variant": "torchao"}, ["recipe delayed", "precision.recipe to tensorwise or rowwise"]),
+        ({"precision__recipe": "rowwise"}, ["te_layer has no recipe rowwise", "delayed or current or block"]),
+        ({"model__compile": True}, ["model.compile", "hf or torchao"]),
+        ({"model__compile": "yes"}, ['model.compile: "yes" is given', "true or false"]),
+        ({"per_device_train_batch_size": 1, "max_seq_length": 24}, ["divisible by 16", "max_seq_length 24"]),
+        ({"per_device_eval_batch_size": 1, "max_seq_length": 40}, ["per_device_eval_batch_size 1"]),
+        ({"precision__compute": "fp4"}, ["precision.compute", "fp4", "fp8"]),
+        ({"precision__recipe": "block", "precision__margin": 1}, ["precision.margin"]),
+    ],
+)
+def test_bad_values_are_named_with_what_is_allowed(changes, words):
+    message = refused(**changes)
+    for word in words:
+        assert word in message
+
+
+def test_all_problems_come_at_once_without_follow_ups():
+    message = refused(
+        learnin_rate=1, max_steps="many", save_steps=-1, precision__margin=1.5, model__variant="best"
+    )
+    assert "5 problems" in message
+    for key in ("learnin_rate", "max_steps", "save_steps", "precision.margin", "model.variant"):
+        assert key in message
+    assert "warmup" not in message  # its check needs max_steps, which has no value
+
+
+def test_what_a_variant_does_not_have_is_named_with_other_problems():
+    message = refused(model__variant="torchao", precision__margin=-1, max_steps=0)
+    assert "3 problems" in message and "tensorwise or rowwise" in message and "precision.margin" in message
+    message = refused(model__variant="torchao", precision__recipe="mxfp8")
+    assert "has a problem" in message and "delayed, current, block, tensorwise, rowwise" in message
+
+
+def test_required_keys_are_named_when_missing():
+    with pytest.raises(ConfigurationError) as error:
+        TrainingArguments.from_dict({})
+    for key in ("max_steps: required", "model.config: required", "data.sources: required"):
+        assert key in str(error.value)
+
+
+def test_integers_are_accepted_as_numbers_and_compare_equal():
+    assert arguments(weight_decay=0, data__weights={"a": 1}) == arguments(
+        weight_decay=0.0, data__weights={"a": 1.0}
+    )
+    assert isinstance(arguments(weight_decay=0).weight_decay, float)
+
+
+def test_resolve_derives_accumulation_from_tokens_and_back():
+    a = arguments(per_device_train_batch_size=4, max_seq_length=64, train_batch_size_tokens=2048)
+    assert a.resolve(1).gradient_accumulation_steps == 8
+    assert a.resolve(4).gradient_accumulation_steps == 2
+    b = arguments(per_device_train_batch_size=4, max_seq_length=64, gradient_accumulation_steps=3).resolve(2)
+    assert b.train_batch_size_tokens == 4 * 64 * 2 * 3
+    assert arguments().resolve(1).gradient_accumulation_steps == 1
+    assert b.per_device_eval_batch_size == 4
+    assert b.resolve(2) == b
+    assert a.gradient_accumulation_steps is None  # the original is untouched
+
+
+def test_batches_that_do_not_divide_or_disagree_are_refused():
+    a = arguments(per_device_train_batch_size=4, max_seq_length=64, train_batch_size_tokens=2000)
+    with pytest.raises(ConfigurationError, match="2000 is not divisible.*1792 or 2048"):
+        a.resolve(1)
+    with pytest.raises(ConfigurationError, match="not divisible.*nearest that are: 2304"):
+        a.resolve(9)
+    b = arguments(max_seq_length=64, train_batch_size_tokens=2048, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigurationError, match="contradicts gradient_accumulation_steps 2.*remove one"):
+        b.resolve(1)
+
+
+def test_resolved_configuration_round_trips_through_a_file(tmp_path):
+    a = arguments(precision__recipe="current", data__weights={"a": 2}).resolve(2)
+    a.output_dir = "somewhere"
+    path = write(tmp_path, a.to_dict())
+    assert load_arguments([path]).resolve(2) == a
+
+
+def test_command_line_overrides(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    a = load_arguments(
+        [
+            "--local_rank=1", path, "--learning_rate", "1e-3", "--precision.recipe=current", "--run_name", "7",
+            "--data.sources.v1.5", "data/b", "--gradient_checkpointing", "true", "--per_device_eval_batch_size",
+            "null", "--deepspeed.zero_optimization.stage", "2", "--local-rank", "3",
+            "--resume_from_checkpoint", "never",
+        ]
+    )  # fmt: skip
+    assert (a.learning_rate, a.precision.recipe, a.run_name) == (1e-3, "current", "7")
+    assert a.data.sources == {"a": "data/a", "v1.5": "data/b"}
+    assert a.gradient_checkpointing is True and a.per_device_eval_batch_size is None
+    assert a.deepspeed == {"zero_optimization": {"stage": 2}}
+    assert a.resume_from_checkpoint == "never"
+    assert a.output_dir == "output/run"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "one CONFIG is expected, 0 are given"),
+        (["{config}", "other.json"], "2 are given"),
+        (["{config}", "--learning_rate"], "--learning_rate needs a value"),
+        (["{config}", "--seed", "--run_name", "x"], "--seed needs a value"),
+        (["{config}", "--verbose"], "--verbose: unknown key; --help lists all keys"),
+        (["{config}", "--learning_rat", "--seed", "1"], "unknown key (did you mean learning_rate?)"),
+        (["--verbose", "{config}"], "--verbose: unknown key"),
+        (["{config}", "--data.sources", "a"], '"a" is given, an object'),
+        (["{config}", "--data.sources", "{a:b}"], "--data.sources {a:b} is not valid JSON: Expecting prop"),
+        (["{config}", "--data.weights", "[1,"], "at character 4; for example --data.weights '{"),
+        (["{config}", "--deepspeed.optimizer", "{"], "--deepspeed.optimizer { is not valid JSON"),
+        (["{config}", "--optimizer", "{"], "optimizer: unknown key"),
+        (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
+        (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
+        (["no_such_config"], "train_config_tiny.json"),
+    ],
+)
+def test_command_line_errors(argv, words, tmp_path):
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(ConfigurationError) as error:
+        load_arguments([word.replace("{config}", path) for word in argv])
+    assert words in str(error.value)
+
+
+def test_a_string_may_begin_like_json(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    a = load_arguments([path, "--run_name", "[new] try", "--data.sources.b", "{b"])
+    assert a.run_name == "[new] try" and a.data.sources["b"] == "{b"
+
+
+def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, monkeypatch):
+    path = write(tmp_path, MINIMAL)
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch(), link.symlink_to("nowhere")
+    for output_dir, place in ((file, file), (file / "a" / "b", file), (link, link)):
+        with pytest.raises(ConfigurationError) as error:
+            load_arguments([path, "--output_dir", str(output_dir)])
+        assert f'output_dir "{output_dir}": {place} is there and is not a folder' in str(error.value)
+    for output_dir in (tmp_path, tmp_path / "new" / "run"):
+        assert load_arguments([path, "--output_dir", str(output_dir)]).output_dir == str(output_dir)
+    assert not (tmp_path / "new").exists()
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output").touch()
+    with pytest.raises(ConfigurationError, match='output_dir "output/run": output is there'):
+        load_arguments([path])  # the default's
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"max_steps": 1,}', "line 1 column"),
+        ('{"max_steps": 1, "max_steps": 2}', "max_steps is given twice"),
+        ('{"max_steps": NaN}', "NaN is not JSON"),
+        ("[]", "a JSON object is expected, this is a list"),
+    ],
+)
+def test_broken_json_is_located(text, words, tmp_path):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigurationError) as error:
+        load_arguments([path])
+    assert words in str(error.value) and path in str(error.value)
+
+
+def test_bare_names_are_looked_up_here_first_then_in_train_args(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_arguments(["train_config_tiny.json"]).max_steps == 250
+    assert load_arguments(["train_config_tiny"]).output_dir == "output/train_config_tiny"
+    write(tmp_path, MINIMAL, "train_config_tiny.json")
+    assert load_arguments(["train_config_tiny.json"]).max_steps == 100
+
+
+def test_data_folders_are_found_from_another_working_directory(tmp_path, monkeypatch):
+    config = write(tmp_path, {**MINIMAL, "data": {"sources": {"a": "train_args", "b": "nowhere"}}})
+    monkeypatch.chdir(tmp_path)
+    sources = load_arguments([config]).data.sources
+    assert sources == {"a": str(REPOSITORY / "train_args"), "b": "nowhere"}
+    (tmp_path / "train_args").mkdir()
+    assert load_arguments([config]).data.sources["a"] == "train_args"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(CONFIG_FOLDER.glob("train_config_*.json")), ids=lambda path: path.stem
+)
+def test_shipped_configurations_resolve_on_one_and_two_devices(path):
+    a = load_arguments([str(path)])
+    assert a.resolve(1).train_batch_size_tokens == a.resolve(2).train_batch_size_tokens
+    build.load_config(a.model.config)
+    assert a.report_to == "none"  # wandb is optional
+    folders = json.loads(path.read_text())["data"]["sources"].values()
+    assert all(folder.startswith("data/") for folder in folders)  # no path of somebody's machine
+
+
+def test_the_baseline_differs_from_fp8_only_in_precision():
+    fp8, bf16 = (load_arguments([f"train_config_{kind}"]).to_dict() for kind in ("fp8", "bf16"))
+    keys = {key for key in fp8 if fp8[key] != bf16[key]}
+    assert keys == {"precision", "output_dir"}
+    assert resume_differences(fp8, bf16) == ['precision.compute: "fp8" -> "bf16"']
+
+
+def test_resume_names_what_changes_the_numbers():
+    old = arguments().resolve(1).to_dict()
+    assert resume_differences(old, old) == []
+    new = arguments(learning_rate=1e-3, precision__recipe="current", data__sources={"b": "data/a"}).resolve(1)
+    assert sorted(resume_differences(old, new.to_dict())) == [
+        'data.sources: ["a"] -> ["b"]',
+        "learning_rate: 0.0003 -> 0.001",
+        'precision.recipe: "delayed" -> "current"',
+    ]
+    backend = arguments(precision__backend="reference").resolve(1).to_dict()
+    assert resume_differences(old, backend) == ['precision.backend: "auto" -> "reference"']
+    staged = arguments(deepspeed="ds_config_zero2.json").resolve(1).to_dict()
+    assert "deepspeed.zero_optimization.stage: 1 -> 2" in resume_differences(old, staged)
+
+
+def test_resume_leaves_the_rest_free():
+    old = arguments(train_batch_size_tokens=32768).resolve(1).to_dict()
+    new = arguments(
+        train_batch_size_tokens=32768, logging_steps=1, eval_steps=5, save_steps=5, output_dir="x", report_to="wandb",
+        run_name="n", max_eval_samples=8, data__sources={"a": "moved"}, resume_from_checkpoint="never",
+        precision__calibration_passes=2,
+        save_total_limit=1, gradient_checkpointing=True, save_strategy="no",
+    ).resolve(2)  # fmt: skip
+    assert resume_differences(old, new.to_dict()) == []
+    assert set(FREE_ON_RESUME) <= {key for key, _ in all_fields(TrainingArguments)}
+
+
+def test_a_checkpoint_from_before_there_were_switches_goes_on_without_them():
+    old = arguments().resolve(1).to_dict()
+    del old["speed"], old["precision"]["auto"], old["precision"]["calibration_passes"]
+    off = (
+        arguments(**{f"speed__{f.name}": False for f in dataclasses.fields(SpeedConfig)}).resolve(1).to_dict()
+    )
+    assert resume_differences(old, off) == []
+    on = arguments().resolve(1).to_dict()
+    assert "speed.main_grad: false -> true" in resume_differences(old, on)
+
+
+@pytest.mark.parametrize("recipe,format", [("delayed", "hybrid"), ("current", "hybrid"), ("block", "e4m3")])
+def test_a_checkpoint_from_before_there_was_a_default_format_has_that_of_its_recipe(recipe, format):
+    old = arguments(precision__recipe=recipe).resolve(1).to_dict()
+    old["precision"]["fp8_format"] = None
+    same = arguments(precision__recipe=recipe, precision__fp8_format=format).resolve(1).to_dict()
+    assert resume_differences(old, same) == []
+    now = arguments(precision__recipe=recipe).resolve(1).to_dict()
+    assert resume_differences(old, now) == (
+        ['precision.fp8_format: "hybrid" -> "e4m3"'] if format == "hybrid" else []
+    )
+
+
+def test_resume_may_lengthen_a_run_only_without_decay():
+    def differences(**changes):
+        return resume_differences(
+            arguments(**changes).resolve(1).to_dict(),
+            arguments(max_steps=200, **changes).resolve(1).to_dict(),
+        )
+
+    assert differences(lr_scheduler_type="constant") == []
+    assert differences(lr_scheduler_type="cosine") == ["max_steps: 100 -> 200"]
+
+
+def test_help_and_table_name_every_key(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_arguments(["--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == help_text()
+    table = arguments(seed=7).table()
+    for key, field in all_fields(TrainingArguments):
+        assert f"--{key} " in printed and field.metadata["help"] in printed
+        assert f" {key} " in table
+    lines = {line.split()[-2]: line for line in table.splitlines() if line.endswith("7")}
+    assert lines["seed"].startswith("*")
+
+
+def test_every_key_has_a_reader():
+    """Some source other than the one that declares them reads each key as an attribute."""
+    declared = {"train/config/arguments.py", "train/config/argument_checks.py", "train/config/strict_json.py"}
+    read = set()
+    for path in [*REPOSITORY.glob("train/*.py"), *REPOSITORY.glob("model/**/*.py")]:
+        if str(path.relative_to(REPOSITORY)) in declared:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+    unread = {key.split(".")[-1] for key, _ in all_fields(TrainingArguments)} - read
+    assert not unread, f"keys that nothing reads: {sorted(unread)}"

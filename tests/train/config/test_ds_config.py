@@ -1,0 +1,232 @@
+"""The DeepSpeed configuration: what is filled in, what is refused, and that DeepSpeed itself accepts the result."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from train.config.arguments import CONFIG_FOLDER, REPOSITORY, ConfigurationError, TrainingArguments
+from train.config.ds_config import KNOWN_KEYS, SECTION_KEYS, UNSUPPORTED_KEYS, resolve_ds_config
+
+
+def arguments(deepspeed=None, compute="bf16", **changes):
+    raw = {
+        "model": {"config": "tiny"},
+        "data": {"sources": {"a": "a"}},
+        "precision": {"compute": compute},
+        "max_steps": 10,
+        "max_seq_length": 32,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "deepspeed": deepspeed,
+        **changes,
+    }
+    return TrainingArguments.from_dict(raw)
+
+
+def refused(deepspeed, **changes):
+    with pytest.raises(ConfigurationError) as error:
+        resolve_ds_config(arguments(deepspeed, **changes), 2)
+    return str(error.value)
+
+
+def test_nothing_given_is_zero_1_with_float32_accumulation():
+    config, notes = resolve_ds_config(arguments(), 2)
+    assert config["zero_optimization"] == {"stage": 1}
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["train_batch_size"] == 16
+    assert config["gradient_clipping"] == 1.0
+    assert config["timers"] == {"throughput": {"enabled": False}}
+    assert config["wall_clock_breakdown"] is False
+    assert any("train_batch_size = 16" in note and "2 ranks" in note for note in notes)
+
+
+def test_an_empty_configuration_gets_everything_and_clipping_can_be_off():
+    config, _ = resolve_ds_config(arguments({}, max_grad_norm=0.0), 1)
+    assert config["train_batch_size"] == 8
+    assert config["zero_optimization"] == {"stage": 0}
+    assert config["gradient_clipping"] == 0.0  # left out, DeepSpeed would clip at 1.0
+
+
+@pytest.mark.parametrize(
+    ("compute", "bf16", "fp16"),
+    [("fp8", True, False), ("bf16", True, False), ("fp16", False, True), ("fp32", False, False)],
+)
+def test_precision_selects_deepspeeds_section(compute, bf16, fp16):
+    config, _ = resolve_ds_config(arguments(compute=compute), 1)
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (bf16, fp16)
+
+
+def test_accumulation_comes_from_tokens_per_step():
+    a = arguments(gradient_accumulation_steps=None, train_batch_size_tokens=4 * 32 * 2 * 5)
+    assert resolve_ds_config(a, 2)[0]["gradient_accumulation_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 8}, ["train_batch_size: 8", "2 ranks", "16"]),
+        ({"train_micro_batch_size_per_gpu": 1}, ["per_device_train_batch_size", "makes it 4"]),
+        ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "makes it 2"]),
+        ({"gradient_clipping": 0.5}, ["gradient_clipping: 0.5", "max_grad_norm makes it 1.0"]),
+        ({"bf16": {"enabled": False}}, ["bf16.enabled: false", "precision.compute bf16"]),
+        ({"fp16": {"enabled": True}}, ["fp16.enabled: true", "precision.compute bf16"]),
+        ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "did you mean zero_optimization?"]),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, ["data_types.grad_acum_dtype", "grad_accum_dtype?"]),
+        ({"timers": {"troughput": {}}}, ["timers.troughput", "throughput?"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler: not supported", "lr_scheduler_type"]),
+        ({"activation_checkpointing": {}}, ["gradient_checkpointing"]),
+        ({"wandb": {"enabled": True}}, ["report_to"]),
+        ({"bfloat16": {"enabled": True}}, ["name is bf16"]),
+        ({"optimizer": {"type": "Lion", "params": {}}}, ['"Lion" is not supported', "AdamW"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
+            ["optimizer.params.lr: 1e-05", "learning_rate"],
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, ["optimizer.params.betas"]),
+        ({"optimizer": {"type": "AdamW", "params": {"wd": 0.1}}}, ["optimizer.params.wd: not supported"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["only AdamW"]),
+        ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4", "0, 1, 2 or 3"]),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ["offloading"]),
+        ({"zero_optimization": True}, ["zero_optimization: true", "an object"]),
+        (
+            {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},
+            ["ZeRO 0", "ZeRO 1"],
+        ),
+        ({"steps_per_print": "auto"}, ['steps_per_print: "auto" cannot be filled in']),
+    ],
+)
+def test_contradictions_and_unknown_keys_are_refused(config, words):
+    message = refused(config)
+    for word in words:
+        assert word in message
+
+
+def test_compiled_layers_exclude_zero_3():
+    changes = dict(model={"config": "tiny", "variant": "hf", "compile": True}, precision={"compute": "bf16"})
+    assert "use stage 0, 1 or 2, or set model.compile to false" in refused("ds_config_zero3.json", **changes)
+    resolve_ds_config(arguments("ds_config_zero2.json", **changes), 2)
+    changes["model"]["compile"] = False
+    resolve_ds_config(arguments("ds_config_zero3.json", **changes), 2)
+
+
+def test_all_problems_come_at_once():
+    message = refused({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}})
+    assert "3 problems" in message
+
+
+def test_a_matching_optimizer_section_is_removed_with_a_note():
+    section = {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": "auto"},
+    }
+    config, notes = resolve_ds_config(arguments({"optimizer": section}), 1)
+    assert "optimizer" not in config
+    assert any("optimizer section is removed" in note for note in notes)
+
+
+def test_zero_3_sizes_follow_the_hidden_size():
+    config, _ = resolve_ds_config(arguments("ds_config_zero3.json"), 1)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 128 * 128
+    assert config["zero_optimization"]["stage3_param_persistence_threshold"] == 1280
+
+
+def test_what_the_user_turned_on_stays_on_with_a_note():
+    config, notes = resolve_ds_config(arguments({"wall_clock_breakdown": True, "steps_per_print": 5}), 1)
+    assert config["wall_clock_breakdown"] is True and config["steps_per_print"] == 5
+    assert any("wall_clock_breakdown is on" in note for note in notes)
+
+
+def test_the_arguments_are_not_modified():
+    given = {"gradient_clipping": "auto"}
+    resolve_ds_config(arguments(given), 1)
+    assert given == {"gradient_clipping": "auto"}
+
+
+DEEPSPEED_SCRIPT = """
+import json, sys
+import torch, deepspeed
+from deepspeed.runtime import config as ds
+
+torch.set_num_threads(1)
+
+class Recorder(dict):
+    read = set()
+    class Keys:
+        def __contains__(self, key): Recorder.read.add(key); return False
+        def __iter__(self): return iter(())
+    def get(self, key, default=None): Recorder.read.add(key); return dict.get(self, key, default)
+    def __contains__(self, key): Recorder.read.add(key); return dict.__contains__(self, key)
+    def __getitem__(self, key): Recorder.read.add(key); return dict.__getitem__(self, key)
+    def keys(self): return Recorder.Keys()
+
+ds.DeepSpeedConfig(Recorder(train_batch_size=1))
+result = {"read": sorted(Recorder.read), "removed": sorted(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS), "runs": {}}
+for name, config in json.load(sys.stdin).items():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    # the exact class that train.optimizer builds
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses = []
+    for _ in range(6):
+        loss = engine(torch.ones(4, 8, dtype=next(engine.module.parameters()).dtype)).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    result["runs"][name] = {
+        "steps": engine.global_steps, "losses": losses, "optimizer": type(engine.optimizer).__name__,
+        "clip": engine.gradient_clipping(),
+    }
+print("RESULT" + json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def deepspeed_result():
+    """One process for all that needs DeepSpeed itself: the keys it reads, and each shipped file in a real engine."""
+    configs = {
+        f"{path.stem}-{compute}": resolve_ds_config(arguments(path.name, compute), 1)[0]
+        for path in sorted(CONFIG_FOLDER.glob("ds_config_*.json"))
+        for compute in (("bf16", "fp32") if "zero1" in path.name else ("bf16",))
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED_SCRIPT],
+        input=json.dumps(configs), env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT"))
+
+
+def test_known_keys_are_the_ones_that_deepspeed_reads(deepspeed_result):
+    read = set(deepspeed_result["read"])
+    ours = KNOWN_KEYS | UNSUPPORTED_KEYS.keys()
+    assert read - ours - set(deepspeed_result["removed"]) == set()
+    # read only below another setting or elsewhere than in DeepSpeedConfig
+    assert ours - read <= {"vocabulary_size", "autotuning", "aio", "sequence_parallel_size"}
+    assert SECTION_KEYS.keys() <= KNOWN_KEYS
+
+
+def test_every_shipped_configuration_trains_in_deepspeed(deepspeed_result):
+    runs = deepspeed_result["runs"]
+    assert {name.removeprefix("ds_config_") for name in runs} == {
+        "zero0-bf16", "zero1-bf16", "zero1-fp32", "zero2-bf16", "zero3-bf16",
+    }  # fmt: skip
+    for name, run in runs.items():
+        assert run["steps"] == 3, name  # accumulation 2
+        assert run["losses"][4] < run["losses"][0], name
+        assert run["clip"] == 1.0, name
+    assert (
+        runs["ds_config_zero1-bf16"]["optimizer"] == "BF16_Optimizer"
+    )  # float32 gradients between micro-batches

@@ -1,0 +1,170 @@
+"""data.document_mask: positions and labels of batches, and runs with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.train.conftest import write_jsonl
+from tests.train.runs import curve, metrics, run
+from train.config.arguments import ConfigurationError, TrainingArguments, resume_differences
+from train.checkpoint.load import CheckpointError
+from train.data.format import DataError, read_manifest
+from train.data.stream import NO_LABEL, MicroBatches, open_stream
+from train.engine.step import on_device
+
+T = 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path, prepare, corpus: Path) -> Path:
+    """Documents of about 50 tokens and many of a few, in several shards."""
+    short = write_jsonl(tmp_path / "short.jsonl", ["fox", "a", "the dogs", "x", "moon"] * 40)
+    assert prepare(tmp_path / "data", short, corpus, eval_fraction=0.1, shard_tokens=3000) == 0
+    return tmp_path / "data"
+
+
+def naive(folder: Path, split: str, seq_length: int) -> list[tuple[list[int], list[int], list[int]]]:
+    """(input_ids, labels, positions) of each window, computed token by token."""
+    manifest = read_manifest(folder)
+    tokens: list[int] = []
+    in_document: list[int] = []
+    for shard in manifest.split_shards(split):
+        tokens += np.fromfile(folder / shard.name, "<u2").tolist()
+        ends = np.fromfile(folder / f"{shard.name}.index", "<u8").tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            in_document += range(end - begin)
+    windows = []
+    for start in range(0, len(tokens) - seq_length, seq_length):
+        positions = []
+        for at in range(start, start + seq_length):
+            new = at == start or in_document[at] == 0
+            positions.append(0 if new else positions[-1] + 1)
+        labels = [
+            NO_LABEL if in_document[at] == 0 else tokens[at]
+            for at in range(start + 1, start + seq_length + 1)
+        ]
+        windows.append((tokens[start : start + seq_length], labels, positions))
+    return windows
+
+
+@pytest.mark.parametrize(
+    "split,seq_length", [("train", T), ("train", 1), ("train", 7), ("train", 4096), ("eval", T), ("eval", 7)]
+)
+def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, seq_length: int) -> None:
+    stream = open_stream({"a": folder}, None, seq_length, seed=1, split=split, document_mask=True)
+    plain = open_stream({"a": folder}, None, seq_length, seed=1, split=split)
+    expected = naive(folder, split, seq_length)
+    ids, labels, positions = found = stream.batch(0, stream.num_samples)
+    assert positions.dtype == torch.int64 and positions.shape == ids.shape
+    for row, (_, window) in enumerate(stream.sample_ids(0, stream.num_samples)):
+        assert tuple(t[row].tolist() for t in found) == expected[window]
+    assert torch.equal(ids, plain.batch(0, stream.num_samples)[0])  # the same samples in the same order
+    missing = labels == NO_LABEL
+    assert torch.equal(labels[~missing], plain.batch(0, stream.num_samples)[1][~missing])
+    # what is not predicted is the token that begins each document
+    assert (plain.batch(0, stream.num_samples)[1][missing] == read_manifest(folder).bos_id).all()
+
+
+def test_micro_batches_carry_positions(folder: Path) -> None:
+    stream = open_stream({"a": folder}, None, T, seed=1, document_mask=True)
+    batches = MicroBatches(stream, 3, rank=1, world_size=2)
+    for micro_step in range(3):
+        found, expected = batches.get(0, micro_step), stream.batch(6 * micro_step + 3, 3)
+        assert len(found) == 3 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    batches.close()
+    ids, _, documents = on_device(found, "cpu")
+    assert torch.equal(ids, found[0]) and torch.equal(documents.positions, found[2])
+    ends = documents.cu_seqlens.tolist()
+    assert ends[0] == 0 and ends[-1] == 3 * T and sorted(ends) == ends
+    assert set(ends[:-1]) | {3 * T} == {*(found[2].flatten() == 0).nonzero().flatten().tolist(), 3 * T}
+
+
+def test_a_corrupt_index_is_named(folder: Path) -> None:
+    stream = open_stream({"a": folder}, None, T, seed=1, document_mask=True)
+    shard = read_manifest(folder).split_shards("train")[0]
+    path = folder / f"{shard.name}.index"
+    ends = np.fromfile(path, "<u8")
+    at = next(i for i in range(4, len(ends)) if ends[i] // T == ends[i - 1] // T)  # both end in one window
+    ends[at] = ends[at - 1]
+    path.chmod(0o644)
+    ends.tofile(path)
+    with pytest.raises(DataError, match=f"{folder}: the document ends of sample .* do not increase"):
+        stream.batch(0, stream.num_samples)
+
+
+@pytest.mark.parametrize("variant,precision", [("te_layer", "delayed"), ("te_linear", "bf16")])
+def test_a_run_within_documents(settings: dict, folder: Path, variant: str, precision: str) -> None:
+    """Through DeepSpeed: it learns, resumes to the bit, and its evaluation loss is the mean over the labels."""
+    compute = {"recipe": "delayed"} if precision == "delayed" else {"compute": precision}
+    settings = {**settings, "precision": compute, "model": {**settings["model"], "variant": variant}}
+    settings["data"] = {"sources": {"text": str(folder)}, "document_mask": True}
+    whole = run(settings, save_steps=3, gradient_accumulation_steps=3)
+    losses = curve(whole)
+    assert losses[-1][1] < losses[0][1] - 0.3
+    (whole / "checkpoints/step-00000006/manifest.json").unlink()
+    assert curve(run(settings, save_steps=3, gradient_accumulation_steps=3)) == losses
+    assert metrics(whole)[-1]["tokens"] == 6 * 3 * 2 * 64  # what was processed, with a label or without
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
+    stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval", document_mask=True)
+    total = count = 0
+    ids, labels, documents = on_device(stream.batch(0, 5), "cpu")
+    bounds = documents.cu_seqlens.tolist()
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        if a < b:
+            with torch.no_grad():
+                logits = model(input_ids=ids.flatten()[None, a:b]).logits[0]
+            wanted = labels.flatten()[a:b]
+            total += float(F.cross_entropy(logits, wanted, reduction="sum"))
+            count += int((wanted != NO_LABEL).sum())
+    assert count < 5 * 64
+    assert total / count == pytest.approx(metrics(whole)[-1]["eval_loss"], abs=1e-2)
+
+    with pytest.raises(CheckpointError, match="data.document_mask: true -> false"):
+        data = {**settings["data"], "document_mask": False, "allow_changes_on_resume": True}
+        run({**settings, "data": data}, max_steps=7, gradient_accumulation_steps=3)
+
+
+def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_path: Path) -> None:
+    """However the samples of a step are cut into micro-batches, in float32 the numbers are the same: a mean of means
+    would differ, since micro-batches differ in their number of labels."""
+    settings["data"] = {"sources": {"text": str(folder)}, "document_mask": True}
+    settings["precision"] = {"compute": "fp32"}
+    curves = []
+    for rows, accumulation in ((4, 1), (1, 4)):
+        output_dir = run(
+            settings,
+            output_dir=str(tmp_path / f"rows{rows}"),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
+            max_steps=3,
+        )
+        curves.append(curve(output_dir))
+    for one, four in zip(*curves, strict=True):
+        assert one[1] == pytest.approx(four[1], rel=2e-6)
+        assert one[2] == pytest.approx(four[2], rel=1e-5)
+
+
+def test_what_the_configuration_says(settings: dict) -> None:
+    settings["data"]["document_mask"] = True
+    settings["model"]["variant"] = "hf"
+    settings["precision"] = {"compute": "bf16"}
+    with pytest.raises(ConfigurationError, match="data.document_mask true.*choose te_linear or te_layer"):
+        TrainingArguments.from_dict(settings)
+    settings["model"]["variant"] = "te_layer"
+    new = TrainingArguments.from_dict(settings).resolve(1).to_dict()
+    old = json.loads(json.dumps(new))
+    old["data"]["document_mask"] = False
+    assert resume_differences(old, new) == ["data.document_mask: false -> true"]
+    del old["data"]["document_mask"]  # a run from before there was the key
+    assert resume_differences(old, new) == ["data.document_mask: false -> true"]
+    new["data"]["document_mask"] = False
+    assert resume_differences(old, new) == []

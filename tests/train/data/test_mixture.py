@@ -1,0 +1,297 @@
+"""The mixture of sources: exact quotas at every prefix, over stages too, from any position; what is refused."""
+
+import hashlib
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from test_fp8.common.folders import make_folder
+from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.data.format import DataError
+from train.data.stream import MicroBatches, SampleStream, open_stream
+from train.data.mixture import MixtureStage
+from train.data.order import Mixture
+
+T = 16
+STAGES = [
+    (0, [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02]),
+    (33_333, [0.4, 0, 0.3, 0.1, 0.1, 0.05, 0.05]),
+    (70_001, [0.1234567, 0.3, 0.7777777, 2, 1 / 3, 0, 0.001]),
+]
+
+
+def worst_deviation(stages: list[tuple[int, list[float]]], samples: int) -> float:
+    """Of what any source has given at any prefix from its target, in samples; checks the ordinals, too."""
+    source, ordinal = Mixture(stages[0][1], later=stages[1:]).locate(0, samples)
+    stops = [start for start, _ in stages[1:]] + [samples]
+    worst = 0.0
+    for index in range(len(stages[0][1])):
+        given, target = np.cumsum(source == index), np.empty(samples)
+        reached = 0.0
+        for (start, weights), stop in zip(stages, stops, strict=True):
+            share = weights[index] / math.fsum(weights)
+            target[start:stop] = reached + share * np.arange(1, stop - start + 1)
+            reached += share * (stop - start)
+        worst = max(worst, float(np.abs(given - target).max()))
+        assert np.array_equal(ordinal[source == index], np.arange(given[-1]))
+    return worst
+
+
+@pytest.mark.parametrize("stages", [STAGES[:1], STAGES], ids=["one stage", "three stages"])
+def test_every_prefix_of_100_000_samples_is_within_one_sample(stages):
+    bound = 1 - 1 / (2 * len(STAGES[0][1]) - 2)
+    # 0.1 is what rounding weights to a millionth adds over 100,000 samples, at most
+    assert worst_deviation(stages, 100_000) < bound + 0.1
+
+
+def random_stages(choice: random.Random) -> list[tuple[int, list[float]]]:
+    count, stages, start = choice.randint(1, 6), [], 0
+    for _ in range(choice.randint(1, 6)):
+        weights: list[float] = [
+            choice.choice([0, 0, 1, 2, 3, 7, choice.randint(1, 100)]) for _ in range(count)
+        ]
+        weights[choice.randrange(count)] += 1
+        stages.append((start, weights))
+        start += choice.choice([1, 2, 3, choice.randint(1, 30), choice.randint(1, 3000)])
+    return stages
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_stages_keep_the_bound_and_any_position_is_found(seed):
+    choice = random.Random(seed)
+    for _ in range(10):
+        stages = random_stages(choice)
+        sources, samples = len(stages[0][1]), stages[-1][0] + 2000
+        bound = 1 - 1 / (2 * sources - 2) if sources > 1 else 0
+        assert worst_deviation(stages, samples) < bound + 1e-6, stages
+        mixture = Mixture(stages[0][1], later=stages[1:])
+        source, ordinal = mixture.locate(0, samples)
+        for _ in range(5):
+            start = choice.randrange(samples)
+            count = choice.randint(1, samples - start)
+            part = mixture.locate(start, count)
+            assert np.array_equal(part[0], source[start : start + count]), stages
+            assert np.array_equal(part[1], ordinal[start : start + count]), stages
+
+
+def test_deadlines_look_beyond_the_end_of_a_stage():
+    """Each stage has weights for those alone that had least so far: an order that did not know the stages to come
+    would leave one source ever further behind, 2 samples here."""
+    sources, stages, start, late = 16, [], 0, list(range(16))
+    while len(late) > 1:
+        stages.append((start, [1 if k in late else 0 for k in range(sources)]))
+        start += len(late) // 2
+        source, _ = Mixture(stages[0][1], later=stages[1:]).locate(0, start)
+        late = [k for k in late if k not in source][: len(late) // 2]
+    stages.append((start, [1] * sources))
+    assert worst_deviation(stages, start + 100) < 1
+
+
+def test_stages_of_any_length_cost_no_more_than_short_ones():
+    far = Mixture([0.7, 0.3], later=[(10**12 + 1, [0.2, 0.8]), (3 * 10**12, [0.5, 0.5])])
+    kept = sum(len(segment.source) for segment in far._segments)
+    assert kept < 100
+    source, ordinal = far.locate(10**12 + 1 - 5, 10)
+    assert {*source[5:].tolist()} == {0, 1} and (source[5:] == 1).sum() == 4
+    given = far.locate(3 * 10**12 - 1000, 1000)
+    for index, total in ((0, 0.7 * 10**12 + 0.2 * 2 * 10**12), (1, 0.3 * 10**12 + 0.8 * 2 * 10**12)):
+        assert abs(int(given[1][given[0] == index][-1]) + 1 - total) < 2
+
+
+@pytest.mark.parametrize(
+    "weights, beginning, digest",
+    [
+        ([0.7, 0.3], "01000100100100010010", "dad759c29b20e464"),
+        ([0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02], "00100200100300100400", "e704c55282010f63"),
+        ([12345, 678, 9], "00000000000000100000", "513a9369e4dd7e23"),
+    ],
+)
+def test_the_order_of_one_stage_is_what_checkpoints_were_written_with(weights, beginning, digest):
+    source, _ = Mixture(weights).locate(0, 10_000)
+    assert "".join(map(str, source[:20])) == beginning
+    assert hashlib.sha256(source.astype(np.uint8).tobytes()).hexdigest().startswith(digest)
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    """Three sources, of which each token id says from which it is: a below 100, b below 200, c below 300."""
+    names, made = ["a", "b", "c"], {}
+    for index, name in enumerate(names):
+        tokens = [np.arange(size) % 100 + 100 * index for size in (1500, 700 + 300 * index)]
+        made[name] = str(make_folder(tmp_path / name, {"train": tokens, "eval": [tokens[1]]}))
+    return made
+
+
+def staged(*stages: tuple[int | None, dict[str, float]]) -> list[MixtureStage]:
+    return [MixtureStage(until_tokens=until, weights=weights) for until, weights in stages]
+
+
+WEIGHTS = staged((100 * T, {"a": 1}), (200 * T + 1, {"a": 0.5, "b": 0.5, "c": 0}), (None, {"b": 1, "c": 3}))
+
+
+def names_of(stream: SampleStream, start: int, count: int) -> str:
+    return "".join(stream.sources[source].name for source, _ in stream.sample_ids(start, count))
+
+
+def test_a_stage_begins_with_the_first_sample_at_or_beyond_its_boundary(folders):
+    stream = open_stream(folders, WEIGHTS, T, seed=1)
+    assert names_of(stream, 0, 100) == "a" * 100
+    # sample 200 begins at token 200 * T, before the boundary; sample 201 is the first beyond
+    assert (
+        sorted(names_of(stream, 100, 101)) == ["a"] * 50 + ["b"] * 51
+        or sorted(names_of(stream, 100, 101)) == ["a"] * 51 + ["b"] * 50
+    )
+    assert "a" not in names_of(stream, 201, 400) and names_of(stream, 201, 400).count("c") in (299, 300, 301)
+
+
+def test_a_micro_batch_may_straddle_a_boundary(folders):
+    stream = open_stream(folders, WEIGHTS, T, seed=1)
+    batches = MicroBatches(stream, 12, 0, 1)
+    first, second = (batches.get(96, step)[0] for step in range(2))
+    batches.close()
+    origins = "".join("abc"[int(row[0]) // 100] for row in [*first, *second])
+    assert origins == names_of(stream, 96, 24) and origins[:4] == "aaaa" and "b" in origins[4:12]
+
+
+def test_a_stage_change_loses_and_repeats_nothing(folders):
+    """Ordinals go on counting: within each epoch of a source every window comes once, whatever stages it spans."""
+    stream = open_stream(folders, WEIGHTS, T, seed=1)
+    ids = stream.sample_ids(0, 1500)
+    for index, source in enumerate(stream.sources):
+        windows = [window for which, window in ids if which == index]
+        for epoch in range(0, len(windows), source.num_windows):
+            part = windows[epoch : epoch + source.num_windows]
+            assert len(set(part)) == len(part) and (
+                len(part) < source.num_windows or len(set(part)) == source.num_windows
+            )
+    assert (
+        len([1 for which, _ in ids if which == 0]) > stream.sources[0].num_windows
+    )  # a has begun a second epoch
+
+
+def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):
+    plain = {"a": 2.0, "b": 1.0, "c": 1.0}
+    one, other = open_stream(folders, plain, T, 1), open_stream(folders, staged((None, plain)), T, 1)
+    assert one.sample_ids(0, 500) == other.sample_ids(0, 500) and one.fingerprint() == other.fingerprint()
+    assert one.fingerprint()["sources"]["a"]["weight"] == 0.5
+    assert one.stage_that_begins(0, 1000) is None
+
+
+def test_log_and_fingerprint_have_the_stages(folders):
+    stream = open_stream(folders, WEIGHTS, T, seed=1)
+    a, b, c = stream.describe().splitlines()
+    assert "100.00% of the mixture, 50.00% from token 1,600 on, 0.00% from token 3,216 on" in a
+    assert "0.00% of the mixture, 50.00% from token 1,600 on, 25.00% from token 3,216 on" in b
+    assert "0.00% of the mixture, 0.00% from token 1,600 on, 75.00% from token 3,216 on" in c
+    assert stream.fingerprint()["sources"]["c"]["weight_from_sample"] == {"0": 0, "100": 0, "201": 0.75}
+    others = [
+        staged((100 * T, {"a": 1}), (None, {"b": 1, "c": 3})),
+        staged((101 * T, {"a": 1}), (200 * T + 1, {"a": 1, "b": 1}), (None, {"b": 1, "c": 3})),
+        staged((100 * T, {"a": 1}), (200 * T + 1, {"a": 1, "b": 2}), (None, {"b": 1, "c": 3})),
+    ]
+    prints = [json.dumps(open_stream(folders, weights, T, 1).fingerprint()) for weights in (WEIGHTS, *others)]
+    assert len(set(prints)) == 4
+
+
+def test_the_log_says_when_a_stage_begins(folders):
+    stream = open_stream(folders, WEIGHTS, T, seed=1)
+    assert stream.stage_that_begins(90, 10) is None
+    expected = "mixture: stage 2 of 3 begins with sample 100: a 50.00%, b 50.00%, c 0.00%"
+    assert stream.stage_that_begins(90, 11) == stream.stage_that_begins(100, 10) == expected
+    assert stream.stage_that_begins(101, 10) is None
+    assert "stage 1 of 3" in str(stream.stage_that_begins(0, 10))
+
+
+# ---------------------------------------------------------------- what is refused
+
+REFUSED = [
+    ({"a": 1}, ["data.weights name a,", "exactly the sources"]),
+    ({"a": 1, "b": 1, "c": 0}, ["data.weights.c is 0", "positive"]),
+    ({"a": 1, "b": 1, "c": math.inf}, ["data.weights.c is inf"]),
+    ([], ["no stage"]),
+    ([(None, {"a": 1, "b": 1, "d": 1, "c": 1})], ["weights[0] (stage 1 of 1)", "no source 'd'", "a, b, c"]),
+    ([(None, {"a": 1, "b": 1, "c": -1})], ["stage 1 of 1", "weight of 'c' is -1"]),
+    ([(None, {"a": 1, "b": 1})], ["source 'c' has no weight above 0 in any stage"]),
+    ([(50, {"a": 1, "b": 1, "c": 1})], ["stage 1 of 1", "runs to the end", "remove its until_tokens"]),
+    ([(None, {"a": 1, "b": 1}), (None, {"c": 1})], ["weights[0] (stage 1 of 2)", "until_tokens is missing"]),
+    ([(0, {"a": 1, "b": 1}), (None, {"c": 1})], ["stage 1 of 2", "until_tokens is 0", "above 0"]),
+    (
+        [(500, {"a": 1, "b": 1}), (500, {"a": 1}), (None, {"c": 1})],
+        ["weights[1] (stage 2 of 3)", "until_tokens is 500", "above 500"],
+    ),
+    ([(500, {"a": 0}), (None, {"a": 1, "b": 1, "c": 1})], ["stage 1 of 2", "no source has a weight above 0"]),
+]  # fmt: skip
+
+
+def as_json(weights) -> object:
+    if isinstance(weights, dict):
+        return weights
+    keys = [{"weights": each} | ({} if until is None else {"until_tokens": until}) for until, each in weights]
+    return keys
+
+
+def arguments(weights: object) -> TrainingArguments:
+    data = {"sources": {name: f"data/{name}" for name in "abc"}, "weights": weights}
+    return TrainingArguments.from_dict({"model": {"config": "tiny"}, "data": data, "max_steps": 5})
+
+
+@pytest.mark.parametrize("weights, words", REFUSED)
+def test_weights_that_cannot_be_are_named_by_stage_and_source(folders, weights, words):
+    """By the configuration, before anything is opened, and by the stream."""
+    with pytest.raises(ConfigurationError) as configured:
+        arguments(as_json(weights))
+    with pytest.raises(DataError) as opened:
+        open_stream(folders, weights if isinstance(weights, dict) else staged(*weights), T, seed=1)
+    for word in words:
+        assert word in str(configured.value) and word in str(opened.value)
+
+
+def test_a_stage_without_a_sample_and_a_weight_too_small_are_refused(folders):
+    weights = staged((100, {"a": 1, "b": 1}), (101, {"c": 1}), (None, {"a": 1}))
+    with pytest.raises(DataError, match=r"weights\[1\] \(stage 2 of 3\): no sample of 16 tokens"):
+        open_stream(folders, weights, T, seed=1)
+    with pytest.raises(DataError, match=r"data.weights: weight 1e-09 is below one in 1000000"):
+        open_stream(folders, staged((100, {"a": 1, "b": 1e-9}), (None, {"c": 1})), T, seed=1)
+
+
+@pytest.mark.parametrize(
+    "weights, words",
+    [
+        (
+            [{"until_token": 5, "weights": {"a": 1}}],
+            ["data.weights[0].until_token: unknown key", "until_tokens?"],
+        ),
+        ([{"until_tokens": 5}], ["data.weights[0].weights: required"]),
+        ([{"weights": {"a": "1"}}], ['data.weights[0].weights: {"a": "1"} is given', "a number"]),
+        (
+            [{"weights": {"a": 1}, "until_tokens": 1.5}],
+            ["data.weights[0].until_tokens: 1.5 is given, an integer"],
+        ),
+        ([{"weights": {"a": 1}}, 7], ["data.weights[1]: 7 is given, an object is expected"]),
+        ("even", ['data.weights: "even" is given', "an object whose values are a number or a list"]),
+    ],
+)
+def test_stages_of_the_wrong_form_are_named_by_place(weights, words):
+    with pytest.raises(ConfigurationError) as error:
+        arguments(weights)
+    assert "has a problem" in str(error.value)  # one message each, no follow-ups
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_stages_come_from_file_and_command_line_and_go_back_into_a_file(tmp_path):
+    text = '[{"until_tokens": 1000, "weights": {"a": 1, "b": 2}}, {"weights": {"c": 1}}]'
+    raw = {"model": {"config": "tiny"}, "data": {"sources": dict.fromkeys("abc", "x")}, "max_steps": 5}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    given = load_arguments([str(tmp_path / "run.json"), "--data.weights", text])
+    assert given.data.weights == staged((1000, {"a": 1.0, "b": 2.0}), (None, {"c": 1.0}))
+    (tmp_path / "again.json").write_text(json.dumps(given.to_dict()))
+    assert load_arguments([str(tmp_path / "again.json")]) == given
+    assert '"until_tokens": 1000' in given.table()

@@ -1,0 +1,323 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.conftest import corpus_texts, write_jsonl
+from train.data.format import DataError, read_manifest
+from train.data.stream import MicroBatches, open_stream
+from train.data.order import Mixture, permutation_key, permute
+
+T = 32
+
+
+@pytest.fixture
+def data(tmp_path: Path, prepare, corpus) -> Path:
+    """Small data of several shards, made anew for each test so that it may be damaged."""
+    folder = tmp_path / "data"
+    assert prepare(folder, corpus, eval_fraction=0.1, shard_tokens=3000) == 0
+    return folder
+
+
+@pytest.fixture
+def second(tmp_path: Path, prepare) -> Path:
+    path = write_jsonl(tmp_path / "second.jsonl", [text.upper() for text in corpus_texts(120)])
+    assert prepare(tmp_path / "second", path, eval_fraction=0.1) == 0
+    return tmp_path / "second"
+
+
+def second_shard(folder: Path) -> Path:
+    return folder / read_manifest(folder).split_shards("train")[1].name
+
+
+def split_tokens(folder: Path, split: str) -> np.ndarray:
+    shards = read_manifest(folder).split_shards(split)
+    return np.concatenate([np.fromfile(folder / shard.name, "<u2") for shard in shards]).astype(np.int64)
+
+
+def test_an_epoch_has_every_window_once(data):
+    stream = open_stream({"a": data}, None, T, seed=1)
+    tokens = split_tokens(data, "train")
+    windows = (len(tokens) - 1) // T
+    assert (
+        stream.num_samples == windows
+        and stream.num_tokens == len(tokens)
+        and len(read_manifest(data).shards) > 3
+    )
+    expected = [tokens[i * T : i * T + T + 1].tolist() for i in range(windows)]
+    orders = []
+    for epoch in range(2):
+        input_ids, labels = stream.batch(epoch * windows, windows)
+        assert input_ids.dtype == labels.dtype == torch.int64 and input_ids.shape == labels.shape == (
+            windows,
+            T,
+        )
+        found = [ids + [label[-1]] for ids, label in zip(input_ids.tolist(), labels.tolist(), strict=True)]
+        assert torch.equal(input_ids[:, 1:], labels[:, :-1])
+        assert sorted(found) == sorted(expected) and found != expected
+        orders.append(found)
+    assert orders[0] != orders[1]
+
+
+def test_windows_longer_than_a_shard(tmp_path, prepare, corpus):
+    assert prepare(tmp_path / "a", corpus, eval_fraction=0, shard_tokens=1) == 0
+    tokens = split_tokens(tmp_path / "a", "train")
+    stream = open_stream({"a": tmp_path / "a"}, None, 512, seed=0)
+    expected = [tokens[i * 512 : i * 512 + 512].tolist() for i in range(stream.num_samples)]
+    assert sorted(stream.batch(0, stream.num_samples)[0].tolist()) == sorted(expected)
+
+
+def test_eval_is_in_natural_order_and_ends(data):
+    stream = open_stream({"a": data}, None, T, seed=1, split="eval")
+    tokens = split_tokens(data, "eval")
+    input_ids, labels = stream.batch(0, stream.num_samples)
+    covered = stream.num_samples * T
+    assert input_ids.flatten().tolist() == tokens[:covered].tolist()
+    assert labels.flatten().tolist() == tokens[1 : covered + 1].tolist()
+    with pytest.raises(DataError, match=f"of {stream.num_samples} eval samples"):
+        stream.batch(stream.num_samples, 1)
+
+
+def test_eval_of_several_sources_has_each_window_once(data, second):
+    stream = open_stream({"a": data, "b": second}, {"a": 1, "b": 9}, T, seed=1, split="eval")
+    ids = stream.sample_ids(0, stream.num_samples)
+    assert len(set(ids)) == len(ids) == sum(source.num_windows for source in stream.sources)
+    for index, source in enumerate(stream.sources):
+        assert [window for which, window in ids if which == index] == list(range(source.num_windows))
+    assert {which for which, _ in ids[:8]} == {0, 1}
+
+
+@pytest.mark.parametrize("world_size, batch_size", [(1, 12), (2, 6), (3, 4), (4, 3)])
+def test_ranks_share_one_stream(data, second, world_size, batch_size):
+    stream = open_stream({"a": data, "b": second}, {"a": 0.7, "b": 0.3}, T, seed=5)
+    ranks = [MicroBatches(stream, batch_size, rank, world_size) for rank in range(world_size)]
+    for consumed in (0, 24, 1200):
+        for micro_step in (0, 1):
+            parts = [rank.get(consumed, micro_step) for rank in ranks]
+            expected = stream.batch(consumed + micro_step * 12, 12)
+            assert torch.equal(torch.cat([part[0] for part in parts]), expected[0])
+            assert torch.equal(torch.cat([part[1] for part in parts]), expected[1])
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_reopened_stream_goes_on_where_the_first_was(data, second):
+    def opened():
+        return open_stream({"b": second, "a": data}, {"a": 0.7, "b": 0.3}, T, seed=5)
+
+    whole = opened().sample_ids(0, 5000)
+    for position in (1, 1023, 1024, 3777):
+        assert opened().sample_ids(position, 1000) == whole[position : position + 1000]
+    one_by_one = [sample for start in range(900, 1100) for sample in opened().sample_ids(start, 1)]
+    assert one_by_one == whole[900:1100]
+    far = opened().sample_ids(10**12, 100)
+    assert far == opened().sample_ids(10**12 - 50, 150)[50:]
+
+
+def test_no_sample_is_lost_or_repeated_in_an_epoch_of_a_mixture(data, second):
+    stream = open_stream({"a": data, "b": second}, {"a": 2, "b": 1}, T, seed=3)
+    ids = stream.sample_ids(0, 4 * stream.num_samples)
+    for index, source in enumerate(stream.sources):
+        windows = [window for which, window in ids if which == index]
+        for epoch in range(len(windows) // source.num_windows):
+            part = windows[epoch * source.num_windows : (epoch + 1) * source.num_windows]
+            assert sorted(part) == list(range(source.num_windows))
+
+
+def test_seeds_and_sources_have_orders_of_their_own(data):
+    def windows(name: str, seed: int) -> list[int]:
+        stream = open_stream({name: data}, None, T, seed)
+        return [window for _, window in stream.sample_ids(0, stream.num_samples)]
+
+    assert windows("a", 1) == windows("a", 1)
+    assert windows("a", 1) != windows("a", 2) and windows("a", 1) != windows("b", 1)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[0.7, 0.3], [0.5, 0.3, 0.2], [1, 1, 1], [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02], [0.9] + [0.005] * 20,
+     [0.1234567, 0.3, 0.7777777, 2, 1 / 3]],
+)  # fmt: skip
+def test_mixture_is_within_one_sample_at_every_prefix(weights):
+    source, ordinal = Mixture(weights).locate(0, 100_000)
+    prefix = np.arange(1, 100_001)
+    for index, weight in enumerate(weights):
+        counts = np.cumsum(source == index)
+        assert np.abs(counts - prefix * (weight / sum(weights))).max() < 1
+        assert np.array_equal(ordinal[source == index], np.arange(counts[-1]))
+
+
+def test_mixture_is_computed_from_any_position():
+    mixture = Mixture([0.5, 0.3, 0.2])
+    source, ordinal = mixture.locate(10**15, 10)
+    assert np.bincount(source).tolist() == [5, 3, 2]
+    assert ordinal[source == 0].tolist() == list(range(5 * 10**14, 5 * 10**14 + 5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 70_001])
+def test_permutation(size):
+    keys = [permutation_key(1, "a", epoch) for epoch in range(2)]
+    orders = [permute(np.arange(size), size, key) for key in keys]
+    for order in orders:
+        assert np.array_equal(np.sort(order), np.arange(size))
+    if size >= 64:
+        assert not np.array_equal(*orders)
+        assert abs(np.corrcoef(np.arange(size), orders[0])[0, 1]) < 4 / size**0.5
+        assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / size**0.5
+
+
+def test_fingerprint_changes_with_all_that_the_order_depends_on(data, second):
+    def fingerprint(sources=None, weights=None, seq_length=T, seed=1) -> str:
+        sources = sources or {"a": data, "b": second}
+        return json.dumps(open_stream(sources, weights, seq_length, seed).fingerprint(), sort_keys=True)
+
+    same = fingerprint()
+    assert fingerprint() == same == fingerprint(sources={"b": second, "a": data})
+    others = [
+        fingerprint(seed=2), fingerprint(seq_length=16), fingerprint(weights={"a": 1, "b": 1}),
+        fingerprint(sources={"a": data}), fingerprint(sources={"a": second, "b": data}),
+    ]  # fmt: skip
+    assert len({same, *others}) == 6
+
+
+def test_description_and_unigram_loss(data, second):
+    stream = open_stream({"a": data, "b": second}, {"a": 3, "b": 1}, T, seed=1)
+    first, last = stream.describe().splitlines()
+    assert first.startswith("a: ") and "75.00%" in first and last.startswith("b: ") and "25.00%" in last
+    losses = [read_manifest(folder).unigram_loss for folder in (data, second)]
+    assert min(losses) < stream.unigram_loss < max(losses)
+
+
+def test_vocabulary_must_fit_the_model(data):
+    stream = open_stream({"a": data}, None, T, seed=1)
+    stream.check_vocabulary(400)
+    with pytest.raises(DataError, match="does not fit the model.*400.*399"):
+        stream.check_vocabulary(399)
+
+
+def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_dir):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((tokenizer_dir / name).read_bytes())
+    assert prepare(tmp_path / "b", corpus, tokenizer=other) == 0
+    with pytest.raises(DataError, match="different tokenizers"):
+        open_stream({"a": data, "b": tmp_path / "b"}, None, T, seed=1)
+
+
+def test_a_replaced_or_lost_tokenizer_is_refused(data):
+    path = data / "tokenizer" / "tokenizer.model"
+    was = read_manifest(data).tokenizer_sha256
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DataError, match=f"tokenizer.model is not the tokenizer .*manifest.json is {was}"):
+        open_stream({"a": data}, None, T, seed=1)
+    path.unlink()
+    with pytest.raises(DataError, match=r"tokenizer/tokenizer.model is missing"):
+        open_stream({"a": data}, None, T, seed=1)
+
+
+@pytest.mark.parametrize(
+    "weights", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 0}, {"a": 1, "b": float("nan")}]
+)
+def test_bad_weights(data, second, weights):
+    with pytest.raises(DataError, match="data.weights"):
+        open_stream({"a": data, "b": second}, weights, T, seed=1)
+
+
+def test_too_few_tokens(data):
+    with pytest.raises(DataError, match=r"eval split has \d+ tokens, one sample needs 1000001"):
+        open_stream({"a": data}, None, 1_000_000, seed=1, split="eval")
+
+
+def test_missing_folder_manifest_and_sources(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "train_00000.ds").write_bytes(b"1234")
+    for name, message in (
+        ("nowhere", "does not exist"),
+        ("empty", "is empty"),
+        ("shards", "no manifest.json"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_stream({"a": tmp_path / name}, None, T, seed=1)
+    with pytest.raises(DataError, match="data.sources is empty"):
+        open_stream({}, None, T, seed=1)
+
+
+def change_manifest(folder: Path, change) -> None:
+    values = json.loads((folder / "manifest.json").read_text())
+    change(values)
+    (folder / "manifest.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m.pop("dtype"), "lacks dtype"),
+        (lambda m: m["shards"][0].pop("sha256"), "shard 0 lacks sha256"),
+        (lambda m: m.update(schema=99), "schema is 99"),
+        (lambda m: m.update(vocab_size="400"), "'vocab_size' is '400'"),
+        (lambda m: m.update(dtype="uint32"), "does not fit vocab_size 400"),
+        (lambda m: m.update(vocab_size=70_000), "does not fit vocab_size 70000"),
+        (lambda m: m.update(shards=None), "not a list"),
+        (lambda m: m["shards"][0].update(name="../x.ds"), "not a file of this folder"),
+        (lambda m: m["shards"][0].update(tokens=5), "are not 5 tokens"),
+        (lambda m: m.update(tokenizer_files=[]), "'tokenizer_files' is "),
+        (lambda m: m.update(tokenizer_files=["../x"]), "'tokenizer_files' is "),
+        (lambda m: m.update(tokenizer_files=None), "'tokenizer_files' is "),
+    ],
+)
+def test_corrupt_manifest(data, change, message):
+    change_manifest(data, change)
+    with pytest.raises(DataError, match=message):
+        open_stream({"a": data}, None, T, seed=1)
+
+
+def test_manifest_that_is_not_json(data):
+    text = (data / "manifest.json").read_text()
+    (data / "manifest.json").write_text(text[: len(text) // 2])
+    with pytest.raises(DataError, match="corrupt: not JSON"):
+        open_stream({"a": data}, None, T, seed=1)
+
+
+def test_damaged_shards(data):
+    shard = second_shard(data)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    with pytest.raises(DataError, match=f"{shard.name} has .* truncated"):
+        open_stream({"a": data}, None, T, seed=1)
+    shard.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    open_stream({"a": data}, None, T, seed=1)
+    with pytest.raises(DataError, match=f"{shard.name} does not have the sha256"):
+        open_stream({"a": data}, None, T, seed=1, verify=True)
+    shard.unlink()
+    with pytest.raises(DataError, match=f"{shard.name} is missing"):
+        open_stream({"a": data}, None, T, seed=1)
+
+
+def test_verify_passes_whole_data_and_finds_ids_beyond_the_vocabulary(data):
+    open_stream({"a": data}, None, T, seed=1, verify=True)
+    change_manifest(data, lambda m: m.update(vocab_size=300))
+    with pytest.raises(DataError, match="beyond the vocabulary of 300"):
+        open_stream({"a": data}, None, T, seed=1, verify=True)
+
+
+@pytest.mark.parametrize("where", [0, 70, -1])
+def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(data, where):
+    """Also where a sample spans two shards, and for the last token, which is only a label."""
+    path = second_shard(data)
+    tokens = np.fromfile(path, "<u2")
+    tokens[where] = 400
+    tokens.tofile(path)
+    stream = open_stream({"a": data}, None, T, seed=1)
+    offset = where % len(tokens)
+    with pytest.raises(DataError, match=f"{path.name}: token {offset} has the id 400, .* vocabulary of 400"):
+        stream.batch(0, stream.num_samples)
+
+
+def test_shards_that_the_manifest_does_not_list_are_not_read(data):
+    before = open_stream({"a": data}, None, T, seed=1).batch(0, 50)[0]
+    (data / "train_99999.ds").write_bytes(b"\xff" * 5000)
+    assert torch.equal(open_stream({"a": data}, None, T, seed=1).batch(0, 50)[0], before)

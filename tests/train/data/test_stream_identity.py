@@ -1,0 +1,168 @@
+"""A million sample ids are the same for any number of ranks, any read-ahead and over interruptions; what they cost."""
+
+import random
+import statistics
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from test_fp8.common.folders import make_folder, make_sparse_folder
+from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
+from train.data.mixture import MixtureStage
+from train.data.source import TokenSource
+
+SAMPLES = 1_000_000
+STEP = 960  # samples of an optimizer step over all ranks; every number of ranks below divides it
+ACCUMULATION = 2
+T = 8
+
+
+class IdStream(SampleStream):
+    """A stream whose batches are the sample ids themselves, [count, 2], so that a million can be compared."""
+
+    def batch(self, start: int, count: int) -> Batch:
+        ids = torch.tensor(self.sample_ids(start, count))
+        return ids, ids
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sources of 50,000, 20,000 and 7,000 windows: a million samples are many epochs of each."""
+    root = tmp_path_factory.mktemp("sources")
+    sizes = {"a": [150_000, 250_003], "b": [160_001], "c": [30_000, 26_009]}
+    return {
+        name: str(make_folder(root / name, {"train": [np.zeros(size, dtype=np.int64) for size in parts]}))
+        for name, parts in sizes.items()
+    }
+
+
+def opened(folders: dict[str, str]) -> IdStream:
+    weights = [
+        MixtureStage(until_tokens=300_000 * T, weights={"a": 0.6, "b": 0.3, "c": 0.1}),
+        MixtureStage(until_tokens=700_001 * T - 3, weights={"a": 0.2, "c": 0.8}),
+        MixtureStage(weights={"a": 0.35, "b": 0.35, "c": 0.3}),
+    ]
+    return IdStream([TokenSource(name, path, "train", T) for name, path in folders.items()], weights, seed=11)
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, str]) -> np.ndarray:
+    """The first million ids, [SAMPLES, 2] of (source, window), asked for in one go."""
+    return np.array(opened(folders).sample_ids(0, SAMPLES))
+
+
+def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.ndarray:
+    """What the ranks of a run get in `steps` optimizer steps from `consumed` samples on, in the order of the stream."""
+    batch_size = STEP // ACCUMULATION // world_size
+    ranks = [MicroBatches(stream, batch_size, rank, world_size) for rank in range(world_size)]
+    parts = []
+    for _ in range(steps):
+        for micro_step in range(ACCUMULATION):
+            parts += [rank.get(consumed, micro_step)[0] for rank in ranks]
+        consumed += STEP
+    for rank in ranks:
+        rank.close()
+    return torch.cat(parts).numpy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_a_million_ids_are_the_same_for_any_number_of_ranks(folders, expected, world_size):
+    found = consume(opened(folders), 0, SAMPLES // STEP, world_size)
+    assert np.array_equal(found, expected[: len(found)]) and len(found) > SAMPLES - STEP
+
+
+def test_a_million_ids_are_the_same_over_twenty_interruptions(folders, expected):
+    """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
+    consumed samples, which is all that is kept."""
+    choice = random.Random(3)
+    steps = SAMPLES // STEP
+    stops = sorted(choice.sample(range(1, steps), 20)) + [steps]
+    parts, done = [], 0
+    for stop in stops:
+        parts.append(consume(opened(folders), done * STEP, stop - done, choice.choice([1, 2, 3, 4, 8])))
+        done = stop
+    found = np.concatenate(parts)
+    assert np.array_equal(found, expected[: len(found)])
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 7, 100])
+def test_ids_do_not_depend_on_how_far_is_read_ahead(folders, expected, ahead):
+    """Batches that are computed before they are wanted, in any order, are those that are wanted."""
+    stream, choice, starts = opened(folders), random.Random(ahead), list(range(0, 24_000, 24))
+    found = {}
+    for place in range(0, len(starts), ahead + 1):
+        window = starts[place : place + ahead + 1]
+        for start in choice.sample(window, len(window)):
+            found[start] = stream.batch(start, 24)[0].numpy()
+    assert np.array_equal(np.concatenate([found[start] for start in starts]), expected[:24_000])
+
+
+def test_nothing_is_lost_or_repeated_in_any_epoch(folders, expected):
+    for index, source in enumerate(opened(folders).sources):
+        windows = expected[expected[:, 0] == index, 1]
+        epochs = len(windows) // source.num_windows
+        assert epochs >= 5
+        whole = windows[: epochs * source.num_windows].reshape(epochs, source.num_windows)
+        assert np.array_equal(np.sort(whole, axis=1), np.tile(np.arange(source.num_windows), (epochs, 1)))
+        rest = windows[epochs * source.num_windows :]
+        assert len(np.unique(rest)) == len(rest)
+
+
+# ---------------------------------------------------------------- 600 billion tokens
+
+
+def big_stream(folder: Path, shards: int) -> SampleStream:
+    """Two sources, of which the one has `shards` shards of a billion tokens and the other a tenth of that."""
+    for name, count in (("web", shards), ("code", max(1, shards // 10))):
+        make_sparse_folder(folder / name, count, 10**9)
+    sources = {name: folder / name for name in ("web", "code")}
+    return open_stream(sources, {"web": 0.7, "code": 0.3}, 2048, seed=1)
+
+
+def milliseconds_of_1000_ids(stream: SampleStream) -> float:
+    """The median over far-apart places, each asked for the first time."""
+    times = []
+    for place in range(30):
+        start = place * 9_999_991
+        begin = time.perf_counter()
+        ids = stream.sample_ids(start, 1000)
+        times.append((time.perf_counter() - begin) * 1e3)
+        assert len(ids) == 1000
+    return statistics.median(times)
+
+
+def peak_bytes(stream: SampleStream) -> int:
+    """What sampling adds to memory at most."""
+    tracemalloc.start()
+    for place in range(10):
+        stream.sample_ids(place * 1_000_003, 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_1000_ids_of_600_billion_tokens_take_under_10_ms_and_no_more_memory(tmp_path):
+    for name in ("small", "big"):
+        (tmp_path / name).mkdir()
+    small, big = big_stream(tmp_path / "small", 6), big_stream(tmp_path / "big", 600)
+    assert big.num_tokens == 660 * 10**9
+    assert milliseconds_of_1000_ids(big) < 10
+    of_small, of_big = peak_bytes(small), peak_bytes(big)
+    assert of_big < 1.2 * of_small + 50_000, (of_small, of_big)
+    assert of_big < 2_000_000  # a table of the big one's windows would have 2.3 GB
+
+
+def test_opening_600_billion_tokens_is_quick_and_small(tmp_path):
+    """Nothing is read but the manifest, and of the files their sizes."""
+    make_sparse_folder(tmp_path / "web", 600, 10**9)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    open_stream({"web": tmp_path / "web"}, None, 2048, seed=1)
+    seconds = time.perf_counter() - begin
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 5 and kept < 3_000_000

@@ -1,0 +1,99 @@
+"""Parameter groups and schedules."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from train.config.arguments import TrainingArguments
+from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
+
+
+def arguments(**changes):
+    raw = {
+        "model": {"config": "tiny"},
+        "data": {"sources": {"a": "a"}},
+        "max_steps": 100,
+        "learning_rate": 1.0,
+        "min_lr_ratio": 0.1,
+        **changes,
+    }
+    return TrainingArguments.from_dict(raw)
+
+
+class Tied(nn.Module):
+    """Embedding tied to the output, a layer with a bias, a norm whose name says nothing, a frozen matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.fc = nn.Linear(4, 6)
+        self.layernorm_mlp = nn.Linear(6, 4, bias=False)  # a matrix with "norm" in its name decays
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def test_decay_is_by_dimension_and_tied_weights_appear_once():
+    model = Tied()
+    decay, rest = parameter_groups(model, 0.1)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for p in decay["params"]} == {
+        id(p) for p in (model.embed.weight, model.fc.weight, model.layernorm_mlp.weight)
+    }
+    assert {id(p) for p in rest["params"]} == {id(model.fc.bias), id(model.scale)}
+    assert len(decay["params"]) == 3
+
+
+def test_a_model_without_vectors_has_one_group():
+    assert len(parameter_groups(nn.Linear(4, 4, bias=False), 0.1)) == 1
+
+
+def test_a_partitioned_parameter_is_judged_by_its_true_shape():
+    model = nn.Linear(4, 4)
+    model.weight.ds_shape = model.weight.shape
+    model.weight.data = torch.empty(0)
+    assert parameter_groups(model, 0.1)[0]["params"] == [model.weight]
+
+
+def test_optimizer_takes_the_arguments():
+    a = arguments(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
+    optimizer = build_optimizer(Tied(), a)
+    assert type(optimizer) is torch.optim.AdamW  # ZeRO accepts exactly this class
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (1.0, (0.8, 0.9), 1e-6)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+
+
+def test_warmup_starts_above_zero_and_reaches_the_peak():
+    a = arguments(warmup_steps=10)
+    assert [learning_rate_at(s, a) for s in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "halfway"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("warmup_stable_decay", 1.0)]
+)
+def test_schedules_halfway_and_at_the_end(kind, halfway):
+    decay = {"decay_steps": 20} if kind == "warmup_stable_decay" else {}
+    a = arguments(lr_scheduler_type=kind, warmup_steps=10, **decay)
+    assert learning_rate_at(55, a) == pytest.approx(halfway)
+    end = 1.0 if kind == "constant" else 0.1
+    assert learning_rate_at(100, a) == pytest.approx(end)
+    assert learning_rate_at(10_000, a) == pytest.approx(end)
+    rates = [learning_rate_at(s, a) for s in range(9, 101)]
+    assert all(before >= after for before, after in zip(rates, rates[1:], strict=False))
+
+
+def test_cosine_is_a_cosine_and_wsd_decays_linearly_only_in_its_last_steps():
+    a = arguments(warmup_steps=20)
+    assert learning_rate_at(40, a) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.25)))
+    b = arguments(lr_scheduler_type="warmup_stable_decay", decay_steps=40)
+    assert [learning_rate_at(s, b) for s in (0, 60, 70, 80)] == pytest.approx([1, 1, 0.775, 0.55])
+
+
+def test_a_run_that_is_all_warmup_ends_at_the_peak():
+    a = arguments(warmup_steps=100)
+    assert learning_rate_at(99, a) == 1.0
+    assert learning_rate_at(100, a) == 1.0

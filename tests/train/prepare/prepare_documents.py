@@ -1,0 +1,118 @@
+"""Documents in memory through the steps of preparation, for their tests."""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import dill
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from train.prepare.steps import StepOptions, add_arguments, filters, options_of, passes, removal
+from train.prepare.tally import Stage, Tally
+
+needs_spacy = pytest.mark.skipif(importlib.util.find_spec("spacy") is None, reason="needs the package spacy")
+needs_fasttext = pytest.mark.skipif(
+    importlib.util.find_spec("fasttext") is None, reason="needs the package fasttext-numpy2-wheel"
+)
+
+Ranks = list[list[str]]
+
+
+class Read(PipelineStep):
+    """The documents of each task, from memory."""
+
+    def __init__(self, ranks: Ranks, fail_after: int | None = None) -> None:
+        super().__init__()
+        self.ranks, self.fail_after = ranks, fail_after
+
+    def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        for number, text in enumerate(self.ranks[rank]):
+            if number == self.fail_after:
+                raise KeyboardInterrupt
+            yield Document(text=text, id=f"{rank}/{number}")
+
+
+class Write(PipelineStep):
+    """What comes out of a task, and its counts, as a file; refers to the tally as the block of the last stage does."""
+
+    def __init__(self, folder: Path, tally: Tally) -> None:
+        super().__init__()
+        self.folder, self.tally = folder, tally
+
+    def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
+        texts = [document.text for document in data]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        result = {"texts": texts, "removed": self.tally.by_step}
+        (self.folder / f"{rank:05d}.json").write_text(json.dumps(result))
+
+
+def run_stage(stage: Stage, order: list[int] | None = None) -> None:
+    """Run the tasks of a stage, each with the pipeline as a worker gets it: pickled, then copied."""
+    for rank in order or range(stage.tasks):
+        data = None
+        for block in deepcopy(dill.loads(dill.dumps(stage.pipeline))):
+            data = block(data, rank, stage.tasks)
+        deque(data or (), maxlen=0)
+
+
+def last_stage(options: StepOptions, ranks: Ranks, folder: Path) -> Stage:
+    tally = Tally()
+    blocks = [*filters(options, folder / "scratch", tally), *removal(options, folder / "scratch", tally)]
+    return Stage("last", [Read(ranks), *blocks, Write(folder / "out", tally)], len(ranks))
+
+
+def results(folder: Path, ranks: Ranks) -> tuple[Ranks, Counter[str]]:
+    """What each task wrote, and what all of them removed; checks that nothing is lost between the two."""
+    found = [json.loads((folder / "out" / f"{rank:05d}.json").read_text()) for rank in range(len(ranks))]
+    for given, result in zip(ranks, found, strict=True):
+        assert len(given) == len(result["texts"]) + sum(result["removed"].values())
+    return [result["texts"] for result in found], sum((Counter(r["removed"]) for r in found), Counter())
+
+
+def run(
+    options: StepOptions, ranks: Ranks, folder: Path, shuffle: random.Random | None = None
+) -> tuple[Ranks, Counter[str]]:
+    """All stages; the tasks of each in random order with `shuffle`."""
+    stages = passes(options, folder / "scratch", len(ranks), lambda: [Read(ranks)])
+    for stage in [*stages, last_stage(options, ranks, folder)]:
+        order = list(range(stage.tasks))
+        if shuffle:
+            shuffle.shuffle(order)
+        run_stage(stage, order)
+    return results(folder, ranks)
+
+
+def first_of(ranks: Ranks) -> Ranks:
+    """What exact deduplication must leave."""
+    seen: set[str] = set()
+    return [[text for text in texts if not (text in seen or seen.add(text))] for texts in ranks]  # type: ignore[func-returns-value]
+
+
+def text_of(rng: random.Random, words: int = 200) -> str:
+    return " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(words))
+
+
+def near(rng: random.Random, text: str, changes: int = 2) -> str:
+    words = text.split()
+    for place in rng.sample(range(len(words)), changes):
+        words[place] = text_of(rng, 1)
+    return " ".join(words)
+
+
+def parse(*argv: str) -> StepOptions:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return options_of(parser.parse_args(argv))
+
+
+def tree_hashes(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,137 @@
+"""Shares of files: the shares of all tasks are what one task reads, in every format, wherever they are cut."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from train.prepare.corpus import Document, Dropped, list_sources, read_documents, read_share
+
+TEXTS = [f"document {i} " + "x" * (i * 37 % 90) for i in range(120)]
+
+
+def write_lines(path: Path, texts: list[str] = TEXTS, end: str = "\n") -> Path:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + end, encoding="utf-8")
+    return path
+
+
+def shares(inputs: list[Path], tasks: int) -> list[list]:
+    sources = list_sources(map(str, inputs))
+    return [list(read_share(sources, "text", task, tasks)) for task in range(tasks)]
+
+
+def texts_of(items) -> list[str]:
+    items = list(items)
+    assert all(isinstance(item, Document) for item in items), items
+    return [item.text for item in items]
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3, 7, 50])
+def test_shares_together_are_everything_in_order(tmp_path, tasks):
+    (tmp_path / "a.txt").write_text("one file, one document")
+    write_lines(tmp_path / "b.jsonl", end="")  # no newline at the end
+    write_lines(tmp_path / "c.jsonl", ["only one"])
+    table = pyarrow.table({"text": TEXTS})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=11)
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "e"), num_shards=3)
+    inputs = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl", "d.parquet", "e")]
+    expected = ["one file, one document", *TEXTS, "only one", *TEXTS, *TEXTS]
+    assert [text for share in shares(inputs, tasks) for text in texts_of(share)] == expected
+
+
+def test_a_large_file_is_split_evenly_and_beyond_its_lines_some_shares_are_empty(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl")
+    sizes = [sum(len(text) for text in texts_of(share)) for share in shares([path], 4)]
+    assert max(sizes) < 1.2 * min(sizes)
+    two = shares([write_lines(tmp_path / "b.jsonl", ["first", "second"])], 8)
+    assert sum(map(bool, two)) == 2 and texts_of(sum(two, [])) == ["first", "second"]
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_every_cut_of_a_line_falls_to_one_share(tmp_path, cut):
+    """A file of known bytes is cut at every byte in turn, by a file before it that moves the middle."""
+    path = tmp_path / "b.jsonl"
+    path.write_bytes(b'{"text": "ab"}\n\n{"text": "c"}\r\n{"text": "d"}')
+    size = path.stat().st_size
+    before = tmp_path / "a.txt"
+    if 2 * cut < size:
+        before.write_text("z" * (size - 2 * cut))
+        both = shares([before, path], 2)
+    else:
+        before.write_text("z" * (2 * cut - size or 1))
+        both = shares([path, before], 2)
+    texts = sorted(text for text in texts_of(both[0] + both[1]) if not text.startswith("z"))
+    assert texts == ["ab", "c", "d"]
+
+
+def test_broken_files_are_told_once_whatever_the_number_of_shares(tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really" * 100)
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    pyarrow.parquet.write_table(pyarrow.table({"other": TEXTS}), tmp_path / "key.parquet", row_group_size=10)
+    for tasks in (1, 5):
+        items = [item for share in shares([tmp_path], tasks) for item in share]
+        reasons = {item.reason: item.count for item in items if isinstance(item, Dropped)}
+        assert reasons == {"unreadable .parquet": 1, "empty document": 1, "missing key": 120}
+
+
+def test_places_name_lines_or_bytes(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' * 10 + b'{"text": null}\n' + b'{"text": "good"}\n' * 2)
+    first, second = shares([path], 2)
+    assert all(isinstance(item, Document) for item in first)
+    (bad,) = (item for item in second if isinstance(item, Dropped))
+    offset = int(bad.where.rpartition("byte ")[2])
+    assert path.read_bytes()[offset:].startswith(b'{"text": null}')
+    (bad,) = (item for item in read_documents([str(path)]) if isinstance(item, Dropped))
+    assert bad.where == f"{path}:11"
+
+
+def test_saved_datasets(tmp_path):
+    data = datasets.Dataset.from_dict({"text": ["a", None, "c"], "id": [1, 2, 3]})
+    data.select([2, 0]).save_to_disk(str(tmp_path / "picked"))
+    assert texts_of(read_documents([str(tmp_path / "picked")])) == ["c", "a"]
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(ValueError, match=r"splits train, test; name one of them: .*splits/train"):
+        list_sources([str(tmp_path / "splits")])
+    items = list(read_documents([str(tmp_path / "splits" / "train")]))
+    assert [getattr(item, "reason", None) for item in items] == [None, "null text", None]
+    assert [item.count for item in read_documents([str(tmp_path / "picked")], "body")] == [2]
+    (file,) = (tmp_path / "picked").glob("*.arrow")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert [item.reason for item in read_documents([str(tmp_path / "picked")])] == ["unreadable .arrow"]
+    file.unlink()
+    with pytest.raises(ValueError, match="is missing, and state.json beside it lists it"):
+        list_sources([str(tmp_path / "picked")])
+    (tmp_path / "picked" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="not the state of a saved dataset"):
+        list_sources([str(tmp_path / "picked")])
+
+
+def test_datasets_by_name(tmp_path, monkeypatch):
+    """datasets loads a folder of files by the same call as a data set of the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    write_lines(tmp_path / "set" / "train.jsonl")
+    write_lines(tmp_path / "set" / "test.jsonl", ["held out"])
+    assert texts_of(read_documents([f"hf:{tmp_path / 'set'}"])) == TEXTS
+    assert texts_of(read_documents([f"hf:{tmp_path / 'set'}::test"])) == ["held out"]
+    with pytest.raises(ValueError, match=r"input hf:.*:nosplit: datasets cannot load it"):
+        list_sources([f"hf:{tmp_path / 'set'}::nosplit"])
+
+
+def test_a_data_set_by_name_without_datasets_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        list_sources(["hf:somebody/something"])
+
+
+def test_times_of_change_are_part_of_what_a_source_is(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl")
+    before = list_sources([str(path)])
+    os.utime(path, ns=(1, 1))
+    assert list_sources([str(path)]) != before

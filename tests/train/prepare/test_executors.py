@@ -1,0 +1,257 @@
+"""How preparations are run: workers that die, Slurm's jobs with a stand-in for sbatch, Ray."""
+
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import corpus_texts, write_jsonl
+from tests.train.prepare.test_prepare_data import contents, decoded
+from tests.train.runs import ROOT
+from train.data.format import read_manifest
+from train.prepare_data import SLURM_NAME
+
+PROGRAM = str(ROOT / "train/prepare_data.py")
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .jsonl that two workers take some seconds for."""
+    texts = corpus_texts(1000)
+    return write_jsonl(
+        tmp_path_factory.mktemp("large") / "large.jsonl",
+        [" ".join(texts[i::100]) * 15 for i in range(100)] * 8,
+    )
+
+
+@pytest.fixture
+def command(tokenizer_dir: Path) -> Callable[..., list[str]]:
+    """command(output, input, *options) -> the command line of a preparation."""
+
+    def line(output: Path, source: Path, *options: object) -> list[str]:
+        parts = [sys.executable, PROGRAM, "--input", source, "--tokenizer", tokenizer_dir, "--output", output]
+        return [str(part) for part in [*parts, *options]]
+
+    return line
+
+
+def children_of(pid: int) -> list[int]:
+    """The worker processes of a preparation; Python's resource tracker is none."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def kill_a_worker(command: list[str], moment: float) -> tuple[int, float, str]:
+    """Run `command`, kill one of its workers `moment` seconds after they began: (status, seconds from the kill to the
+    end, what it said)."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not children_of(process.pid):
+        time.sleep(0.02)
+    time.sleep(moment)
+    if workers := children_of(process.pid):
+        os.kill(random.choice(workers), signal.SIGKILL)
+    start = time.monotonic()
+    said, _ = process.communicate(timeout=120)
+    return process.returncode, time.monotonic() - start, said
+
+
+def check_kills(tmp_path: Path, command: Callable[..., list[str]], large: Path, moments: list[float]) -> int:
+    """That each kill is noticed and the next run ends with the same bytes; returns how many hit a worker at work."""
+    options = ("--tasks", 8, "--workers", 2, "--shard_tokens", 100_000, "--eval_fraction", 0.1)
+    assert subprocess.run(command(tmp_path / "whole", large, *options), timeout=120).returncode == 0
+    expected, hits = contents(tmp_path / "whole"), 0
+    for number, moment in enumerate(moments):
+        out = tmp_path / str(number)
+        status, seconds, said = kill_a_worker(command(out, large, *options), moment)
+        assert seconds < 60
+        if status:
+            assert "a worker process died" in said and "Run the same command again" in said
+            assert not (out / "manifest.json").exists()
+            hits += 1
+            assert subprocess.run(command(out, large, *options), timeout=120).returncode == 0
+        assert contents(out) == expected
+    return hits
+
+
+def test_a_killed_worker_is_noticed_and_the_rerun_mends_it(tmp_path, command, large):
+    assert check_kills(tmp_path, command, large, [0.9]) == 1
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(tmp_path, command, large):
+    random.seed(1)
+    assert check_kills(tmp_path, command, large, [random.uniform(0, 2.5) for _ in range(20)]) >= 10
+
+
+def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
+    process = subprocess.Popen(command(tmp_path / "out", large, "--tasks", 8, "--workers", 2))
+    while not (workers := children_of(process.pid)):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+# ---------------------------------------------------------------- Slurm
+
+SBATCH = """#!{python}
+# A stand-in for Slurm: runs the tasks of each array at once, and fails a job whose dependency failed.
+import os, pathlib, re, subprocess, sys
+folder = pathlib.Path({folder!r})
+script = pathlib.Path(sys.argv[-1]).read_text()
+job = str(1000 + len(list(folder.glob("*.sh"))))
+(folder / f"{{job}}.sh").write_text(script)
+depends = re.search(r"--dependency=\\w+:(\\d+)", " ".join(sys.argv) + script)
+failed = blocked = bool(depends) and (folder / f"{{depends[1]}}.failed").exists()
+first, last = map(int, re.search(r"#SBATCH --array=(\\d+)-(\\d+)", script).groups())
+options = [a for a in sys.argv[1:-1] if a.startswith("--export=ALL,")]
+extra = dict(pair.split("=") for a in options for pair in a.removeprefix("--export=ALL,").split(","))
+for task in range(first, last + 1):
+    if blocked or task in {fails!r}.get(job, []):
+        failed = True
+        continue
+    env = dict(os.environ, SLURM_ARRAY_TASK_ID=str(task), SLURM_JOB_ID=job, SLURM_NODELIST="node", **extra)
+    done = subprocess.run(["bash", str(folder / f"{{job}}.sh")], env=env, capture_output=True, text=True)
+    (folder / f"{{job}}_{{task}}.out").write_text(done.stdout + done.stderr)
+    failed |= done.returncode != 0
+if failed:
+    (folder / f"{{job}}.failed").touch()
+print("Submitted batch job", job)
+"""
+TOOLS = {"scontrol": "echo node", "squeue": "cat {folder}/queue 2>/dev/null"}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """slurm(fails) -> a folder on the PATH with sbatch, squeue and scontrol; fails: {job id: tasks that do not run}."""
+
+    def install(fails: dict[str, list[int]] | None = None) -> Path:
+        folder = tmp_path / "slurm"
+        folder.mkdir(exist_ok=True)
+        scripts = {"sbatch": SBATCH.format(python=sys.executable, folder=str(folder), fails=fails or {})}
+        scripts |= {
+            name: f"#!/bin/bash\n{text.format(folder=shlex.quote(str(folder)))}\n"
+            for name, text in TOOLS.items()
+        }
+        for name, text in scripts.items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        if not os.environ["PATH"].startswith(str(folder)):
+            monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return folder
+
+    return install
+
+
+SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
+
+
+def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys):
+    folder = slurm()
+    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
+    assert (
+        prepare(
+            tmp_path / "out", corpus, **SLURM, slurm_args="account=team", slurm_time="01:30:00", workers=2
+        )
+        == 0
+    )
+    assert "submitted 2 jobs" in capsys.readouterr().out
+    assert data_of(tmp_path / "out") == contents(tmp_path / "local")
+    script = (folder / "1000.sh").read_text()
+    for option in (
+        "array=0-2%2",
+        "partition=cpu",
+        "time=01:30:00",
+        "account=team",
+        "job-name=prepare_tokenize",
+    ):
+        assert f"#SBATCH --{option}\n" in script
+    assert f"export PYTHONPATH={ROOT}" in script and "launch_pickled_pipeline" in script
+
+
+def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, capsys):
+    folder = slurm({"1000": [1]})
+    out = tmp_path / "out"
+    assert prepare(out, corpus, **SLURM) == 0
+    assert not (out / "manifest.json").exists()
+    (folder / "queue").write_text("1000\n")
+    assert prepare(out, corpus, **SLURM) == 0
+    assert "on its way: 1 jobs wait or run (1000); 2 of 3 tasks done" in capsys.readouterr().out
+    (folder / "queue").unlink()
+    slurm()
+    before = len(list(folder.glob("*.sh")))
+    assert prepare(out, corpus, **SLURM) == 0
+    again = sorted(folder.glob("*.sh"))[before]
+    assert "#SBATCH --array=0-0%1\n" in again.read_text()  # only the task that failed
+    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
+    assert data_of(out) == contents(tmp_path / "local")
+
+
+def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, capsys):
+    """Too many dropped documents fail the last job, far from the user: the same command then says so."""
+    slurm()
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "good.txt").write_text("good")
+    arguments = (tmp_path / "out", tmp_path / "good.txt", tmp_path / "bad.txt")
+    assert prepare(*arguments, **SLURM) == 0 and not (tmp_path / "out" / "manifest.json").exists()
+    assert prepare(*arguments, **SLURM) == 1
+    error = capsys.readouterr().err
+    assert "1  dropped: bad UTF-8" in error and "--max_dropped allows 0" in error
+    assert prepare(*arguments, **SLURM, max_dropped=1) == 0
+    assert decoded(tmp_path / "out") == ["good"]
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    """What is in a prepared folder beside the records of Slurm's jobs."""
+    return {name: data for name, data in contents(folder).items() if not name.startswith(SLURM_NAME)}
+
+
+def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypatch, slurm):
+    with pytest.raises(SystemExit):
+        prepare(tmp_path / "out", corpus, executor="slurm")
+    assert "--executor slurm needs --slurm_partition" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        prepare(tmp_path / "out", corpus, **SLURM, slurm_args="team")
+    assert "KEY=VALUE is expected" in capsys.readouterr().err
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert prepare(tmp_path / "out", corpus, **SLURM) == 1
+    assert "there is no sbatch on the PATH" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", path)
+    (slurm() / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert prepare(tmp_path / "out", corpus, **SLURM) == 1
+    assert "sbatch refused stage tokenize" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- Ray
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_bytes(tmp_path, command, corpus):
+    pytest.importorskip("ray", reason="the package ray is not installed")
+    options = ("--tasks", 3, "--workers", 2)
+    for name, executor in (("local", "local"), ("ray", "ray")):
+        done = subprocess.run(command(tmp_path / name, corpus, *options, "--executor", executor), timeout=300)
+        assert done.returncode == 0
+    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+    assert len(decoded(tmp_path / "ray")) == read_manifest(tmp_path / "ray").documents["out"] - len(
+        decoded(tmp_path / "ray", "eval")
+    )

@@ -1,0 +1,273 @@
+"""train/import_megatron.py on datasets written here from the format's definition."""
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import tokenizers
+
+from tests.train.conftest import corpus_texts
+from tests.train.prepare.megatron_datasets import (
+    BOS,
+    EOS,
+    VOCABULARY,
+    Documents,
+    content_of,
+    framed,
+    imported,
+    random_documents,
+    whole,
+    write_dataset,
+)
+from tests.train.runs import ROOT
+from train.data.format import DataError, Manifest, read_manifest, write_manifest
+from train.data.stream import open_stream
+from train.inspect_data import main as inspect_data
+from train.prepare.encoder import TextEncoder
+from train.prepare.megatron_documents import add_edges
+from train.prepare.megatron_index import open_dataset, read_blocks
+
+
+@pytest.mark.parametrize("letter", ["H", "h", "i", "q"])
+def test_round_trip(tmp_path, run_import, letter, tokenizer_dir):
+    documents = random_documents(300)
+    prefix = write_dataset(tmp_path / "a", documents, letter)
+    status, output, _ = run_import(tmp_path / "out", prefix, eval_fraction=0.2, shard_tokens=5000)
+    assert status == 0
+    limit, expected = 0.2 * 2**64, {"train": [], "eval": []}
+    for document in framed(documents):
+        digest = hashlib.blake2b(struct.pack(f"<{len(document)}H", *document), digest_size=8).digest()
+        expected["eval" if int.from_bytes(digest, "little") < limit else "train"].append(document)
+    assert len(expected["eval"]) > 20
+    for split in ("train", "eval"):
+        assert imported(tmp_path / "out", split) == expected[split]
+    manifest = read_manifest(tmp_path / "out")
+    assert len(manifest.split_shards("train")) > 3
+    assert all(s.tokens <= 5000 for s in manifest.shards)
+    assert (manifest.dtype, manifest.vocab_size, manifest.bos_id, manifest.eos_id) == (
+        "uint16",
+        VOCABULARY,
+        BOS,
+        EOS,
+    )
+    assert (manifest.inputs, manifest.text_key, manifest.text_bytes) == ([str(prefix)], None, None)
+    assert manifest.documents == {
+        "in": 300, "out": 300, "dropped": {}, "removed": {}, "bos_added": 300, "eos_added": 300, "bos_inside": 0,
+        "eos_inside": 0, "eod_replaced": 0,
+    }  # fmt: skip
+    counts = {s: np.bincount(np.concatenate(expected[s]), minlength=VOCABULARY) for s in expected}
+    p = (counts["train"] + 1) / (counts["train"].sum() + VOCABULARY)
+    assert manifest.unigram_loss == pytest.approx(-(counts["eval"] @ np.log(p)) / counts["eval"].sum())
+    assert f"eval: {len(expected['eval'])} documents" in output
+    for name in manifest.tokenizer_files:
+        assert (tmp_path / "out" / "tokenizer" / name).read_bytes() == (tokenizer_dir / name).read_bytes()
+
+
+def test_folder_opens_verifies_and_says_what_it_is(tmp_path, run_import, capsys):
+    documents = random_documents(100)
+    prefix = write_dataset(tmp_path / "a", [*documents, []], "H")
+    assert run_import(tmp_path / "out", prefix, eval_fraction=0.1)[0] == 0
+    for split in ("train", "eval"):
+        stream = open_stream({"a": tmp_path / "out"}, None, 16, seed=3, split=split, verify=True)
+        tokens = [token for document in imported(tmp_path / "out", split) for token in document]
+        windows = {tuple(tokens[i : i + 16]) for i in range(0, len(tokens) - 16, 16)}
+        input_ids = stream.batch(0, 8)[0]
+        assert {tuple(row) for row in input_ids.tolist()} <= windows
+    assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "50"]) == 0
+    output = capsys.readouterr().out
+    assert "\nverified: " in output and str(prefix) in output
+    assert "token ids that were imported from the inputs" in output
+    assert "101 in, 100 out, 1 dropped\n            1  empty document\n          100  bos_added\n" in output
+    assert "  text_bytes        none\n" in output
+
+
+def test_text_comes_back(tmp_path, run_import, tokenizer_dir):
+    """As Megatron-LM's preprocess_data.py does it with --append-eod."""
+    encoder, texts = TextEncoder(tokenizer_dir), corpus_texts(50)
+    prefix = write_dataset(tmp_path / "a", [[[*encoder.encode(text), EOS]] for text in texts], "H")
+    status, output, errors = run_import(tmp_path / "out", prefix)
+    assert status == 0 and "BOS: added to 50 documents" in output and "EOS: added to 0" in output
+    assert "warning" not in errors
+    assert [encoder.decode(document[1:-1]) for document in imported(tmp_path / "out", "train")] == texts
+
+
+def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
+    cases = [  # tokens of the source, of the result
+        ([5, 6, 7], [1, 5, 6, 7, 2]),
+        ([1, 5, 6], [1, 5, 6, 2]),
+        ([5, 6, 2], [1, 5, 6, 2]),
+        ([1, 5, 2], [1, 5, 2]),
+        ([5], [1, 5, 2]),
+        ([5, 2, 6, 1, 7], [1, 5, 2, 6, 1, 7, 2]),  # EOS and BOS inside
+        ([1, 1, 5, 2, 2], [1, 1, 5, 2, 2]),  # one of each inside
+        ([2, 5, 1], [1, 2, 5, 1, 2]),  # the other's place is inside
+        ([], None),
+        ([1], None),
+        ([2], None),
+        ([1, 2], None),
+        ([1, 2, 2], [1, 2, 2]),
+    ]
+    prefix = write_dataset(tmp_path / "a", [[tokens] for tokens, _ in cases])
+    status, output, _ = run_import(tmp_path / "out", prefix)
+    assert status == 0
+    assert imported(tmp_path / "out", "train") == [result for _, result in cases if result]
+    assert read_manifest(tmp_path / "out").documents == {
+        "in": 13, "out": 9, "dropped": {"empty document": 4}, "removed": {}, "bos_added": 5, "eos_added": 5,
+        "bos_inside": 3, "eos_inside": 4, "eod_replaced": 0,
+    }  # fmt: skip
+    assert "13 in, 9 out, 4 dropped" in output
+    assert (
+        "BOS: added to 5 documents, 3 inside documents\nEOS: added to 5 documents, 4 inside documents\n"
+        in output
+    )
+
+
+def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
+    documents = [[9], [9, 5], [5, 9], [9, 5, 9], [], [9, 9], [5]]
+    ids = np.array([token for document in documents for token in document], dtype="<u2")
+    ends = np.cumsum([len(document) for document in documents])
+    result = add_edges(ids, ends, 9, 9)
+    parts = [part.tolist() for part in np.split(result.tokens, result.ends[:-1])]
+    assert parts == [[9, 9], [9, 5, 9], [9, 5, 9], [9, 5, 9], [9, 9], [9, 9], [9, 5, 9]]
+    assert result.has_text.tolist() == [False, True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("eod", [399, 400, 70000])  # Megatron-LM puts <EOD> behind a vocabulary that lacks it
+def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod):
+    documents = [[[*(min(token, 398) for token in d), eod]] for d in whole(random_documents(20))]
+    documents.append([[5, eod, 6], [7, eod]])
+    prefix = write_dataset(tmp_path / "a", documents)
+    status, output, errors = run_import(tmp_path / "out", prefix, eod_id=eod)
+    assert status == 0 and "warning" not in errors and "EOS in place of --eod_id: 22\n" in output
+    expected = [[BOS, *(EOS if token == eod else token for token in d)] for d in whole(documents)]
+    assert imported(tmp_path / "out", "train") == expected
+    counts = read_manifest(tmp_path / "out").documents
+    assert (counts["eos_added"], counts["eos_inside"], counts["eod_replaced"]) == (0, 1, 22)
+
+    status, _, errors = run_import(tmp_path / "other", prefix)
+    if eod < VOCABULARY:
+        assert (
+            status == 0
+            and "warning: 21 of 21 documents end in the id 399" in errors
+            and "--eod_id 399" in errors
+        )
+    else:
+        assert (
+            status == 1
+            and f"--eod_id {eod}" in errors
+            and not (tmp_path / "other" / "manifest.json").exists()
+        )
+
+
+def test_sequences_belong_to_their_documents(tmp_path, run_import):
+    documents: Documents = [[[5], [6, 7], [8]], [], [[9, 9]], [[], [10], []], [[]], [[11]], []]
+    prefix = write_dataset(tmp_path / "a", documents, "H")
+    assert run_import(tmp_path / "out", prefix)[0] == 0
+    assert imported(tmp_path / "out", "train") == [[1, 5, 6, 7, 8, 2], [1, 9, 9, 2], [1, 10, 2], [1, 11, 2]]
+    assert read_manifest(tmp_path / "out").documents["dropped"] == {"empty document": 3}
+
+
+def test_several_datasets_of_different_types(tmp_path, run_import):
+    parts = [random_documents(40, seed) for seed in (1, 2)]
+    a, b = (
+        write_dataset(tmp_path / "a", parts[0], "H"),
+        write_dataset(tmp_path / "b", parts[1], "i", modes=True),
+    )
+    again = write_dataset(tmp_path / "c", parts[0], "q")
+    assert run_import(tmp_path / "out", b, a, again, eval_fraction=0.3)[0] == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.inputs == [str(b), str(a), str(again)]
+    eval_, train = imported(tmp_path / "out", "eval"), imported(tmp_path / "out", "train")
+    everything = framed(parts[1] + parts[0] + parts[0])
+    assert train == [d for d in everything if d not in eval_] and eval_ == [
+        d for d in everything if d in eval_
+    ]
+    assert 10 < len(eval_) < 60  # equal documents on one side, whatever the type they come in
+
+
+def test_bytes_do_not_depend_on_the_run_or_on_the_blocks(tmp_path, run_import, monkeypatch):
+    documents = [*random_documents(200), [], *random_documents(3, 5, longest=2000), [[]]]
+    prefix = write_dataset(tmp_path / "a", documents, "H")
+    options = {"eval_fraction": 0.2, "shard_tokens": 4000}
+    assert run_import(tmp_path / "one", prefix, **options)[0] == 0
+    assert run_import(tmp_path / "two", prefix, **options)[0] == 0
+    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_ENTRIES", 7)
+    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_TOKENS", 50)
+    assert run_import(tmp_path / "three", prefix, **options)[0] == 0
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two") == content_of(tmp_path / "three")
+
+
+def test_memory_does_not_grow_with_the_dataset(tmp_path):
+    """A .bin of 80 MB with an .idx of 40 MB, of which neither comes into memory as a whole."""
+    sequences, length = 2_000_000, 10
+    lengths = np.full(sequences, length, dtype="<i4")
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, sequences, sequences + 1))
+        lengths.tofile(file)
+        (np.arange(sequences, dtype="<i8") * length * 4).tofile(file)
+        np.arange(sequences + 1, dtype="<i8").tofile(file)
+    np.arange(sequences * length, dtype="<i4").tofile(tmp_path / "a.bin")
+    del lengths
+    tracemalloc.start()
+    try:
+        dataset, documents, next_id = open_dataset(str(tmp_path / "a")), 0, 0
+        for block in read_blocks(dataset):
+            assert block.first_document == documents and block.first_token == next_id == int(block.tokens[0])
+            documents += len(block.ends)
+            next_id = int(block.tokens[-1]) + 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (documents, next_id) == (sequences, sequences * length)
+    assert peak < 40e6, peak
+
+
+def test_large_vocabulary(tmp_path, run_import):
+    folder = tmp_path / "large"
+    folder.mkdir()
+    vocabulary = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 70000)}}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="w2")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    prefix = write_dataset(tmp_path / "a", [[[69999, 65536, 5, 1]], [[65535] * 20]])
+    assert run_import(tmp_path / "out", prefix, tokenizer=folder)[0] == 0
+    assert read_manifest(tmp_path / "out").dtype == "uint32"
+    assert imported(tmp_path / "out", "train") == [[0, 69999, 65536, 5, 1], [0, *[65535] * 20, 1]]
+    assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "10"]) == 0
+
+
+@pytest.mark.parametrize("key, value", [("text_key", 3), ("text_bytes", "many"), ("text_bytes", True)])
+def test_manifest_without_text_is_still_checked(tmp_path, run_import, key, value):
+    assert run_import(tmp_path / "out", write_dataset(tmp_path / "a", [[[5, 6]]]))[0] == 0
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(DataError, match=f"'{key}' is {value!r}, not"):
+        read_manifest(tmp_path / "out")
+
+
+def test_counts_in_a_manifest_are_checked(tmp_path, run_import):
+    assert run_import(tmp_path / "out", write_dataset(tmp_path / "a", [[[5, 6]]]))[0] == 0
+    manifest = read_manifest(tmp_path / "out")
+    for bad in ({"in": 1, "out": 1}, {"dropped": {"x": "y"}}, {"bos_added": "1"}, {"removed": {"x": None}}):
+        documents = bad if "in" in bad else {**manifest.documents, **bad}
+        write_manifest(tmp_path / "out", Manifest(**{**vars(manifest), "documents": documents}))
+        with pytest.raises(DataError, match="'documents' is "):
+            read_manifest(tmp_path / "out")
+
+
+def test_as_a_command_without_the_packages_of_preparation(tmp_path, tokenizer_dir):
+    prefix = write_dataset(tmp_path / "a", random_documents(20))
+    script = ROOT / "train" / "import_megatron.py"
+    blocked = "import runpy, sys; sys.modules['datatrove'] = sys.modules['torch'] = None; "
+    arguments = ["--input", str(prefix), "--tokenizer", str(tokenizer_dir), "--output", str(tmp_path / "out")]
+    code = f"{blocked}sys.argv = {[str(script), *arguments]!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "documents: 20 in, 20 out, 0 dropped" in done.stdout and "M tokens/s" in done.stderr

@@ -1,0 +1,85 @@
+"""Removing documents that hold evaluation texts."""
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.train.prepare.prepare_documents import Read, parse, run, text_of, tree_hashes
+from train.data.format import DataError
+from train.prepare.ngrams import HASHES, build_index
+from train.prepare.steps import passes, report
+from train.prepare.words import ngram_hashes, split_words
+
+
+def test_words_of_scripts_without_spaces() -> None:
+    assert split_words("the 模型 ok") == ["the", "模", "型", "ok"]
+    assert len(ngram_hashes("一二三四五六七八九十百千万", 13)) == 1
+
+
+def test_ngram_hashes_tell_words_and_their_order() -> None:
+    words = [f"w{i}" for i in range(13)]
+    hashes = [
+        ngram_hashes(" ".join(order), 13).tolist()[0]
+        for order in itertools.islice(itertools.permutations(words), 2000)
+    ]
+    assert len(set(hashes)) == 2000
+    assert ngram_hashes("A, b.\n C é", 4).tolist() == ngram_hashes("a b c e", 4).tolist()
+    assert ngram_hashes("a b c", 4).tolist() == []
+    assert ngram_hashes("on 1 2", 3) != ngram_hashes("on 1 3", 3)
+
+
+def test_decontamination_removes_documents_with_an_ngram(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(4)
+    first, second, chinese = text_of(rng, 20), text_of(rng, 15), "从前有座山山里有座庙庙里有个老和尚"
+    plain, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text(f"{first}\n\nonly a few words\n{chinese}\n", encoding="utf-8")
+    records.write_text("".join(json.dumps({"question": text}) + "\n" for text in (second, first, "short")))
+    options = parse("--decontaminate", str(plain), str(records), "--decontaminate_key", "question")
+
+    def part(text: str, start: int, words: int) -> str:
+        return " ".join(text.split()[start : start + words])
+
+    kept = [
+        text_of(rng),
+        part(first, 3, 12),
+        part(first, 0, 12) + " x " + part(first, 12, 8),
+        "only a few words",
+    ]
+    mixed = "Before. " + ",\n ".join(part(first, 5, 13).upper().split()) + "! After."
+    ranks = [[kept[0], mixed, kept[1]], [f"x {second}", kept[2]], [], [kept[3], f"他说:{chinese}。"]]
+    texts, removed = run(options, ranks, tmp_path)
+    assert texts == [kept[:2], [kept[2]], [], [kept[3]]]
+    assert removed == {f"evaluation text: {plain}": 2, f"evaluation text: {records}": 1}
+    assert report(options, tmp_path / "scratch") == {"evaluation_files": [
+        {"file": str(plain), "texts": 3, "too_short": 1, "ngrams": 13},
+        {"file": str(records), "texts": 3, "too_short": 1, "ngrams": 11},
+    ]}  # fmt: skip
+    assert "11 n-grams of 3 texts, of which 1 are not looked for: under 13 words" in capsys.readouterr().err
+
+
+def test_the_index_is_the_same_when_built_again(tmp_path: Path) -> None:
+    file = tmp_path / "eval.txt"
+    file.write_text(text_of(random.Random(5), 100))
+    build_index((str(file),), "text", 8, tmp_path / "index")
+    before = tree_hashes(tmp_path / "index")
+    (tmp_path / "index" / HASHES).write_bytes(b"half")
+    build_index((str(file),), "text", 8, tmp_path / "index")
+    assert tree_hashes(tmp_path / "index") == before
+
+
+def test_evaluation_files_that_cannot_serve(tmp_path: Path) -> None:
+    short, broken = tmp_path / "short.txt", tmp_path / "broken.jsonl"
+    short.write_text("too short\nas well\n")
+    broken.write_text('{"text": "one"}\n{"question": "two"}\n')
+    for file, message in ((short, "none of the 2 texts of .*short.txt has 13 words"),
+                          (broken, "broken.jsonl:2: missing key: .*--decontaminate_key")):  # fmt: skip
+        options = parse("--decontaminate", str(file))
+        with pytest.raises(DataError, match=message):
+            passes(options, tmp_path, 1, lambda: [Read([])])
+    with pytest.raises(ValueError, match="nowhere.txt does not exist"):
+        parse("--decontaminate", str(tmp_path / "nowhere.txt"))

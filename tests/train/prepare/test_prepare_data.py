@@ -1,0 +1,369 @@
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import sentencepiece
+import zstandard
+
+from tests.train.conftest import corpus_texts, write_jsonl
+from train.data.format import read_manifest, token_dtype
+from train.files import sha256_file
+from train.prepare.blocks import encoder_of
+from train.prepare.counts import unigram_loss
+from train.prepare.output import MARKER_NAME, WORK_NAME
+
+TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
+
+
+def decoded(folder: Path, split: str = "train") -> list[str]:
+    """The documents of a split, checked for BOS and EOS and turned back into text."""
+    manifest = read_manifest(folder)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer" / "tokenizer.model"))
+    texts = []
+    for shard in manifest.split_shards(split):
+        tokens = np.fromfile(folder / shard.name, dtype=manifest.dtype)
+        ends = np.fromfile(folder / (shard.name + ".index"), dtype="<u8").astype(int)
+        assert ends[-1] == len(tokens) == shard.tokens and len(ends) == shard.documents
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            ids = tokens[start:end].tolist()
+            assert ids[0] == 1 and ids[-1] == 2 and not {0, 1, 2} & set(ids[1:-1])
+            texts.append(model.decode(ids[1:-1]))
+    return texts
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def lines(texts: list[str], key: str = "text") -> bytes:
+    return "".join(json.dumps({key: text}) + "\n" for text in texts).encode()
+
+
+def write_parquet(path: Path, values: list, kind=None, key: str = "text") -> None:
+    pyarrow.parquet.write_table(pyarrow.table({key: pyarrow.array(values, type=kind)}), path)
+
+
+FORMATS = {
+    "a.jsonl": lambda path: path.write_bytes(lines(TEXTS)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(lines(TEXTS))),
+    "a.jsonl.zst": lambda path: path.write_bytes(
+        zstandard.compress(lines(TEXTS[:2])) + zstandard.compress(lines(TEXTS[2:]))  # two frames
+    ),
+    "a.parquet": lambda path: write_parquet(path, TEXTS),
+    "dictionary.parquet": lambda path: write_parquet(
+        path, TEXTS, pyarrow.dictionary("int32", pyarrow.string())
+    ),
+}
+
+
+def test_the_tokenizer_is_loaded_once(tmp_path, prepare, tokenizer_dir, monkeypatch):
+    """Also when it is named by a relative path: a large one takes seconds."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    monkeypatch.chdir(tokenizer_dir.parent)
+    encoder_of.cache_clear()
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer_dir.name, eval_fraction=0) == 0
+    assert encoder_of.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_record_formats(tmp_path, prepare, name):
+    FORMATS[name](tmp_path / name)
+    assert prepare(tmp_path / "out", tmp_path / name, eval_fraction=0) == 0
+    assert decoded(tmp_path / "out") == TEXTS
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.documents == {"in": 4, "out": 4, "dropped": {}, "removed": {}}
+    assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert manifest.unigram_loss is None
+
+
+def test_zst_without_zstandard_says_what_to_install(tmp_path, prepare, monkeypatch, capsys):
+    FORMATS["a.jsonl.zst"](tmp_path / "a.jsonl.zst")
+    FORMATS["a.jsonl"](tmp_path / "a.jsonl")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl.zst") == 1
+    assert "a.jsonl.zst needs the package zstandard" in (error := capsys.readouterr().err)
+    assert "pip install zstandard" in error and not (tmp_path / "out").exists()
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0) == 0
+
+
+def test_folder_of_files_is_read_in_order(tmp_path, prepare):
+    source = tmp_path / "in"
+    (source / "sub").mkdir(parents=True)
+    (source / ".hidden").mkdir()
+    (source / "b.py").write_text("x = 1\n")
+    (source / "a.txt").write_bytes("\ufeffplain\r\ntext".encode())
+    (source / "sub" / "c.md").write_text("# title")
+    (source / ".hidden" / "d.txt").write_text("no")
+    (source / "image.png").write_bytes(b"\x89PNG")
+    assert prepare(tmp_path / "out", source, eval_fraction=0) == 0
+    assert decoded(tmp_path / "out") == ["plain\r\ntext", "x = 1\n", "# title"]
+
+
+def test_text_key(tmp_path, prepare):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, key="content")
+    assert prepare(tmp_path / "out", path, text_key="content", eval_fraction=0) == 0
+    assert decoded(tmp_path / "out") == TEXTS
+
+
+def test_standard_library(tmp_path, prepare):
+    assert prepare(tmp_path / "out", "python-stdlib", max_bytes=300_000) == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert 50_000 < manifest.text_bytes <= 300_000 and not manifest.documents["dropped"]
+
+
+GOOD = lines(["good text"])
+CUT_ZST = zstandard.compress(lines([os.urandom(50).hex() for _ in range(2000)]))[:-50]
+CUT_GZ = gzip.compress(lines([os.urandom(50).hex() for _ in range(2000)]))[:-50]
+BAD = {
+    "utf8.txt": (b"caf\xe9", "bad UTF-8", "utf8.txt"),
+    "utf8.jsonl": (GOOD + b'{"text": "\xff"}\n', "bad UTF-8", "utf8.jsonl:2"),
+    "surrogate.jsonl": (GOOD + b'{"text": "\\ud800"}\n', "bad UTF-8", "surrogate.jsonl:2"),
+    "json.jsonl": (GOOD + b'{"text": \n', "invalid JSON", "json.jsonl:2"),
+    "list.jsonl": (GOOD + b'["text"]\n', "invalid JSON", "list.jsonl:2"),
+    "key.jsonl": (GOOD + b'{"content": "x"}\n', "missing key", "key.jsonl:2"),
+    "null.jsonl": (GOOD + b'{"text": null}\n', "null text", "null.jsonl:2"),
+    "number.jsonl": (GOOD + b'{"text": 5}\n', "text is not a string", "number.jsonl:2"),
+    "empty.jsonl": (GOOD + b'{"text": " \\n"}\n', "empty document", "empty.jsonl:2"),
+    "nothing.jsonl": (b"", "empty document", "nothing.jsonl"),
+    "nothing.txt": (b"", "empty document", "nothing.txt"),
+    "cut.jsonl.gz": (CUT_GZ, "truncated or corrupt .gz", "cut.jsonl.gz:"),
+    "notgz.jsonl.gz": (GOOD, "truncated or corrupt .gz", "notgz.jsonl.gz:1"),
+    "cut.jsonl.zst": (CUT_ZST, "truncated or corrupt .zst", "cut.jsonl.zst:"),
+    "notzst.jsonl.zst": (GOOD, "truncated or corrupt .zst", "notzst.jsonl.zst:1"),
+    "bad.parquet": (b"PAR1 not really", "unreadable .parquet", "bad.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypatch, name):
+    data, reason, where = BAD[name]
+    write_jsonl(tmp_path / "good.jsonl", TEXTS)
+    (tmp_path / name).write_bytes(data)
+    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0) == 1
+    message = capsys.readouterr().err
+    assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+    monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
+    assert (
+        prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0, max_dropped=1)
+        == 0
+    )
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.documents["dropped"] == {reason: 1}
+    assert manifest.documents["in"] == manifest.documents["out"] + 1
+    assert decoded(tmp_path / "out")[-len(TEXTS) :] == TEXTS
+
+
+def test_bad_parquet_columns(tmp_path, prepare, capsys):
+    write_parquet(tmp_path / "key.parquet", ["a", "b"], key="content")
+    write_parquet(tmp_path / "null.parquet", ["a", None])
+    write_parquet(tmp_path / "number.parquet", [1, 2, 3])
+    raw = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": raw}), tmp_path / "utf8.parquet")
+    assert prepare(tmp_path / "out", tmp_path, eval_fraction=0, max_dropped=99) == 0
+    dropped = {"missing key": 2, "null text": 1, "text is not a string": 3, "bad UTF-8": 1}
+    assert read_manifest(tmp_path / "out").documents["dropped"] == dropped
+    assert "utf8.parquet:2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name):
+    path, out = tmp_path / name, tmp_path / "out"
+    if name == "a.jsonl":
+        path.write_text(
+            "".join(json.dumps({"id": i, "content": text}) + "\n" for i, text in enumerate(TEXTS))
+        )
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "content": TEXTS}), path)
+    for max_dropped in (0, len(TEXTS)):
+        assert prepare(out, path, tasks=2, eval_fraction=0, max_dropped=max_dropped) == 1
+        error = capsys.readouterr().err
+        assert f"{len(TEXTS)} documents were dropped and none is left" in error and "content" in error
+        assert "--text_key content, and --overwrite" in error and "--max_dropped" not in error
+    assert prepare(out, path, tasks=2, eval_fraction=0, text_key="content", overwrite=True) == 0
+    assert decoded(out) == TEXTS
+
+
+def test_some_documents_without_the_key_may_be_dropped_or_named(tmp_path, prepare, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD + b'{"title": "x", "id": 5, "content": "longer"}\n')
+    assert prepare(tmp_path / "out", path, eval_fraction=0) == 1
+    error = capsys.readouterr().err
+    assert "--max_dropped 1 to accept that" in error and "--text_key content (or title)" in error
+
+
+def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "x.png").write_bytes(b"")
+    for arguments, message in (
+        ([tmp_path / "nowhere"], "does not exist"),
+        ([tmp_path / "in"], "holds nothing to read"),
+        ([tmp_path / "x.png"], "holds nothing to read"),
+        ([corpus, corpus.parent], "given twice"),
+    ):
+        assert prepare(tmp_path / "out", *arguments) == 1
+        assert message in capsys.readouterr().err
+    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 1
+    assert "no tokenizer.model or tokenizer.json" in capsys.readouterr().err
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 1
+    assert "cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 7}])
+def test_bytes_do_not_depend_on_workers(tmp_path, prepare, corpus, options):
+    options = {"eval_fraction": 0.1, "shard_tokens": 3000, "tasks": 3, **options}
+    for workers in (1, 2):
+        assert prepare(tmp_path / str(workers), corpus, workers=workers, **options) == 0
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    manifest = read_manifest(tmp_path / "1")
+    assert len(manifest.split_shards("train")) > 2
+    assert all(shard.tokens <= 3000 for shard in manifest.shards)
+
+
+def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir):
+    assert prepare(tmp_path, corpus, eval_fraction=0.1) == 0
+    manifest = read_manifest(tmp_path)
+    assert (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.dtype) == (400, 1, 2, "uint16")
+    assert manifest.tokenizer_sha256 == sha256_file(tokenizer_dir / "tokenizer.model")
+    assert manifest.tokenizer_sha256 == sha256_file(tmp_path / "tokenizer" / "tokenizer.model")
+    for shard in manifest.shards:
+        assert sha256_file(tmp_path / shard.name) == shard.sha256
+        assert (tmp_path / shard.name).stat().st_size == shard.bytes
+    assert not (tmp_path / MARKER_NAME).exists()
+
+
+def test_splits_are_disjoint_and_complete(tmp_path, prepare):
+    texts = corpus_texts(300)
+    path = write_jsonl(tmp_path / "a.jsonl", texts + texts[:50])
+    assert prepare(tmp_path / "out", path, eval_fraction=0.2) == 0
+    train, evaluation = decoded(tmp_path / "out"), decoded(tmp_path / "out", "eval")
+    assert not set(train) & set(evaluation)
+    assert sorted(train + evaluation) == sorted(texts + texts[:50])
+    assert 30 < len(evaluation) < 110
+
+
+def test_unigram_loss_is_the_cross_entropy_of_the_eval_tokens(tmp_path, prepare, corpus):
+    assert prepare(tmp_path, corpus, eval_fraction=0.2) == 0
+    manifest = read_manifest(tmp_path)
+    tokens = {
+        split: np.concatenate([np.fromfile(tmp_path / s.name, "<u2") for s in manifest.split_shards(split)])
+        for split in ("train", "eval")
+    }
+    counts = np.bincount(tokens["train"], minlength=400) + 1
+    expected = -np.log(counts[tokens["eval"]] / counts.sum()).mean()
+    assert manifest.unigram_loss == pytest.approx(expected, rel=1e-12)
+    assert unigram_loss(np.zeros(4), np.ones(4)) is None
+
+
+def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokenizer_dir):
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (other / name).write_bytes((tokenizer_dir / name).read_bytes())
+    literal = write_jsonl(tmp_path / "literal.jsonl", TEXTS)
+    for name, folder in (("a", tokenizer_dir), ("b", other)):
+        assert prepare(tmp_path / name, corpus, literal, tokenizer=folder) == 0
+    a, b = read_manifest(tmp_path / "a"), read_manifest(tmp_path / "b")
+    assert a.shards == b.shards and a.tokenizer_sha256 != b.tokenizer_sha256
+    (other / "tokenizer_config.json").unlink()
+    assert prepare(tmp_path / "c", corpus, tokenizer=other) == 1  # nothing says which ids are BOS and EOS
+
+
+def test_large_vocabularies_take_uint32():
+    assert token_dtype(65536) == np.dtype("<u2") and token_dtype(65537) == np.dtype("<u4")
+
+
+def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, capsys):
+    assert prepare(tmp_path, corpus) == 0
+    (tmp_path / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert prepare(tmp_path, corpus) == 1
+    assert "--overwrite" in capsys.readouterr().err and contents(tmp_path) == before
+    other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
+    assert prepare(tmp_path, other, overwrite=True, eval_fraction=0) == 0
+    assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
+    assert not list(tmp_path.glob("eval_*"))
+
+
+def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
+    inside = tmp_path / "tokenizer"
+    inside.mkdir()
+    for file in tokenizer_dir.iterdir():
+        (inside / file.name).write_bytes(file.read_bytes())
+    assert prepare(tmp_path, corpus, tokenizer=inside) == 0
+    assert prepare(tmp_path, corpus, tokenizer=inside, overwrite=True) == 0
+    assert contents(inside) == contents(tokenizer_dir)
+
+
+def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, capsys):
+    (tmp_path / "train_00007.ds").write_bytes(b"foreign")
+    assert prepare(tmp_path, corpus) == 1
+    assert "belong to something else" in capsys.readouterr().err
+    assert (tmp_path / "train_00007.ds").read_bytes() == b"foreign"
+
+
+def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
+    for name, options in (("plain", {}), ("a", {"shuffle_seed": 1}), ("b", {"shuffle_seed": 2})):
+        assert prepare(tmp_path / name, corpus, eval_fraction=0, tasks=2, **options) == 0
+    plain, a, b = (decoded(tmp_path / name) for name in ("plain", "a", "b"))
+    assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
+
+
+def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):
+    assert prepare(tmp_path, corpus, tasks=3, max_bytes=20_000) == 0
+    assert 15_000 < read_manifest(tmp_path).text_bytes <= 20_000
+
+
+def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, capsys):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"caf\xe9")
+    out = tmp_path / "out"
+    assert prepare(out, corpus, bad, tasks=2) == 1  # one document dropped: unfinished
+    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 1
+    error = capsys.readouterr().err
+    assert "tasks: 2 -> 3" in error and "eval_fraction: 0.01 -> 0.5" in error and "--overwrite" in error
+    bad.write_text("mended")
+    assert prepare(out, corpus, bad, tasks=2) == 1
+    assert (
+        "1 input files are new, gone or changed" in (error := capsys.readouterr().err) and "bad.txt" in error
+    )
+    assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
+    assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
+
+
+def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
+    """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
+    doing again what was done."""
+    code = (
+        "import os, signal, sys, train.prepare_data as p\n"
+        "p.OutputFolder.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "p.main(sys.argv[1:])"
+    )
+    out = tmp_path / "out"
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]
+    options = {"shard_tokens": 2000, "tasks": 2}
+    for name, value in {**options, "workers": 1}.items():
+        arguments += [f"--{name}", str(value)]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert (out / "train_00001_00001.ds").exists() and not (out / "manifest.json").exists()
+    assert prepare(tmp_path / "fresh", corpus, **options) == 0
+    monkeypatch.setattr("train.prepare.blocks.encode_batch", None)
+    assert prepare(out, corpus, **options) == 0
+    assert contents(out) == contents(tmp_path / "fresh")

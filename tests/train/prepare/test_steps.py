@@ -1,0 +1,56 @@
+"""The steps of preparation together, and their flags."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from datatrove.executor.local import LocalPipelineExecutor
+
+from tests.train.prepare.prepare_documents import Read, last_stage, needs_spacy, parse, results, run, text_of
+from train.data.format import DataError
+from train.prepare.steps import StepOptions, passes, report
+
+
+def test_without_flags_nothing_is_done(tmp_path: Path) -> None:
+    options = parse()
+    assert options == StepOptions()
+    assert run(options, [["a", "a"], []], tmp_path) == ([["a", "a"], []], Counter())
+    assert report(options, tmp_path) == {}
+
+
+@needs_spacy
+def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    secret = text_of(rng, 20)
+    (tmp_path / "eval.txt").write_text(secret)
+    good = [text_of(rng, 80).replace(" ", " and the ") for _ in range(3)]
+    ranks = [[good[0], "too short", good[1]], [], [good[1], secret + good[2], good[2]]]
+    options = parse(
+        "--quality", "gopher_quality", "--decontaminate", str(tmp_path / "eval.txt"), "--dedup", "exact"
+    )
+    stages = passes(options, tmp_path / "scratch", 3, lambda: [Read(ranks)])
+    for stage in [*stages, last_stage(options, ranks, tmp_path)]:
+        logs = str(tmp_path / "logs" / stage.name)
+        LocalPipelineExecutor(stage.pipeline, tasks=stage.tasks, workers=1, logging_dir=logs).run()
+    texts, removed = results(tmp_path, ranks)
+    assert texts == [[good[0], good[1]], [], [good[2]]]
+    assert removed == {
+        "quality gopher_quality: gopher_short_doc": 1,
+        f"evaluation text: {tmp_path / 'eval.txt'}": 1,
+        "duplicate (exact)": 1,
+    }
+
+
+def test_bad_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError) as error:
+        parse("--language_threshold", "1.5", "--language_model", "x.bin", "--quality", "c4", "c4",
+              "--decontaminate_ngram", "0", "--minhash_seed", "-1")  # fmt: skip
+    for message in ("--quality has c4 more than once", "--language_threshold 1.5: allowed is 0 to 1",
+                    "--decontaminate_ngram 0: allowed is 1 to 100", "--minhash_seed -1",
+                    "--language_model without --languages"):  # fmt: skip
+        assert message in str(error.value)
+    for flags in (["--dedup", "fuzzy"], ["--quality", "good"], ["--languages"]):
+        with pytest.raises(SystemExit):
+            parse(*flags)
+        assert flags[0] in capsys.readouterr().err

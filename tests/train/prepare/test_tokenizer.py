@@ -1,0 +1,132 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from tests.train.conftest import corpus_texts
+from tests.train.runs import ROOT
+from train.prepare.corpus import Document
+from train.train_tokenizer import HARD_STRINGS, check_identity, main, sample_documents, training_sentences
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_dir: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_dir / "tokenizer.model"))
+
+
+def test_transformers_gives_the_ids_of_sentencepiece(tokenizer_dir, model):
+    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
+    assert fast.is_fast and len(fast) == model.vocab_size() == 400
+    for text in [*HARD_STRINGS, *corpus_texts(20)]:
+        assert fast(text)["input_ids"] == [1, *model.encode(text)], text
+        assert fast(text, add_special_tokens=False)["input_ids"] == model.encode(text), text
+
+
+def test_ids_do_not_change_beside_a_mistral_config(tokenizer_dir, tmp_path, model):
+    """As in an exported model's folder, where transformers chooses the class by the model's type."""
+    for file in tokenizer_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert check_identity(tmp_path, HARD_STRINGS) == len(HARD_STRINGS)
+
+
+def test_special_ids_are_mistrals(tokenizer_dir, model):
+    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
+    assert (model.unk_id(), model.bos_id(), model.eos_id(), model.pad_id()) == (0, 1, 2, -1)
+    assert (fast.unk_token_id, fast.bos_token_id, fast.eos_token_id, fast.pad_token_id) == (0, 1, 2, None)
+    assert fast.decode([1, *model.encode("hi"), 2], skip_special_tokens=True) == "hi"
+
+
+def test_literal_special_tokens_stay_text(tokenizer_dir, model):
+    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
+    for text in ("</s>", "a <s> b</s>c", "<unk>"):
+        ids = fast(text, add_special_tokens=False)["input_ids"]
+        assert not {0, 1, 2} & set(ids)
+        assert fast.decode(ids) == text == model.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["  two", "a\n\n\tb  \r\n", " \t ", "tail \n", "\x07é😀\U00010348", "12345"])
+def test_text_survives_encoding_and_decoding(model, tokenizer_dir, text):
+    assert model.decode(model.encode(text)) == text
+    fast = AutoTokenizer.from_pretrained(tokenizer_dir)
+    assert fast.decode(fast(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_digits_are_split(model):
+    assert [piece for piece in model.encode("2024", out_type=str) if piece != "▁"] == list("2024")
+
+
+def test_same_input_gives_the_same_files(tokenizer_dir, corpus, tmp_path):
+    assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 0
+    for file in tokenizer_dir.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in tokenizer_dir.iterdir()
+    )
+
+
+def test_wrong_ids_are_found(tokenizer_dir, tmp_path):
+    for file in tokenizer_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(
+        config.read_text().replace('"split_special_tokens": true', '"split_special_tokens": false')
+    )
+    with pytest.raises(RuntimeError, match="differ from token 1"):
+        check_identity(tmp_path, ["</s>"])
+
+
+def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, capsys):
+    arguments = ["--input", str(corpus), "--output", str(tmp_path), "--vocab_size"]
+    assert main([*arguments, "100000"]) == 1
+    message = capsys.readouterr().err
+    assert "100000 is too large" in message
+    maximum = int(message.split("at most ")[1].split()[0])
+    assert main([*arguments, str(maximum)]) == 0
+
+
+def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
+    assert main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "270"]) == 1
+    assert "270 is too small" in capsys.readouterr().err
+
+
+def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "content": "some text"}\n')
+    assert main(["--input", str(path), "--output", str(tmp_path / "out"), "--vocab_size", "300"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "a.jsonl:1: missing key: no 'text' among content, id; " in error and "--text_key content\n" in error
+    )
+
+
+def test_a_python_without_the_packages_says_what_to_do():
+    """-IS: without the installed packages."""
+    command = [sys.executable, "-IS", str(ROOT / "train" / "train_tokenizer.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("error: training a tokenizer needs sentencepiece")
+    assert "pip install -r requirements.txt" in done.stderr
+
+
+def test_an_existing_tokenizer_is_kept(tokenizer_dir, corpus, capsys):
+    before = (tokenizer_dir / "tokenizer.model").read_bytes()
+    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tokenizer_dir)]) == 1
+    assert "already holds a tokenizer" in capsys.readouterr().err
+    assert (tokenizer_dir / "tokenizer.model").read_bytes() == before
+
+
+def test_sample_is_spread_bounded_and_in_order():
+    texts = [f"{i:04d}" + "x" * 96 for i in range(1000)]
+    sample = sample_documents([Document(text, "") for text in texts], max_bytes=10_000)
+    assert len(sample) == 100 and sample == sorted(sample)
+    assert sum(text > texts[500] for text in sample) in range(30, 70)
+
+
+def test_training_sentences_keep_the_text_and_stay_short():
+    text = "line one\nline two\n\n" + "y" * 50_000 + "\n" + "日本" * 9000
+    pieces = list(training_sentences([text]))
+    assert "".join(pieces) == text
+    assert max(len(piece.encode()) for piece in pieces) <= 8192

@@ -1,0 +1,248 @@
+"""A checkpoint as files: what its manifest names, whether that is what is there, which one is the newest good one.
+
+    output_dir/checkpoints/step-00000100/
+        mp_rank_00_model_states.pt, *_optim_states.pt    DeepSpeed's: weights, optimizer state of each rank
+        rank_00000.pt                                    ours, one a rank: random generators, FP8 scales and histories
+        run_state.json                                   step, consumed samples, world size, resolved configuration
+        manifest.json                                    written last: every file with its size and sha256, and its own
+
+A folder without a manifest is not a checkpoint: whoever dies in a save leaves none, and the one before stays
+the newest. `step-00000100.before` is a checkpoint too: the one that was there when step 100 was saved again, until that
+save is committed. A file `latest`, which DeepSpeed would read, has no meaning here.
+
+Nothing here needs torch: inspect_checkpoint.py starts at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.files import sha256_file, sync_folder, write_durably
+
+SCHEMA = 2
+UNSIGNED_SCHEMA = 1  # of checkpoints from before manifests had a hash of their own
+MANIFEST = "manifest.json"
+RUN_STATE = "run_state.json"
+BEFORE = ".before"
+# What a machine keeps of a folder on a network file system, it keeps for so long at the most (NFS: acdirmax).
+SEEN_WITHIN_S = 60.0
+FOLDER = re.compile(r"step-(\d{8,})(\.before)?")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the message names the file and what to do."""
+
+
+@dataclass
+class RunState:
+    """What a run needs besides tensors: `consumed_samples` is the position in the order of samples."""
+
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    world_size: int
+    zero_stage: int
+    train_config: dict[str, Any]
+    model_config: dict[str, Any]
+    data_fingerprint: dict[str, Any] = field(default_factory=dict)
+    health: dict[str, Any] = field(
+        default_factory=dict
+    )  # of train/guard/health.py: what it knows of recent steps
+    # [first, end) of what rollbacks left out of the order of samples
+    skipped_samples: list[list[int]] = field(default_factory=list)
+    evaluation_due: bool = False  # that of this step was left, because the run was asked to stop
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    """The name of the file that rank `rank` writes besides DeepSpeed's."""
+    return f"rank_{rank:05d}.pt"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint folder's name.
+
+    Raises ValueError: it is not the name of one.
+    """
+    if found := FOLDER.fullmatch(path.name):
+        return int(found[1])
+    raise ValueError(f"{path} is not named like a checkpoint, {name_of(100)!r}")
+
+
+def step_folders(root: Path) -> list[Path]:
+    """The folders of saves under `root`, committed or not, oldest step first."""
+    found = [p for p in root.glob("step-*") if FOLDER.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: (step_of(p), not p.name.endswith(BEFORE)))
+
+
+def committed(root: Path) -> list[Path]:
+    """The committed checkpoints under `root`, oldest first."""
+    return [path for path in step_folders(root) if (path / MANIFEST).is_file()]
+
+
+# ---------------------------------------------------------------- manifest
+
+
+def describe_file(file: Path, root: Path) -> dict[str, Any]:
+    """Name relative to `root`, bytes and sha256 of a file."""
+    return {
+        "name": file.relative_to(root).as_posix(),
+        "bytes": file.stat().st_size,
+        "sha256": sha256_file(file),
+    }
+
+
+def describe_all(files: list[Path], root: Path) -> list[dict[str, Any]]:
+    """`describe_file` of each, several at a time."""
+    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
+        return list(pool.map(lambda file: describe_file(file, root), files))
+
+
+def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None:
+    """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts.
+
+    Raises OSError: a file that another rank wrote is not to be seen from here.
+    """
+    entries = sorted(entries, key=lambda e: e["name"])
+    wait_for_files(path, entries)
+    try:
+        sync_folder(path.parent)  # the folder itself is new there
+        write_durably(path / MANIFEST, _signed({"schema": SCHEMA, "step": step, "files": entries}))
+    except OSError:
+        (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
+        raise
+
+
+def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Until the files in `path` are there with their sizes: a network file system may show those of other machines
+    late. Raises OSError: one is not after SEEN_WITHIN_S."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    for entry in entries:
+        file = path / entry["name"]
+        while not (file.is_file() and file.stat().st_size == entry["bytes"]):
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"{file}, of {entry['bytes']} bytes, was written by another rank and is not here: output_dir must "
+                    "be a folder that all nodes share"
+                )
+            time.sleep(0.1)
+
+
+def _signed(content: dict[str, Any]) -> str:
+    """`content` as JSON with the sha256 of itself as last value: a bit flipped in a manifest shows as well."""
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1)
+
+
+def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """name -> (bytes, sha256) of every file of the checkpoint `path`.
+
+    Raises CheckpointError: there is no manifest, it is damaged, or of a schema that this version does not read.
+    """
+    try:
+        text = (path / MANIFEST).read_text()
+        content = json.loads(text)
+        files = {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in content["files"]}
+        schema = content["schema"]
+        if schema == SCHEMA:
+            del content["sha256"]
+            if text != _signed(content):
+                raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {error!r}") from error
+    if schema not in (SCHEMA, UNSIGNED_SCHEMA):
+        raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA} and older")
+    return files
+
+
+def identity(path: Path) -> str:
+    """What tells this checkpoint from any other: the sha256 of its manifest, which holds those of all its files."""
+    return sha256_file(path / MANIFEST)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, its manifest first, so that a kill half way leaves no half checkpoint that counts."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------- verify
+
+
+def problems(path: Path, hashes: bool = True) -> list[str]:
+    """Why `path` is not a usable checkpoint: each missing, truncated or altered file. Empty when all hashes hold;
+    without `hashes` only sizes are compared, which takes no time."""
+    if not path.is_dir():
+        return [f"{path} is not a folder"]
+    try:
+        expected = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    found, present = [], []
+    for name, (size, _) in expected.items():
+        file = path / name
+        if not file.is_file():
+            found.append(f"{file} is missing")
+        elif file.stat().st_size != size:
+            found.append(f"{file} has {file.stat().st_size} bytes, the manifest says {size}")
+        else:
+            present.append(file)
+    if not hashes:
+        return found
+    try:
+        hashed = describe_all(present, path)
+    except OSError as error:
+        return [*found, f"{path} cannot be read: {error}"]
+    altered = [e["name"] for e in hashed if e["sha256"] != expected[e["name"]][1]]
+    return found + [f"{path / name} is altered: its sha256 is not the manifest's" for name in altered]
+
+
+def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest committed checkpoint under `root` whose hashes hold; `log` hears why newer ones are passed over. None
+    if nothing is committed.
+
+    Raises CheckpointError: something is committed, and none of it verifies.
+    """
+    candidates = committed(root)
+    for path in reversed(candidates):
+        # sizes first: a missing or truncated file is told at once, without hashing the gigabytes beside it
+        found = problems(path, hashes=False) or problems(path)
+        if not found:
+            return path
+        log(f"checkpoint {path.name} is not used: " + "; ".join(found))
+    if candidates:
+        raise CheckpointError(
+            f"none of the {len(candidates)} checkpoints in {root} verifies; restore one, or start anew with "
+            "--resume_from_checkpoint never"
+        )
+    return None
+
+
+def read_state(path: Path) -> RunState:
+    """The run state of a committed checkpoint.
+
+    Raises CheckpointError: it has none, or not in this form.
+    """
+    try:
+        return RunState(**json.loads((path / RUN_STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path / RUN_STATE} cannot be read: {error}") from error
+
+
+def size_text(number: int) -> str:
+    """Bytes, for people."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

@@ -1,0 +1,193 @@
+"""Choose and load checkpoints. What one is as files, and how it is verified: train/checkpoint/files.py; how it is
+written: train/checkpoint/save.py.
+
+Every file's hash is checked before anything is loaded, because DeepSpeed loads a shard with flipped bits without a
+word.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import conversion
+from model.fp8.precision import Precision
+from model.fp8.state import load_fp8_state
+from train.checkpoint.files import (
+    MANIFEST,
+    RUN_STATE,
+    CheckpointError,
+    RunState,
+    committed,
+    identity,
+    name_of,
+    newest_good,
+    problems,
+    rank_file,
+    read_state,
+    step_folders,
+    step_of,
+)
+from train.checkpoint.reshard import fp8_of_all_ranks, load_repartitioned
+from train.checkpoint.save_errors import SaveError
+
+__all__ = [
+    "MANIFEST",
+    "RUN_STATE",
+    "CheckpointError",
+    "RunState",
+    "SaveError",
+    "choose",
+    "committed",
+    "identity",
+    "load",
+    "name_of",
+    "others_than",
+    "problems",
+    "read_hf_weights",
+    "read_state",
+    "set_aside",
+]
+
+# ---------------------------------------------------------------- choose
+
+
+def choose(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
+    """The checkpoint to resume from, the same on every rank: rank 0 decides and verifies, the others follow.
+
+    setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path.
+    Raises CheckpointError, on all ranks: a path given that does not verify; committed checkpoints, none of which
+    verifies; a rank that does not see what rank 0 chose.
+    """
+    decision: list[Any] = [None, None, None]
+    if dist.get_rank() == 0:
+        try:
+            path = _choose_on_rank_0(root, setting, log)
+            decision[:2] = path, None if path is None else identity(path)
+        except (CheckpointError, OSError) as error:
+            decision[2] = str(error)
+    dist.broadcast_object_list(decision, src=0)
+    path, chosen, problem = decision
+    if problem:
+        raise CheckpointError(problem)
+    if path is None:
+        return None
+    try:
+        seen: str | None = identity(path)
+    except OSError:
+        seen = None
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, seen)
+    if blind := [rank for rank, found in enumerate(every) if found != chosen]:
+        raise CheckpointError(
+            f"ranks {blind} do not see the checkpoint {path} that rank 0 sees; output_dir must be a folder that all "
+            "nodes share"
+        )
+    return path
+
+
+def _choose_on_rank_0(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
+    if setting == "never":
+        return None
+    if setting != "auto":
+        path = Path(setting)
+        if found := problems(path):
+            raise CheckpointError(
+                f"resume_from_checkpoint {setting!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
+                + others_than(path, root)
+            )
+        return path
+    return newest_good(root, log)
+
+
+def others_than(path: Path, *roots: Path) -> str:
+    """The end of a message about `path`, which was given as a checkpoint and is none: '; committed in FOLDER: ...' with
+    the newest five of the run that `path` is or lies in, else of the first of `roots` that has any; '' without any."""
+    near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
+    for root in (*near, *roots):
+        if others := [p.name for p in committed(root) if p.resolve() != path.resolve()]:
+            return f"; committed in {root}: {', '.join(others[-5:])}"
+    return ""
+
+
+def set_aside(root: Path, after_step: int) -> Path | None:
+    """Move the checkpoints of steps after `after_step` out of the way, into a folder beside `root`, so that a later
+    "auto" does not continue a future that this run has left; what a killed save left is deleted. Returns the folder,
+    None if there was nothing to move."""
+    root = root.resolve()  # a link to another disk, to which nothing can be moved
+    for path in step_folders(root):
+        if not (path / MANIFEST).exists():
+            shutil.rmtree(path)
+    newer = [p for p in committed(root) if step_of(p) > after_step]
+    if not newer:
+        return None
+    aside = root.with_name(f"{root.name}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+    aside.mkdir()
+    for path in newer:
+        path.rename(aside / path.name)
+    return aside
+
+
+# ---------------------------------------------------------------- load
+
+
+def load(engine: Any, path: Path, precision: Precision) -> None:
+    """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
+
+    Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else weights, optimizer and FP8
+    state do, and the random generators of the ranks that there were; new ranks keep theirs.
+
+    Raises CheckpointError: DeepSpeed could not load it; files that do not hold the whole model; ranks that had
+    different FP8 states, if there are now more or fewer of them.
+    """
+    saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
+    if (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
+        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
+    else:
+        load_repartitioned(engine, path, saved)
+    fp8 = fp8_of_all_ranks(path, saved.world_size) if saved.world_size != world else None
+    if rank < saved.world_size:
+        rank_state = torch.load(path / rank_file(rank), weights_only=True)
+        fp8 = fp8 or rank_state["fp8"]
+        _set_random_state(rank_state)
+    load_fp8_state(engine.module, precision, fp8 or {})
+
+
+def _set_random_state(rank_state: dict[str, Any]) -> None:
+    torch.set_rng_state(rank_state["torch_rng"])
+    if rank_state["cuda_rng"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rank_state["cuda_rng"])
+    version, internal, gauss = rank_state["python_rng"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = rank_state["numpy_rng"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint under Hugging Face's names, on the CPU, in the dtype they were trained in.
+
+    Raises CheckpointError: no weights there.
+    """
+    files = sorted(path.glob("*model_states.pt"))
+    if not files:
+        raise CheckpointError(f"{path} holds no *model_states.pt")
+    if read_state(path).zero_stage == 3:
+        # the weights are spread over the ranks' optimizer shards, as the float32 master copy
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+    else:
+        weights = torch.load(files[0], map_location="cpu", weights_only=False)["module"]
+    tied = model_config.tie_word_embeddings
+    weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
+    return conversion.to_hf(weights, model_config)

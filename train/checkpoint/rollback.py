@@ -1,0 +1,137 @@
+"""on_spike rollback: back to the last checkpoint before a spike, and on from there without the samples that led to it.
+
+The samples left out are ranges of positions in the global order, kept in the run's state: so the samples of a run stay
+a pure function of what its checkpoints hold. Until the next of these, `rollback.json` beside the checkpoints has what
+is left out after the one that the run went back to, for a start after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.fp8.precision import Precision
+from train.checkpoint import load as checkpoint
+from train.checkpoint.files import RunState
+from train.files import write_durably
+from train.guard.health import Health, Spike, samples_record, samples_text
+from train.metrics import MetricsLogger
+
+# From one checkpoint. What spikes that often is not the fault of some samples.
+MOST_ROLLBACKS = 3
+NOTE = "rollback.json"
+
+
+def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
+    """The first position, `position` or later, from which `count` samples in a row are in none of `ranges` ([first,
+    end), sample positions)."""
+    for first, end in sorted(ranges):
+        if position < end and first < position + count:
+            position = end
+    return position
+
+
+def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
+    """The samples that a run leaves out which goes on from the checkpoint `path` (its state: `saved`): those it had
+    left out when it was saved, and those of rollbacks to it. The same on every rank, each of which calls it."""
+    ranges: list[Any] = [saved.skipped_samples]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(FileNotFoundError):
+            noted = json.loads((path.parent / NOTE).read_text())
+            if noted["checkpoint"] == checkpoint.identity(path):
+                ranges = [noted["skipped_samples"]]
+    dist.broadcast_object_list(ranges, src=0)
+    return ranges[0]
+
+
+class Rollback:
+    """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes) on every rank."""
+
+    def __init__(
+        self,
+        root: Path,
+        engine: Any,
+        precision: Precision,
+        state: RunState,
+        health: Health,
+        metrics: MetricsLogger,
+        stream: Any,
+    ) -> None:
+        self.root, self.engine, self.precision, self.state = root, engine, precision, state
+        self.health, self.metrics, self.stream = health, metrics, stream
+        self.taken: dict[int, int] = {}  # step of a checkpoint -> how often this process went back to it
+
+    def after(self, spikes: list[Spike], samples: int) -> bool:
+        """Go back; False where it cannot be done, which is said.
+
+        samples: of a step. Left out are those of the first spike's step, of the step before it, whose update a loss
+        spike comes from as likely as from its own samples, and all up to the last spike.
+
+        Raises CheckpointError: there are checkpoints, and none of them verifies.
+        """
+        path = checkpoint.choose(self.root, "auto", self.metrics.message)
+        if path is None:
+            self.metrics.message("on_spike rollback: there is no checkpoint yet, the run goes on")
+            return False
+        saved = checkpoint.read_state(path)
+        # its positions are of another order of samples
+        if saved.data_fingerprint != self.state.data_fingerprint:
+            self.metrics.message(
+                f"on_spike rollback: {path.name} was saved before the data changed (data.allow_changes_on_resume), the "
+                "run goes on"
+            )
+            return False
+        if self.taken.get(saved.step, 0) >= MOST_ROLLBACKS:
+            self.metrics.message(
+                f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
+                "a lower learning_rate or max_grad_norm may be"
+            )
+            return False
+        self.taken[saved.step] = self.taken.get(saved.step, 0) + 1
+        first = max(spikes[0].first_sample - samples, saved.consumed_samples)
+        end = max(spike.first_sample for spike in spikes) + samples
+        self._load(path, saved, [*self.state.skipped_samples, [first, end]])
+        record = samples_record(self.stream, first, end - first)
+        self.metrics.message(
+            f"on_spike rollback: back to step {saved.step} ({path.name}); from here on the run leaves out "
+            f"{samples_text(record)}"
+        )
+        self.metrics.log(
+            {
+                "step": saved.step,
+                "tokens": saved.consumed_tokens,
+                "rollback": {"from_step": spikes[-1].step, **record},
+            }
+        )
+        return True
+
+    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
+        if dist.get_rank() == 0:
+            checkpoint.set_aside(self.root, saved.step)  # newer ones did not verify
+            note = {"checkpoint": checkpoint.identity(path), "skipped_samples": ranges}
+            try:
+                write_durably(self.root / NOTE, json.dumps(note) + "\n")
+            except OSError as error:
+                self.metrics.message(
+                    f"warning: {self.root / NOTE} cannot be written: {error}. A start after a crash before the next "
+                    "save would take the samples that are left out"
+                )
+        self.metrics.rewind(saved.step)
+        checkpoint.load(self.engine, path, self.precision)
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "_hp_optimizer_states_linked"):
+            # DeepSpeed's links from weights to the moments that were just replaced would keep those in memory
+            optimizer._hp_optimizer_states_linked = False
+        config = self.state.train_config
+        for field in fields(RunState):
+            setattr(self.state, field.name, getattr(saved, field.name))
+        self.state.train_config, self.state.skipped_samples = config, ranges
+        self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
+        self.state.zero_stage = self.engine.zero_optimization_stage()
+        self.health.forget()
+        self.health.load_state_dict(saved.health)

@@ -1,0 +1,257 @@
+"""The DeepSpeed configuration that is really used: the user's, with "auto" filled in from the arguments.
+
+DeepSpeed ignores top-level keys that it does not know, and those of some sections; here they are errors.
+Whatever says something else than the training arguments is an error that names both. Checked against
+DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from model.build import load_config
+from model.variants import compiles
+from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
+from train.config.strict_json import leaves, nearest
+
+# Top-level keys that DeepSpeed reads (deepspeed/runtime/config.py and constants.py, monitor/config.py) and
+# that mean something in this trainer.
+KNOWN_KEYS = frozenset(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
+    "bf16 fp16 zero_optimization optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+    "data_types communication_data_type prescale_gradients gradient_predivide_factor "
+    "gradient_allreduce_op disable_allgather disable_python_gc steps_per_print wall_clock_breakdown "
+    "memory_breakdown dump_state timers comms_logger flops_profiler tensorboard csv_monitor "
+    "checkpoint log_level vocabulary_size".split()
+)
+
+# Keys that DeepSpeed reads too, and that would be ignored here or break a run: key -> what to do.
+UNSUPPORTED_KEYS = {
+    "scheduler": "the schedule comes from lr_scheduler_type and warmup_steps of the training configuration",
+    "wandb": 'metrics go there with "report_to": "wandb" of the training configuration',
+    "comet": "metrics are in metrics.jsonl and, with report_to, in wandb",
+    "activation_checkpointing": "recomputation is gradient_checkpointing of the training configuration",
+    "torch_autocast": "precision is the section precision of the training configuration",
+    "bfloat16": "the key's name is bf16",
+    "aio": "nothing is offloaded to files here",
+    "weight_quantization": "precision is the section precision of the training configuration",
+    "data_efficiency": "samples come from this project's own sampler",
+    "dataloader_drop_last": "samples come from this project's own sampler",
+    "managed_gradient_accumulation": "the loop relies on DeepSpeed to manage accumulation",
+    "autotuning": "it would need the launcher's autotuning mode, which changes the batch between runs",
+    "compile": "DeepCompile is not used",
+    "datastates_ckpt": "checkpoints are written by this project, committed by a manifest",
+    **dict.fromkeys(
+        (
+            "pipeline",
+            "tensor_parallel",
+            "expert_parallel",
+            "hybrid_engine",
+            "sequence_parallel_size",
+            "seq_parallel_communication_data_type",
+            "use_data_before_expert_parallelism",
+        ),
+        "only data parallelism and ZeRO are supported",
+    ),
+}
+
+# Sections whose unknown keys DeepSpeed ignores (the others it checks itself).
+SECTION_KEYS = {
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "timers": ("throughput",),
+    "checkpoint": ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"),
+}
+
+OFFLOAD_KEYS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
+
+# "auto" values that DeepSpeed itself understands
+NATIVE_AUTO = ("data_types.keep_in_fp32_modules",)
+
+
+def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> tuple[dict[str, Any], list[str]]:
+    """The configuration to give to deepspeed.initialize on `world_size` ranks, and notes for the log.
+
+    Every "auto" is filled in, the `optimizer` section is compared with the arguments and removed (the
+    optimizer is built from the arguments), and what is not said gets this project's default.
+
+    Raises ConfigurationError: every unknown or unsupported key, every contradiction, in one message.
+    """
+    arguments = arguments.resolve(world_size)
+    config = load_deepspeed(arguments.deepspeed)
+    problems, notes = _key_problems(config), list[str]()
+    for key in ("bf16", "fp16", "zero_optimization", "optimizer", *SECTION_KEYS):
+        if key in config and not isinstance(config[key], dict):
+            problems.append(f"{key}: {json.dumps(config[key])} is given, an object is expected")
+            del config[key]  # so that the rest can be checked
+    problems += _fill(config, _expected(arguments, world_size), notes)
+    problems += _take_optimizer(config, arguments, notes)
+    problems += _zero_problems(config, arguments, notes)
+    _quiet(config, notes)
+    problems += [
+        f'{key}: "auto" cannot be filled in here; give a value or remove the key'
+        for key, value in leaves(config)
+        if value == "auto" and key not in NATIVE_AUTO
+    ]
+    if problems:
+        plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        raise ConfigurationError("\n  ".join([f"the DeepSpeed configuration has {plural}:", *problems]))
+    return config, notes
+
+
+def _key_problems(config: dict[str, Any]) -> list[str]:
+    problems = []
+    for key in config:
+        if key in UNSUPPORTED_KEYS:
+            problems.append(f"{key}: not supported ({UNSUPPORTED_KEYS[key]}); remove it")
+        elif key not in KNOWN_KEYS:
+            problems.append(f"{key}: DeepSpeed has no such key and would ignore it{nearest(key, KNOWN_KEYS)}")
+    for section, known in SECTION_KEYS.items():
+        if isinstance(config.get(section), dict):
+            problems += [
+                f"{section}.{key}: DeepSpeed has no such key and would ignore it{nearest(key, known)}"
+                for key in config[section]
+                if key not in known
+            ]
+    return problems
+
+
+def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[Any, str]]:
+    """DeepSpeed key -> (value, which training arguments say so)."""
+    micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps or 1
+    compute = arguments.precision.compute
+    return {
+        "train_micro_batch_size_per_gpu": (micro, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (
+            accumulation,
+            "gradient_accumulation_steps, given or from train_batch_size_tokens",
+        ),
+        "train_batch_size": (
+            micro * accumulation * world_size,
+            f"per_device_train_batch_size {micro} x accumulation {accumulation} x {world_size} ranks",
+        ),
+        # always written: DeepSpeed's own default is to clip at 1.0
+        "gradient_clipping": (arguments.max_grad_norm, "max_grad_norm"),
+        "bf16.enabled": (compute in ("fp8", "bf16"), f"precision.compute {compute}"),
+        "fp16.enabled": (compute == "fp16", f"precision.compute {compute}"),
+    }
+
+
+def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]], notes: list[str]) -> list[str]:
+    """Set each expected value where there is "auto" or nothing; problems where there is another."""
+    problems = []
+    for key, (value, source) in expected.items():
+        section, name = config, key
+        if "." in key:
+            outer, name = key.split(".")
+            section = config.setdefault(outer, {})
+        if section.get(name, "auto") == "auto":
+            section[name] = value
+            notes.append(f"{key} = {json.dumps(value)} (from {source})")
+        elif not _equal(section[name], value):
+            problems.append(
+                f"{key}: {json.dumps(section[name])} contradicts the training configuration, where {source} "
+                f'makes it {json.dumps(value)}; change one of them, or write "auto"'
+            )
+    return problems
+
+
+def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> list[str]:
+    """Remove the optimizer section; problems where it says something else than the arguments."""
+    optimizer = config.pop("optimizer", None)
+    if optimizer is None:
+        return []
+    problems = []
+    kind, params = optimizer.get("type"), optimizer.get("params", {})
+    if str(kind).lower() not in ("adam", "adamw") or params.get("adam_w_mode") is False:
+        problems.append(
+            f"optimizer.type: {json.dumps(kind)} is not supported, only AdamW is; remove the section"
+        )
+    # fused and torch_adam choose an implementation, not other numbers
+    expected = {
+        "lr": (arguments.learning_rate, "learning_rate"),
+        "betas": ([arguments.adam_beta1, arguments.adam_beta2], "adam_beta1 and adam_beta2"),
+        "eps": (arguments.adam_epsilon, "adam_epsilon"),
+        "weight_decay": (arguments.weight_decay, "weight_decay"),
+    }
+    for name in params.keys() - expected.keys() - {"torch_adam", "adam_w_mode", "fused"}:
+        problems.append(f"optimizer.params.{name}: not supported{nearest(name, expected)}; remove it")
+    given = {name: params[name] for name in params.keys() & expected.keys()}
+    found = _fill(given, {name: expected[name] for name in given}, [])
+    notes.append("the optimizer section is removed: AdamW is built from the training configuration")
+    return problems + [f"optimizer.params.{problem}" for problem in found]
+
+
+def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> list[str]:
+    zero, problems = config.setdefault("zero_optimization", {"stage": 0}), []
+    stage = zero.setdefault("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        problems.append(f"zero_optimization.stage: {json.dumps(stage)} is given, 0, 1, 2 or 3 is expected")
+    for key in OFFLOAD_KEYS:
+        given = zero.get(key)
+        if given not in (None, False) and not (isinstance(given, dict) and given.get("device") == "none"):
+            problems.append(
+                f"zero_optimization.{key}: offloading is not supported; remove it (ZeRO 1 to 3 share the "
+                "optimizer's memory between ranks, gradient_checkpointing saves activations)"
+            )
+    for section, name in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        if config.get(section, {}).get(name, True) is not True:
+            problems.append(
+                f"{section}.{name}: {json.dumps(config[section][name])} would have steps taken whose gradients are not "
+                "finite; remove it"
+            )
+    model = arguments.model
+    if stage == 3 and compiles(model.variant, arguments.precision, model.compile):
+        problems.append(
+            "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
+            "1 or 2, or set model.compile to false"
+        )
+    if stage == 3 and arguments.speed.cuda_graphs:
+        problems.append(
+            "zero_optimization.stage: ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, "
+            "1 or 2, or set speed.cuda_graphs to false"
+        )
+    # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
+    dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
+    accumulate = config.get("data_types", {}).get("grad_accum_dtype")
+    if stage == 0 and accumulate not in (None, dtype):
+        problems.append(
+            f"data_types.grad_accum_dtype: ZeRO 0 accumulates in the parameters' {dtype}, not in "
+            f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
+        )
+    _fill_sizes(zero, arguments, notes)
+    return problems
+
+
+def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> None:
+    """ZeRO's sizes (elements) that are "auto", by the model's hidden size as transformers does."""
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    autos = [key for key in keys if zero.get(key) == "auto"]
+    if not autos:
+        return
+    hidden = load_config(arguments.model.config).hidden_size
+    sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
+    for key in autos:
+        zero[key] = sizes[key]
+        notes.append(f"zero_optimization.{key} = {sizes[key]} (from the model's hidden size {hidden})")
+
+
+def _quiet(config: dict[str, Any], notes: list[str]) -> None:
+    """Turn off what waits for the device every micro-batch, unless the user turned it on."""
+    throughput = config.setdefault("timers", {}).setdefault("throughput", {})
+    config.setdefault("wall_clock_breakdown", False)
+    if throughput.setdefault("enabled", False) and throughput.get("synchronized", True):
+        notes.append("timers.throughput is on: it waits for the device every micro-batch, which costs speed")
+    if config["wall_clock_breakdown"]:
+        notes.append(
+            "wall_clock_breakdown is on: it waits for the device every micro-batch, which costs speed"
+        )
+
+
+def _equal(given: Any, value: Any) -> bool:
+    if isinstance(value, list):
+        return isinstance(given, list) and len(given) == len(value) and all(map(_equal, given, value))
+    if isinstance(value, bool) or isinstance(given, bool):
+        return given is value
+    return isinstance(given, int | float) and math.isclose(given, value, rel_tol=1e-12)

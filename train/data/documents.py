@@ -1,0 +1,169 @@
+"""What the `*.ds.index` of prepared data say: how long documents are, and which ones a range of tokens belongs to.
+
+Indexes are memory-mapped and read a block at a time: the data may have more documents than memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.format import INDEX_DTYPE, DataError, Shard
+
+BLOCK_DOCUMENTS = 1 << 18
+BINS = 64  # bin k holds lengths of 2^k to 2^(k+1) - 1 tokens
+BAR_WIDTH = 40
+
+
+@dataclass
+class Lengths:
+    """A histogram of document lengths: `documents` and their `tokens` by bin, int64 [BINS] each; extremes in tokens.
+
+    `shortest` and `longest` are 0 when there is no document.
+    """
+
+    documents: np.ndarray
+    tokens: np.ndarray
+    shortest: int = 0
+    longest: int = 0
+
+    @classmethod
+    def of(cls, lengths: np.ndarray) -> "Lengths":
+        """The histogram of lengths [n] in tokens, 1 or more each; n may be 0."""
+        bins = np.frexp(lengths.astype(np.float64))[1] - 1  # floor(log2), exact: float64 holds such integers
+        documents = np.bincount(bins, minlength=BINS)
+        tokens = np.bincount(bins, weights=lengths, minlength=BINS).astype(np.int64)
+        extremes = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+        return cls(documents, tokens, *extremes)
+
+    def __add__(self, other: "Lengths") -> "Lengths":
+        shortest = min((x.shortest for x in (self, other) if x.shortest), default=0)
+        longest = max(self.longest, other.longest)
+        return Lengths(self.documents + other.documents, self.tokens + other.tokens, shortest, longest)
+
+    def rows(self) -> list[tuple[str, int, int]]:
+        """(range of lengths, documents, tokens) of each bin from the first to the last that holds something."""
+        used = np.flatnonzero(self.documents)
+        bins = range(int(used[0]), int(used[-1]) + 1) if len(used) else range(0)
+        return [
+            (f"{1 << k:,} to {(2 << k) - 1:,}" if k else "1", int(self.documents[k]), int(self.tokens[k]))
+            for k in bins
+        ]
+
+
+def open_index(folder: str | Path, shard: Shard) -> np.ndarray:
+    """The document ends [documents] of a shard, uint64, memory-mapped."""
+    return np.asarray(np.memmap(Path(folder) / (shard.name + ".index"), dtype=INDEX_DTYPE, mode="r"))
+
+
+def read_lengths(folder: str | Path, shard: Shard) -> Lengths:
+    """The lengths of a shard's documents, by one pass over its index.
+
+    Raises:
+        DataError: document ends do not increase, or the last one is not the end of the shard.
+    """
+    name = Path(folder) / (shard.name + ".index")
+    remedy = "its content changed; prepare or copy the data again"
+    ends = open_index(folder, shard)
+    total, before = Lengths.of(np.empty(0, dtype=np.int64)), np.uint64(0)
+    for start in range(0, len(ends), BLOCK_DOCUMENTS):
+        block = np.concatenate([[before], ends[start : start + BLOCK_DOCUMENTS]])
+        wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
+        if len(wrong):
+            at = int(wrong[0])
+            raise DataError(f"{name} is not increasing: document {start + at} ends at token {block[at + 1]}, "
+                            f"the one before it at {block[at]}; {remedy}")  # fmt: skip
+        total += Lengths.of(np.diff(block).astype(np.int64))
+        before = block[-1]
+    if int(before) != shard.tokens:
+        raise DataError(
+            f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {remedy}"
+        )
+    return total
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a range of a split's tokens has of one document.
+
+    `number` counts the split's documents, `number_in_shard` those of `shard`, both from 0; `first` is where the piece
+    begins in the document, `count` its tokens, `length` those of the whole document.
+    """
+
+    shard: str
+    number: int
+    number_in_shard: int
+    first: int
+    count: int
+    length: int
+
+
+def pieces(folder: str | Path, shards: list[Shard], start: int, stop: int) -> Iterator[Piece]:
+    """The documents of tokens start..stop-1 of a split with these shards, in order; all their tokens, none twice."""
+    shard_start = documents_before = 0
+    for shard in shards:
+        low, high = max(start - shard_start, 0), min(stop - shard_start, shard.tokens)
+        if low < high:
+            ends = open_index(folder, shard)
+            # As uint64: compared with a signed number, numpy would convert the whole index to float64.
+            number = int(np.searchsorted(ends, np.uint64(low), side="right"))
+            while low < high:
+                begin = int(ends[number - 1]) if number else 0
+                end = int(ends[number])
+                count = min(end, high) - low
+                yield Piece(shard.name, documents_before + number, number, low - begin, count, end - begin)
+                low, number = low + count, number + 1
+        shard_start += shard.tokens
+        documents_before += shard.documents
+
+
+def histogram_table(lengths: Lengths) -> str:
+    """The histogram as text: a line a bin with its documents, their share, their share of the tokens, and a bar."""
+    documents, tokens = int(lengths.documents.sum()), int(lengths.tokens.sum())
+    if not documents:
+        return "no documents"
+    rows = lengths.rows()
+    largest = max(count for _, count, _ in rows)
+    width = max(len(rows[-1][0]), len("tokens long"))
+    lines = [f"{'tokens long':>{width}}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
+    for label, count, bin_tokens in rows:
+        bar = "#" * -(-count * BAR_WIDTH // largest)  # rounded up: one document is visible
+        line = (
+            f"{label:>{width}}  {count:>13,}  {count / documents:>6.1%}  {bin_tokens / tokens:>9.1%}  {bar}"
+        )
+        lines.append(line.rstrip())
+    lines.append(
+        f"{'all':>{width}}  {documents:>13,}  {tokens / documents:,.1f} tokens on average, "
+        f"{lengths.shortest:,} to {lengths.longest:,}"
+    )
+    return "\n".join(lines)
+
+
+def plot_histogram(lengths: Lengths, title: str, path: str | Path) -> None:
+    """Draw the histogram, the share of documents and of tokens by length, into a PNG; makes its folder."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot, ticker
+
+    rows = lengths.rows()
+    places = np.arange(len(rows))
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    sides: list[tuple[float, str, Any]] = [
+        (-0.2, "documents", [documents for _, documents, _ in rows]),
+        (0.2, "their tokens", [tokens for _, _, tokens in rows]),
+    ]
+    for offset, label, values in sides:
+        axes.bar(places + offset, [value / sum(values) for value in values], width=0.4, label=label)
+    axes.set_xticks(places, [label for label, _, _ in rows], rotation=45, ha="right")
+    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
+    number = int(lengths.documents.sum())
+    axes.set(xlabel="length (tokens)", ylabel="share", title=f"{title}: {number:,} documents")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,139 @@
+"""The token shards of one prepared folder as windows of training: `TokenSource`."""
+
+import hashlib
+import itertools
+import os
+from bisect import bisect_right
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from train.data.format import SPLITS, DataError, check_shards, check_tokenizer, read_manifest
+from train.data.documents import open_index
+
+# File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
+OPEN_SHARDS = 256
+
+
+class _ShardFile:
+    """A file that is open for reading as long as something refers to it.
+
+    Samples are read by pread. A memory map would do for what is in the page cache, but beyond it a fault reads as much
+    of the file as the device reads ahead, megabytes for the kilobytes of a sample; and a file that is cut off under a
+    map kills the process without a word.
+    """
+
+    descriptor = -1  # where it could not be opened
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+class TokenSource:
+    """The windows of one split of one prepared folder.
+
+    Attributes: `manifest`, `num_tokens` in the split, `num_windows`, `folder`.
+
+    Raises:
+        DataError: no such prepared folder, a corrupt manifest, a missing or truncated shard, another tokenizer than
+            the one that made the ids, or less than one window.
+    """
+
+    def __init__(
+        self, name: str, folder: str | Path, split: str, seq_length: int, verify: bool = False
+    ) -> None:
+        if split not in SPLITS:
+            raise DataError(f"split {split!r} is none of {', '.join(SPLITS)}")
+        if seq_length < 1:
+            raise DataError(f"seq_length {seq_length} must be at least 1 token")
+        self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
+        self.manifest = read_manifest(self.folder)
+        check_shards(self.folder, self.manifest, split, verify)
+        check_tokenizer(self.folder, self.manifest)
+        self.shards = self.manifest.split_shards(split)
+        self.num_tokens = sum(shard.tokens for shard in self.shards)
+        self.num_windows = max(0, (self.num_tokens - 1) // seq_length)
+        if self.num_windows == 0:
+            remedy = "a larger --eval_fraction" if split == "eval" else "more text"
+            raise DataError(
+                f"{self.folder}: the {split} split has {self.num_tokens} tokens, one sample needs {seq_length + 1}; "
+                f"prepare it with {remedy}, or lower max_seq_length"
+            )
+        self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
+        self._starts = list(itertools.accumulate((shard.tokens for shard in self.shards), initial=0))
+        self._file = lru_cache(OPEN_SHARDS)(lambda index: _ShardFile(self.folder / self.shards[index].name))
+        self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
+
+    def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
+        """`count` tokens of a shard from `offset` on, or what there is of them until its end."""
+        size = self._dtype.itemsize
+        expected = min(count, self.shards[index].tokens - offset) * size
+        file = self._file(index)
+        data = os.pread(file.descriptor, expected, offset * size)
+        if len(data) != expected:
+            now, was = os.fstat(file.descriptor).st_size, self.shards[index].bytes
+            raise DataError(
+                f"{file.path} has {now} bytes, the manifest says {was}: it was cut off since it was opened; prepare or "
+                "copy the data again"
+            )
+        return np.frombuffer(data, self._dtype)
+
+    def read(self, window: int, input_ids: np.ndarray, labels: np.ndarray) -> None:
+        """Fill one sample: input_ids [T] and labels [T], labels one token ahead.
+
+        Raises:
+            DataError: a token id beyond the vocabulary, which an embedding would answer with an error of its own; a
+                shard that has been cut off since it was opened.
+        """
+        start = window * self.seq_length
+        shard = bisect_right(self._starts, start) - 1
+        offset = start - self._starts[shard]
+        tokens = self._tokens(shard, offset, self.seq_length + 1)
+        if len(tokens) <= self.seq_length:  # the window goes on in the next shards
+            parts, missing = [tokens], self.seq_length + 1 - len(tokens)
+            while missing:
+                shard += 1
+                parts.append(self._tokens(shard, 0, missing))
+                missing -= len(parts[-1])
+            tokens = np.concatenate(parts)
+        if tokens.max() >= self.manifest.vocab_size:
+            raise self._bad_token(start, tokens)
+        input_ids[:] = tokens[:-1]
+        labels[:] = tokens[1:]
+
+    def document_ends(self, window: int) -> np.ndarray:
+        """How many of the window's first T tokens there are up to the end of each document that ends in them: int64,
+        increasing, each 1 to T. Costs two bisections of a memory-mapped index, however many documents there are.
+        """
+        start, found = window * self.seq_length, []
+        stop = start + self.seq_length
+        shard = bisect_right(self._starts, start) - 1
+        while shard < len(self.shards) and self._starts[shard] < stop:
+            begin = self._starts[shard]
+            ends = self._ends(shard)
+            # As uint64: compared with a signed number, numpy would convert the whole index to float64.
+            bounds = np.array([max(start - begin, 0), stop - begin], dtype=np.uint64)
+            first, last = ends.searchsorted(bounds, side="right").tolist()
+            found.append(ends[first:last].astype(np.int64) + (begin - start))
+            shard += 1
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _bad_token(self, start: int, tokens: np.ndarray) -> DataError:
+        """The error for the first id beyond the vocabulary in `tokens`, of which the first is the split's `start`th."""
+        first = int(np.argmax(tokens >= self.manifest.vocab_size))
+        shard = bisect_right(self._starts, start + first) - 1
+        return DataError(
+            f"{self.folder / self.shards[shard].name}: token {start + first - self._starts[shard]} has the id "
+            f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
+            "prepare or copy the data again"
+        )
+
+    def digest(self) -> str:
+        """A hash of the hashes of the split's shards, in order: the identity of its tokens."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()

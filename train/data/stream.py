@@ -1,0 +1,294 @@
+"""Token shards -> training samples, packed full: `open_stream` and `MicroBatches`.
+
+    manifest -> TokenSource (the tokens of one folder) -> SampleStream (global order) -> MicroBatches (rank)
+
+A sample is a window of seq_length + 1 tokens of the split's concatenated documents, at a stride of seq_length, so
+that each token is predicted once and nothing is padded. The order of samples is a pure function of (seed, manifests,
+seq_length, weights, position); the state of a run is the number of samples it has consumed.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from train.data.format import DataError, verify_shard
+from train.data.mixture import Weights, mix
+from train.data.order import Mixture, permutation_key, permute
+from train.data.source import TokenSource
+
+Batch = tuple[torch.Tensor, ...]  # input_ids, labels; with a document mask positions, too
+NO_LABEL = -100  # what the loss ignores
+
+VERIFY_THREADS = 8
+PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
+
+
+class SampleStream:
+    """All samples of one split of one or several sources, in one global order without end.
+
+    train: sources are mixed by `weights` (None: by their size) with exact quotas, each shuffled anew every epoch.
+    eval: every window of every source once, each source in its natural order, spread evenly; `weights` play no role.
+
+    document_mask: batches have positions that begin anew with each document, for attention within documents, and the
+    last token of a document has no label (NO_LABEL). So a document is trained on as if it stood alone: what would
+    follow its end is the beginning of an unrelated document, which attention no longer leads to. What is left out of
+    "each token is predicted once" are the first tokens of documents, and nothing else: with the beginning-of-text token
+    that prepare_data.py writes these are no news to a model. Batches differ in their number of labels by that, which
+    the loss has to be weighted by (train/engine/step.py).
+
+    Attributes:
+        vocab_size: of the tokenizer that all sources share.
+        num_tokens: in the split, over all sources.
+        num_samples: windows in the split; of train: one epoch's if sources were mixed by size.
+        unigram_loss: nats per token of the eval tokens under unigram models of the train tokens, averaged over the
+            sources by eval tokens; NaN when no source has an eval split.
+    """
+
+    def __init__(
+        self,
+        sources: list[TokenSource],
+        weights: Weights | None,
+        seed: int,
+        document_mask: bool = False,
+    ) -> None:
+        self.document_mask = document_mask
+        self.sources = sorted(sources, key=lambda source: source.name)
+        self.split, self.seq_length, self.seed = sources[0].split, sources[0].seq_length, seed
+        self._check_tokenizers()
+        windows = [source.num_windows for source in self.sources]
+        if self.split == "eval":
+            self._mixture = Mixture(windows, max_period=sum(windows))
+        elif weights is None:
+            self._mixture = Mixture(windows)
+        else:
+            self._mixture = mix(weights, [source.name for source in self.sources], seq_length=self.seq_length)
+        self.vocab_size = self.sources[0].manifest.vocab_size
+        self.num_tokens = sum(source.num_tokens for source in self.sources)
+        self.num_samples = sum(windows)
+        self.unigram_loss = self._unigram_loss()
+        self._plan = lru_cache(4)(self._make_plan)
+
+    def _check_tokenizers(self) -> None:
+        first = self.sources[0]
+        for source in self.sources[1:]:
+            if source.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+                raise DataError(
+                    f"data sources {first.name!r} and {source.name!r} were prepared with different tokenizers "
+                    f"({first.folder} and {source.folder}); prepare both with the same"
+                )
+
+    def _unigram_loss(self) -> float:
+        pairs = [
+            (source.manifest.unigram_loss, source.manifest.split_tokens("eval")) for source in self.sources
+        ]
+        known = [(loss, tokens) for loss, tokens in pairs if loss is not None]
+        return sum(loss * tokens for loss, tokens in known) / sum(t for _, t in known) if known else math.nan
+
+    def _make_plan(self, block: int) -> list[tuple[int, int]]:
+        """(source, window) of samples block * PLAN_SAMPLES .. (block + 1) * PLAN_SAMPLES - 1."""
+        which, ordinal = self._mixture.locate(block * PLAN_SAMPLES, PLAN_SAMPLES)
+        windows = np.empty_like(ordinal)
+        for index, source in enumerate(self.sources):
+            epochs, within = np.divmod(ordinal, source.num_windows)
+            if self.split == "eval":
+                windows[which == index] = within[which == index]
+                continue
+            for epoch in np.unique(epochs[which == index]):
+                chosen = (which == index) & (epochs == epoch)
+                key = permutation_key(self.seed, source.name, int(epoch))
+                windows[chosen] = permute(within[chosen], source.num_windows, key)
+        return list(zip(which.tolist(), windows.tolist(), strict=True))
+
+    def sample_ids(self, start: int, count: int) -> list[tuple[int, int]]:
+        """(source index in name order, window) of samples start..start+count-1: what the order consists of."""
+        ids: list[tuple[int, int]] = []
+        for block in range(start // PLAN_SAMPLES, -(-(start + count) // PLAN_SAMPLES)):
+            first = block * PLAN_SAMPLES
+            ids += self._plan(block)[max(0, start - first) : max(0, start + count - first)]
+        return ids
+
+    def batch(self, start: int, count: int) -> Batch:
+        """Samples start..start+count-1 of the global order: (input_ids, labels), with a document mask (input_ids,
+        labels, positions), int64 [count, seq_length] each. positions: of a token in its document, or in what of it the
+        sample has; they begin with 0 at each document's and each sample's first token.
+
+        Raises:
+            DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt tokens.
+        """
+        if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
+            end = f"of {self.num_samples}" if self.split == "eval" else "of an endless stream"
+            raise DataError(f"samples {start} to {start + count} {end} {self.split} samples were asked for")
+        input_ids = np.empty((count, self.seq_length), dtype=np.int64)
+        labels = np.empty_like(input_ids)
+        samples = self.sample_ids(start, count)
+        for row, (source, window) in enumerate(samples):
+            self.sources[source].read(window, input_ids[row], labels[row])
+        batch = torch.from_numpy(input_ids), torch.from_numpy(labels)
+        return (*batch, self._separate_documents(samples, labels)) if self.document_mask else batch
+
+    def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> torch.Tensor:
+        """Take the labels of last tokens away; returns the positions, int64 [samples, T].
+
+        Raises:
+            DataError: document ends that do not increase.
+        """
+        T = self.seq_length
+        # of the batch in a row, the token after each document; increasing, for those of a row are above row * T
+        after = np.concatenate(
+            [
+                self.sources[source].document_ends(window) + row * T
+                for row, (source, window) in enumerate(samples)
+            ]
+        )
+        if (after[1:] <= after[:-1]).any():
+            source, window = samples[(after[np.argmax(after[1:] <= after[:-1])] - 1) // T]
+            raise DataError(
+                f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
+                "increase: the content of an index changed; prepare or copy the data again"
+            )
+        labels.reshape(-1)[after - 1] = NO_LABEL
+        begins = np.zeros(labels.size + 1, dtype=bool)
+        begins[after] = begins[::T] = True
+        starts = np.flatnonzero(begins[:-1])
+        # One a token, and back to 0 at each start, summed up in place: the memory that several arrays of the batch's
+        # size would take is given back and zeroed anew for every batch, which takes longer than all the rest.
+        positions = np.ones(labels.size, dtype=np.int64)
+        positions[0] = 0
+        positions[starts[1:]] -= starts[1:] - starts[:-1]
+        np.cumsum(positions, out=positions)
+        return torch.from_numpy(positions.reshape(labels.shape))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise DataError when the model's vocabulary does not hold all ids of the data."""
+        if self.vocab_size > vocab_size:
+            raise DataError(
+                f"the tokenizer of the data does not fit the model: {self.sources[0].folder} has a vocabulary of "
+                f"{self.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a vocab_size "
+                "of at least that, or prepare the data with the model's tokenizer"
+            )
+
+    def verify(self, part: int = 0, parts: int = 1) -> int:
+        """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their
+        number.
+
+        Raises:
+            DataError: as check_shards does.
+        """
+        shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
+        with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the interpreter lock
+            list(pool.map(lambda item: verify_shard(item[0].folder, item[0].manifest, item[1]), shards))
+        return len(shards)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must not change between a run and its resume, as JSON values: all that the order depends on."""
+        sources: dict[str, dict[str, Any]] = {
+            source.name: {
+                "tokenizer_sha256": source.manifest.tokenizer_sha256,
+                "shards_sha256": source.digest(),
+                "tokens": source.num_tokens,
+            }
+            for source in self.sources
+        }
+        values = {"split": self.split, "seq_length": self.seq_length, "seed": self.seed, "sources": sources}
+        for index, name in enumerate(sources):
+            # Where weights never change, as checkpoints had it before there were stages.
+            if len(self._mixture.starts) == 1:
+                sources[name]["weight"] = self._mixture.weights[0][index]
+            else:
+                sources[name]["weight_from_sample"] = {
+                    str(start): weights[index]
+                    for start, weights in zip(self._mixture.starts, self._mixture.weights, strict=True)
+                }
+        return json.loads(json.dumps(values))
+
+    def describe(self) -> str:
+        """One line a source for the log, with its weight in every stage."""
+        return "\n".join(
+            f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
+            f"{source.num_windows:,} samples of {self.seq_length}, {self._shares(index)} ({source.folder})"
+            for index, source in enumerate(self.sources)
+        )
+
+    def _shares(self, index: int) -> str:
+        """The weight of a source in the mixture, over the stages."""
+        first, *later = (weights[index] for weights in self._mixture.weights)
+        changes = "".join(
+            f", {weight:.2%} from token {start * self.seq_length:,} on"
+            for weight, start in zip(later, self._mixture.starts[1:], strict=True)
+        )
+        return f"{first:.2%} of the mixture{changes}"
+
+    def stage_that_begins(self, start: int, count: int) -> str | None:
+        """For the log: the stage of the mixture that begins within samples start..start+count-1, if one does."""
+        starts = self._mixture.starts
+        found = [stage for stage, first in enumerate(starts) if start <= first < start + count]
+        if len(starts) == 1 or not found:
+            return None
+        weights = zip(self.sources, self._mixture.weights[found[-1]], strict=True)
+        return (
+            f"mixture: stage {found[-1] + 1} of {len(starts)} begins with sample {starts[found[-1]]:,}: "
+            + ", ".join(f"{source.name} {weight:.2%}" for source, weight in weights)
+        )
+
+
+def open_stream(
+    sources: Mapping[str, str | Path],
+    weights: Weights | None,
+    seq_length: int,
+    seed: int,
+    split: str = "train",
+    verify: bool = False,
+    document_mask: bool = False,
+) -> SampleStream:
+    """Open prepared folders ({name: folder}) as one stream; `verify` also checks every hash and token id;
+    document_mask: see SampleStream.
+
+    Raises:
+        DataError: as TokenSource and SampleStream do; its message names the folder and what to do.
+    """
+    if not sources:
+        raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
+    opened = [TokenSource(name, folder, split, seq_length, verify) for name, folder in sources.items()]
+    return SampleStream(opened, weights, seed, document_mask)
+
+
+class MicroBatches:
+    """The micro-batches of one rank, the next one read ahead by a thread.
+
+    A micro-step takes batch_size * world_size samples of the stream in a row; rank r has the r-th batch_size of them.
+    So the samples that an optimizer step consumes are the same for every number of ranks with the same global batch.
+    """
+
+    def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:
+        if batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"batch_size {batch_size}, rank {rank} of {world_size}: needs 1 or more, 0 <= rank < size"
+            )
+        self.stream, self.batch_size, self.rank, self.world_size = stream, batch_size, rank, world_size
+        self._reader = ThreadPoolExecutor(1, "micro-batches")
+        self._ahead: tuple[int, Future[Batch]] | None = None
+
+    def get(self, consumed: int, micro_step: int) -> Batch:
+        """What SampleStream.batch gives, `micro_step` micro-steps after `consumed` samples."""
+        stride = self.batch_size * self.world_size
+        start = consumed + micro_step * stride + self.rank * self.batch_size
+        if self._ahead is not None and self._ahead[0] == start:
+            batch = self._ahead[1].result()
+        else:
+            batch = self._reader.submit(self.stream.batch, start, self.batch_size).result()
+        self._ahead = (
+            start + stride,
+            self._reader.submit(self.stream.batch, start + stride, self.batch_size),
+        )
+        return batch
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._reader.shutdown(cancel_futures=True)

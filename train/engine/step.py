@@ -1,0 +1,186 @@
+"""The DeepSpeed engine of a model, and one micro-batch through it: what the loop and the benchmarks run.
+
+engine = build_engine(model, arguments, ds_config)
+micro_step = MicroStep(engine, precision, arguments)
+loss = micro_step(input_ids, labels, index, documents)  # index 0 to gradient_accumulation_steps - 1; the last steps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from model.documents import Documents
+from model.fp8.precision import Precision, gemm_modules, matrices
+from model.graphs import use_cuda_graphs
+from train.config.arguments import TrainingArguments
+from train.data.stream import NO_LABEL, Batch
+from train.engine.optimizer import build_optimizer, undo_initial_step
+
+
+@contextlib.contextmanager
+def without_prints() -> Iterator[None]:
+    """DeepSpeed prints its own memory readings, unasked, when it builds or loads."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
+    """deepspeed.initialize with AdamW, before its first step. `ds_config`: of `resolve_ds_config`."""
+    with without_prints():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, arguments), config=ds_config
+        )
+        undo_initial_step(engine)
+    skip_steps_that_are_not_finite(engine)
+    return engine
+
+
+def skip_steps_that_are_not_finite(engine: Any) -> None:
+    """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
+
+    Those leave everything as it is where the norm of the reduced gradients, the same on every rank, is not finite, set
+    `overflow`, by which the engine counts, and keep the norm. Here torch's AdamW is called whatever the gradients are.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow"):
+        return
+    step, clip = optimizer.step, engine.clip_fp32_gradients
+
+    def measure() -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
+
+    def measured_clip() -> None:
+        measure()
+        clip()
+
+    def checked_step(closure: Any = None) -> None:
+        if not engine.gradient_clipping():
+            measure()
+        optimizer.overflow = not math.isfinite(
+            optimizer._global_grad_norm
+        )  # waits for the GPU, as all of them do
+        if not optimizer.overflow:
+            step(closure)
+
+    optimizer.overflow = False
+    engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step
+
+
+class MicroStep:
+    """Forward, backward and, at the last micro-batch of a step, the optimizer.
+
+    `arguments` are resolved. Applies the switches of the section "speed" that concern the step; `notes` says what came
+    of them, for the log.
+    """
+
+    def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
+        self.engine, self.precision = engine, precision
+        accumulation, speed = arguments.gradient_accumulation_steps or 1, arguments.speed
+        stage, te_model = engine.zero_optimization_stage(), arguments.model.variant.startswith("te_")
+        # With accumulation the FP8 copy of the weights is made once a step. Not at ZeRO 3, which frees the weights.
+        self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
+        on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
+        self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
+        self.capture = speed.cuda_graphs and on_gpu
+        self.notes = [
+            f"weight gradients: {self.main_grads.count} GEMMs add into the float32 accumulation buffer"
+            if self.main_grads and self.main_grads.count
+            else "weight gradients: in the parameters' type, accumulated by DeepSpeed",
+            f"CUDA graphs: {'on' if self.capture else 'off'}",
+        ]
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        index: int,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
+        """input_ids, labels: int64 [B, T] on the engine's device, documents: there too. Returns the mean loss of the
+        micro-batch, detached, without waiting for it.
+
+        With documents, whose last tokens have no labels, it is the sum of the losses over B * T instead, here and for
+        the gradients: so that each label has the same weight in whatever micro-batch and on whatever rank it is.
+        """
+        engine = self.engine
+        within = {} if documents is None else {"documents": documents}
+        if self.capture:
+            use_cuda_graphs(engine.module, self.precision, input_ids, labels, self.cache_weights, **within)
+            if self.main_grads:
+                self.main_grads.zero()
+            self.capture = False
+        first = index == 0 if self.cache_weights else None
+        loss = engine(input_ids, labels=labels, is_first_microbatch=first, **within).loss
+        if within:
+            loss = loss * labelled(labels)
+        # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). Made NaN on
+        # one rank they are NaN after the reduction, and the step is skipped on all. Else it is a factor of 1.
+        engine.backward(
+            loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+        )  # divides by the accumulation steps
+        if self.main_grads:
+            self.main_grads.mark()
+        engine.step()  # acts at the last micro-batch
+        return loss.detach()
+
+
+def labelled(labels: torch.Tensor) -> torch.Tensor:
+    """The share of tokens that have a label, float32 scalar, without waiting for it."""
+    return (labels != NO_LABEL).float().mean()
+
+
+def on_device(batch: Batch, device: Any) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
+    """A batch of SampleStream on `device`, its positions as documents; without waiting for the copies."""
+    input_ids, labels, *positions = batch
+    documents = Documents.of(positions[0]).to(device) if positions else None
+    return input_ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), documents
+
+
+class MainGrads:
+    """Lets Transformer Engine's weight-gradient GEMMs add straight into DeepSpeed's float32 gradients.
+
+    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter and, after
+    each backward, adds the bf16 `.grad` to it: 24 bytes of memory traffic a parameter and micro-batch. Here the GEMM
+    itself adds, in float32 and without the rounding to bf16; `.grad` stays None. Other optimizers have no such buffer:
+    then nothing changes and `count` is 0.
+    """
+
+    def __init__(self, engine: Any, precision: Precision):
+        self.optimizer = engine.optimizer
+        self.places: list[tuple[int, int]] = []
+        buffers = getattr(self.optimizer, "fp32_groups_gradients", None)
+        if buffers is None or self.optimizer.grad_acc_dtype != torch.float32:
+            return
+        where = {
+            id(parameter): (i, j)
+            for i, group in enumerate(self.optimizer.bf16_groups)
+            for j, parameter in enumerate(group)
+        }
+        for module in gemm_modules(engine.module, precision).values():
+            for weight in matrices(module):
+                i, j = where[id(weight)]
+                weight.main_grad = buffers[i][j].view(weight.shape)
+                self.places.append((i, j))
+            module.fuse_wgrad_accumulation = True
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    def mark(self) -> None:
+        """Tell DeepSpeed that these gradients are there; its norm and clipping leave out what has none."""
+        for i, j in self.places:
+            self.optimizer.fp32_groups_has_gradients[i][j] = True
+
+    def zero(self) -> None:
+        for i, j in self.places:
+            self.optimizer.fp32_groups_gradients[i][j].zero_()

@@ -1,0 +1,212 @@
+"""Numbers that go wrong: steps that are not finite, and spikes of the loss or of the gradient norm.
+
+    non-finite on any rank    the step is skipped on all: weights, optimizer and FP8 state stay as they were, bit by bit
+    spike                     flagged at the next look, which is when the loop waits for the GPU anyway
+
+What is known of recent steps (`Health.state_dict`) is saved with the run, so that a resumed run judges as the one that
+was not interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, reset_fp8_state
+from train.config.argument_checks import SMALLEST_WINDOW
+from train.data.stream import SampleStream
+
+# Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 2.5 in
+# the gradient norm and 12 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
+SPREAD_OF_MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+SMALLEST_SPREAD = 0.02  # of the median: a flat stretch must not make noise an alarm
+LONGEST_WAIT = 1000  # steps that are kept on the device between two looks
+NAMED_WINDOWS = 8  # of each source, in a message; metrics.jsonl has all
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss or gradient norm is far above those before it."""
+
+    step: int
+    first_sample: int
+    what: str  # loss | grad_norm
+    value: float
+    median: float
+    threshold: float
+
+    def __str__(self) -> str:
+        name = {"loss": "loss", "grad_norm": "gradient norm"}[self.what]
+        return f"{name} {self.value:.4g}, the median before it is {self.median:.4g}, the threshold {self.threshold:.4g}"
+
+
+class SpikeDetector:
+    """Judges a series by its recent values: median + factor * spread of the last `window` of them.
+
+    The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), at least 2% of the median: unlike
+    mean and standard deviation neither is moved by the spikes themselves. Flagged values enter the window, too: a level
+    that stays is the new normal once it fills half of it. factor 0 flags nothing.
+    """
+
+    def __init__(self, window: int, factor: float) -> None:
+        self.factor = factor
+        self.recent: deque[float] = deque(maxlen=window)
+
+    def judge(self, value: float) -> tuple[float, float] | None:
+        """(median, threshold) if `value` is above the threshold; then remembers it. Values that are not finite belong
+        to skipped steps: they are neither."""
+        if not math.isfinite(value):
+            return None
+        found = None
+        if self.factor and len(self.recent) >= SMALLEST_WINDOW:
+            median = statistics.median(self.recent)
+            deviation = statistics.median(abs(v - median) for v in self.recent)
+            spread = max(SPREAD_OF_MAD * deviation, SMALLEST_SPREAD * abs(median))
+            threshold = median + self.factor * spread
+            if value > threshold:
+                found = median, threshold
+        self.recent.append(value)
+        return found
+
+
+class Health:
+    """Watches the steps of a run. Nothing but `look` waits for the GPU."""
+
+    def __init__(self, engine: Any, precision: Precision, window: int, factor: float) -> None:
+        self.engine, self.precision = engine, precision
+        self.skipped = engine.skipped_steps  # DeepSpeed's count, which its checkpoints keep
+        self.skipped_in_a_row = 0
+        self.spikes = 0
+        self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
+        self._steps: list[tuple[int, int]] = []  # with their first sample
+        self._losses: list[torch.Tensor] = []  # of this rank, [2]: loss, share of tokens with a label
+        self._norms: list[torch.Tensor] = []
+        self._live: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; call it after `look`."""
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "spikes": self.spikes,
+            **{what: list(detector.recent) for what, detector in self.detectors.items()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """What `state_dict` gave; {} of a checkpoint from before there was any changes nothing."""
+        self.skipped = self.engine.skipped_steps
+        self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
+        self.spikes = saved.get("spikes", 0)
+        for what, detector in self.detectors.items():
+            detector.recent.clear()
+            detector.recent.extend(saved.get(what, []))
+
+    def forget(self) -> None:
+        """Drop the steps that were not looked at."""
+        self._steps, self._losses, self._norms = [], [], []
+
+    def before_step(self) -> None:
+        """Keep the FP8 state. An amax of inf would stop its scale from moving for as long as it is in the history
+        (1024 passes by default), and one that is finite but enormous, of a step that is about to overflow, would make
+        everything after it underflow as long."""
+        if not self._live:  # allocated in the modules' first forward; from then on it stays where it is
+            self._live = list(fp8_state(self.engine.module, self.precision).values())
+            self._kept = [torch.empty_like(t) for t in self._live]
+        if self._live:
+            torch._foreach_copy_(self._kept, self._live)
+
+    @torch.no_grad()
+    def after_step(
+        self, step: int, first_sample: int, loss: torch.Tensor, share: torch.Tensor | None
+    ) -> bool:
+        """`loss`: mean over this rank's micro-batches; `share`: of the tokens with a label, None: all. Returns whether
+        the step was skipped, which all ranks agree on; then the FP8 state is that of before it."""
+        skipped = self.engine.skipped_steps > self.skipped
+        self.skipped = self.engine.skipped_steps
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            if self._live:
+                torch._foreach_copy_(self._live, self._kept)
+            else:
+                reset_fp8_state(self.engine.module, self.precision)
+            return True
+        norm = self.engine.get_global_grad_norm()
+        self._steps.append((step, first_sample))
+        self._losses.append(torch.stack([loss, torch.ones_like(loss) if share is None else share]))
+        # a copy: what DeepSpeed hands out is its own
+        self._norms.append(torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).clone())
+        return False
+
+    def full(self) -> bool:
+        """Whether so many steps wait to be looked at that it should not be left to the next log line."""
+        return len(self._steps) >= LONGEST_WAIT
+
+    def look(self) -> list[Spike]:
+        """Judge the steps since the last look; every rank calls it and finds the same."""
+        if not self._steps:
+            return []
+        values = torch.cat(
+            [torch.stack(self._losses), torch.stack(self._norms).to(self._losses[0])[:, None]], 1
+        )
+        # the norms, too, though each rank has the same: all must judge by the same bits
+        dist.all_reduce(values)
+        losses = (values[:, 0] / values[:, 1]).tolist()
+        norms = (values[:, 2] / dist.get_world_size()).tolist()
+        found = []
+        for (step, first_sample), loss, norm in zip(self._steps, losses, norms, strict=True):
+            for what, value in (("loss", loss), ("grad_norm", norm)):
+                judged = self.detectors[what].judge(value)
+                if judged:
+                    found.append(Spike(step, first_sample, what, value, *judged))
+        self.forget()
+        self.spikes += len({spike.step for spike in found})
+        return found
+
+    def mend_histories(self) -> int:
+        """Take amaxes that are not finite out of the histories; returns how many there were. FP8 casts saturate, so
+        that an inf need not make a gradient infinite and its step need not be skipped. Waits for the GPU."""
+        histories = [
+            tensor
+            for key, tensor in fp8_state(self.engine.module, self.precision).items()
+            if key.endswith(".amax_history")
+        ]
+        if not histories:
+            return 0
+        bad = int((~torch.cat([h.flatten() for h in histories]).isfinite()).sum())
+        if bad:
+            for history in histories:
+                history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return bad
+
+
+def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:
+    """Rank -> its loss, of those whose loss (scalar) is not finite; every rank calls it."""
+    every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, loss)
+    losses = torch.stack(every).tolist()
+    return {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
+
+
+def samples_record(stream: SampleStream, first: int, count: int) -> dict[str, Any]:
+    """For metrics.jsonl: which samples these are, as positions in the global order and as windows of each source."""
+    windows: dict[str, list[int]] = {}
+    for source, window in stream.sample_ids(first, count):
+        windows.setdefault(stream.sources[source].name, []).append(window)
+    return {"first_sample": first, "samples": count, "windows": windows}
+
+
+def samples_text(record: dict[str, Any]) -> str:
+    """The same in a message: "samples 64 to 71 (text: windows 5, 17, ... of 8)"."""
+    first, last = record["first_sample"], record["first_sample"] + record["samples"] - 1
+    sources = []
+    for name, windows in record["windows"].items():
+        more = f", ... ({len(windows)} in all)" if len(windows) > NAMED_WINDOWS else ""
+        sources.append(f"{name}: windows {', '.join(map(str, windows[:NAMED_WINDOWS]))}{more}")
+    return f"samples {first} to {last} ({'; '.join(sources)})"

@@ -1,0 +1,209 @@
+"""A run in which a rank does not answer any more ends, and says which rank and where it stands.
+
+The ranks meet at least once a step, where they agree on going on (signals.StopVote); a watchdog in each counts the
+time since. When it is more than the timeout, each writes down where its main thread is, sends that to the others
+through the process group's store, names the ranks which the others wait for, and ends its process; the launcher ends
+what is left. Nothing is sent or written as long as all is well.
+
+Who is to blame: a rank that sends nothing is stopped, or its machine is gone. Else one that is not inside a
+collective, where the others are, waiting for it. Else those that are furthest behind.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+HUNG = 1  # as any other crash: worth another start from the last checkpoint
+# Before the ranks first meet there are compilation, captured graphs and NCCL's connections.
+FIRST_STEP_S = 1800.0
+GATHER_S = 3.0  # how long the others may take to say where they are
+# Python cannot run while C code holds its lock: then faulthandler's own thread writes the stacks, this much later,
+# and the other ranks end the job.
+WITHOUT_PYTHON_S = 2.0
+SUSPENDED_S = 5.0
+SAVE_THREAD = "save"  # name of the thread that train/checkpoint/save.py starts
+# Files (end of the name) whose frames mean: this thread waits for other ranks.
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
+
+
+class Watchdog:
+    """Watches from `start` to `close`. `met` and `doing` cost next to nothing; timeout_s 0 turns all of it off.
+
+    Every rank calls `start` and `met` at the same points: they count, and the counts are compared.
+    """
+
+    _watches = 0  # of this process, so that keys in the store are new
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._doing = "begins"
+        self._progress = 0  # calls of met and doing, the same sequence on each rank
+        self._deadline = float("inf")
+        self._met = False  # the first step is done
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._stderr: TextIO = sys.__stderr__ or sys.stderr
+
+    def start(self) -> Watchdog:
+        if self.timeout_s:
+            Watchdog._watches += 1
+            self._deadline = time.monotonic() + max(self.timeout_s, FIRST_STEP_S)
+            self._main = threading.get_ident()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def met(self, doing: str) -> None:
+        """All ranks have just met: the time begins anew. `doing`: what comes next."""
+        self.doing(doing)
+        if self._thread:
+            self._deadline = time.monotonic() + self.timeout_s
+            if not self._met:
+                self._met = True
+                self._dump_later(self.timeout_s)
+
+    def doing(self, doing: str) -> None:
+        """Where this rank is, for the report."""
+        self._doing, self._progress = doing, self._progress + 1
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Watchdog:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _dump_later(self, left_s: float) -> None:
+        """Called at the first meeting, where the deadline comes nearer, and then by the watching thread: once a second
+        and not in each step, since it starts a thread."""
+        faulthandler.dump_traceback_later(left_s + WITHOUT_PYTHON_S, file=self._stderr)
+
+    def _watch(self) -> None:
+        interval, last = min(1.0, self.timeout_s / 4), time.monotonic()
+        while not self._closed.wait(interval):
+            now = time.monotonic()
+            if now - last > interval + SUSPENDED_S:
+                # this process was stopped itself (scontrol suspend): it may go on
+                self._deadline += now - last
+            last = now
+            if now > self._deadline:
+                faulthandler.cancel_dump_traceback_later()
+                try:
+                    self._report()
+                finally:
+                    os._exit(HUNG)
+            self._dump_later(self._deadline - now)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _report(self) -> None:
+        stack, waits = self._where()
+        mine = {
+            "progress": self._progress,
+            "doing": self._doing,
+            "waits": waits,
+            "host": socket.gethostname(),
+            "at": _innermost(stack),
+        }
+        rank, world = dist.get_rank(), dist.get_world_size()
+        found: dict[int, dict[str, Any]] = {rank: mine}
+        # in a thread: a store whose process is stopped answers nothing, not even that
+        gather = threading.Thread(target=self._gather, args=(found, world), daemon=True)
+        gather.start()
+        gather.join(GATHER_S)
+        found = dict(found)
+        blamed = blame(found, world)
+        lines = []
+        if rank in blamed or not blamed:
+            lines += [f"rank {rank}: where its threads are:", stack]
+        if rank == min(set(found) - set(blamed), default=rank):
+            lines += [verdict(found, blamed, world, self.timeout_s)]
+        print("\n".join(lines), file=self._stderr, flush=True)
+        if rank not in blamed or rank == 0:
+            # A launcher ends all when the first rank ends: the one to blame is to have its say. And with rank 0 goes
+            # the store, from which the others may still read.
+            time.sleep(1.0)
+
+    def _gather(self, found: dict[int, dict[str, Any]], world: int) -> None:
+        """Send where this rank is, and add to `found` what others send, as long as somebody waits for it."""
+        store = dist.distributed_c10d._get_default_store().clone()
+        prefix, rank = f"hang/{Watchdog._watches}/", dist.get_rank()
+        store.set(f"{prefix}{rank}", json.dumps(found[rank]))
+        while len(found) < world:
+            for other in set(range(world)) - set(found):
+                if store.check([f"{prefix}{other}"]):
+                    found[other] = json.loads(store.get(f"{prefix}{other}"))
+            time.sleep(0.1)
+
+    def _where(self) -> tuple[str, bool]:
+        """The stacks of this process's threads, main thread first, and whether one of them is in a collective. That
+        of a save counts only when the main thread waits for it."""
+        names = {t.ident: t.name for t in threading.enumerate()}
+        frames = sys._current_frames()
+        order = sorted(frames, key=lambda ident: ident != self._main)
+        texts, waits, for_save = [], False, False
+        for ident in order:
+            if ident == threading.get_ident():
+                continue
+            stack = traceback.extract_stack(frames[ident])
+            if ident == self._main:
+                for_save = any(frame.filename.endswith("train/checkpoint/save.py") for frame in stack)
+            if names.get(ident) != SAVE_THREAD or for_save:
+                waits |= any(frame.filename.endswith(COLLECTIVES) for frame in stack)
+            texts.append(f"  thread {names.get(ident, ident)}:\n" + "".join(traceback.format_list(stack)))
+            if ident == self._main:
+                texts[-1] = texts[-1].replace("thread MainThread", f"main thread ({self._doing})")
+        return "".join(texts), waits
+
+
+def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
+    """The ranks that the others wait for; empty if that cannot be told. `found`: what each rank that answers sent."""
+    silent = [rank for rank in range(world) if rank not in found]
+    if silent:
+        # nobody answers one that is not rank 0: then it is the store, which rank 0 keeps, that does not
+        return [0] if 0 in silent and len(silent) == world - 1 else silent
+    for candidates in (
+        [rank for rank, its in found.items() if not its["waits"]],
+        [r for r, its in found.items() if its["progress"] == min(i["progress"] for i in found.values())],
+    ):
+        if 0 < len(candidates) < world:
+            return sorted(candidates)
+    return []
+
+
+def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, timeout_s: float) -> str:
+    """The message that ends the job."""
+    head = f"error: no step was finished for {timeout_s:g} s (hang_timeout_s)"
+    if not blamed:
+        places = "; ".join(f"rank {r}: {its['doing']}, {its['at']}" for r, its in sorted(found.items()))
+        return f"{head} and all {world} ranks answer; where they are: {places}"
+    lines = [f"{head}; rank {', '.join(map(str, blamed))} of {world} is not where the others wait for it:"]
+    for rank in blamed:
+        its = found.get(rank)
+        lines.append(
+            f"  rank {rank} on {its['host']}: {its['doing']}; {its['at']}"
+            if its
+            else f"  rank {rank} does not answer: its process is stopped, or its machine or connection is gone"
+        )
+    others = sorted(set(found) - set(blamed))
+    lines += [f"  rank {r} waits: {found[r]['doing']}; {found[r]['at']}" for r in others[:1]]
+    return "\n".join([*lines, "The job ends; the same command goes on from the last checkpoint"])
+
+
+def _innermost(stack: str) -> str:
+    """The innermost place of the first thread in a text of `_where`, as "File ..., line ..., in ..."."""
+    first = stack.split("\n  thread ", 1)[0].splitlines()
+    return next((line.strip() for line in reversed(first) if line.lstrip().startswith("File ")), "unknown")

@@ -1,0 +1,206 @@
+"""The blocks at both ends of a preparation's pipelines: files -> documents, and documents -> token shards."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from train.data.format import SPLITS, Shard, token_dtype
+from train.files import write_durably
+from train.prepare.corpus import Dropped, Source, read_share
+from train.prepare.encoder import TextEncoder
+from train.prepare.output import ShardWriter
+from train.prepare.tally import Tally
+
+BATCH_BYTES = 1 << 20  # text that is encoded at a time
+PROGRESS_S = 2.0
+
+encoder_of = lru_cache(1)(TextEncoder)  # one load a process, whatever the number of its tasks
+
+
+class ReadDocuments(PipelineStep):
+    """A task's share of the sources as datatrove documents, `id` telling where each came from.
+
+    max_bytes: of text, over all tasks; each ends before the document that would exceed its share of that.
+    """
+
+    type, name = "READER", "strict"
+
+    def __init__(self, sources: list[Source], text_key: str, max_bytes: int | None, tally: Tally) -> None:
+        super().__init__()
+        self.sources, self.text_key, self.max_bytes, self.tally = sources, text_key, max_bytes, tally
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        self.tally.reset()
+        left = None
+        if self.max_bytes is not None:
+            left = self.max_bytes * (rank + 1) // world_size - self.max_bytes * rank // world_size
+        for item in read_share(self.sources, self.text_key, rank, world_size):
+            if isinstance(item, Dropped):
+                self.tally.drop(item)
+                continue
+            if left is not None and (left := left - len(item.text.encode())) < 0:
+                return
+            self.tally.read += 1
+            yield Document(text=item.text, id=item.where)
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Encoded documents: `tokens` [sum of lengths], `lengths` [documents] in tokens, `is_eval` [documents]."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    is_eval: np.ndarray
+
+
+def is_eval(hashes: Iterable[bytes], eval_fraction: float) -> np.ndarray:
+    """[documents]: whether each belongs to the eval split, by the 8 bytes of a hash of its content."""
+    limit = eval_fraction * 2**64
+    return np.array([int.from_bytes(value, "little") < limit for value in hashes])
+
+
+def encode_batch(encoder: TextEncoder, texts: list[str], eval_fraction: float) -> EncodedBatch:
+    """Encode documents, each between BOS and EOS, and choose their splits."""
+    encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    return EncodedBatch(
+        tokens=np.concatenate([np.array(ids, dtype=token_dtype(encoder.vocab_size)) for ids in encoded]),
+        lengths=np.array([len(ids) for ids in encoded]),
+        is_eval=is_eval(hashes, eval_fraction),
+    )
+
+
+class WriteShards(PipelineStep):
+    """Documents -> a task's token shards in `folder`, and what it counted in `results`: RANK.json and RANK.npz.
+
+    The shards are in the order of the documents, or, with a seed, shuffled by one that is the task's own. A task that
+    runs again writes the same bytes over what it left.
+    """
+
+    type, name = "TOKENIZER", "shards"
+
+    def __init__(
+        self,
+        folder: Path,
+        results: Path,
+        tokenizer: Path,
+        eval_fraction: float,
+        shard_tokens: int,
+        shuffle_seed: int | None,
+        tally: Tally,
+    ) -> None:
+        super().__init__()
+        self.folder, self.results, self.tokenizer = folder, results, tokenizer
+        self.eval_fraction, self.shard_tokens = eval_fraction, shard_tokens
+        self.shuffle_seed, self.tally = shuffle_seed, tally
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks share the cores
+        self.results.mkdir(parents=True, exist_ok=True)
+        encoder = encoder_of(str(self.tokenizer))
+        writers = {split: self._writer(encoder, split, rank) for split in SPLITS}
+        counts = {split: np.zeros(encoder.vocab_size, dtype=np.int64) for split in SPLITS}
+        tokens, told = 0, time.monotonic()
+        for texts in self._batches(data):
+            batch = encode_batch(encoder, texts, self.eval_fraction)
+            write_batch(batch, writers, counts)
+            tokens += len(batch.tokens)
+            if time.monotonic() - told >= PROGRESS_S:
+                told = time.monotonic()
+                self._write(f"{rank:05d}.progress", {"tally": self.tally.to_json(), "tokens": tokens})
+        for writer in writers.values():
+            writer.close()
+        np.savez_compressed(self.results / f"{rank:05d}.npz", **counts)  # type: ignore[arg-type]
+        shards = [asdict(shard) for split in SPLITS for shard in writers[split].shards]
+        self._write(f"{rank:05d}.json", {"tally": self.tally.to_json(), "tokens": tokens, "shards": shards})
+
+    def _writer(self, encoder: TextEncoder, split: str, rank: int) -> ShardWriter:
+        shuffle = None
+        if self.shuffle_seed is not None:
+            shuffle = np.random.default_rng([self.shuffle_seed, rank, SPLITS.index(split)])
+        dtype = token_dtype(encoder.vocab_size)
+        return ShardWriter(self.folder, split, dtype, self.shard_tokens, f"{rank:05d}_", shuffle)
+
+    def _batches(self, data: Iterable[Document]) -> Iterator[list[str]]:
+        texts: list[str] = []
+        size = 0
+        for document in data:
+            bytes_ = len(document.text.encode())
+            self.tally.kept += 1
+            self.tally.text_bytes += bytes_
+            texts.append(document.text)
+            if (size := size + bytes_) >= BATCH_BYTES:
+                yield texts
+                texts, size = [], 0
+        if texts:
+            yield texts
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        write_durably(self.results / name, json.dumps(values) + "\n")
+
+
+def write_batch(batch: EncodedBatch, writers: dict[str, ShardWriter], counts: dict[str, np.ndarray]) -> None:
+    """Append a batch's documents to the shards of their splits and count its tokens, counts[split] [V]."""
+    ends = np.cumsum(batch.lengths)
+    for end, length, held_out in zip(
+        ends.tolist(), batch.lengths.tolist(), batch.is_eval.tolist(), strict=True
+    ):
+        writers["eval" if held_out else "train"].write(batch.tokens[end - length : end])
+    in_eval = np.repeat(batch.is_eval, batch.lengths)
+    for split, chosen in (("train", ~in_eval), ("eval", in_eval)):
+        counts[split] += np.bincount(batch.tokens[chosen], minlength=len(counts[split]))
+
+
+@dataclass
+class Result:
+    """What one task, or all tasks together, left: counts, tokens, the shards in order, token counts {split: [V]}."""
+
+    tally: Tally
+    tokens: int
+    shards: list[Shard]
+    counts: dict[str, np.ndarray]
+
+
+def read_results(results: Path, tasks: int, vocab_size: int) -> Result:
+    """The results of all tasks; shards by split, then by task.
+
+    Raises:
+        OSError: a task has left none.
+    """
+    total = Result(Tally(), 0, [], {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS})
+    for rank in range(tasks):
+        values = json.loads((results / f"{rank:05d}.json").read_text(encoding="utf-8"))
+        total.tally.add(Tally.from_json(values["tally"]))
+        total.tokens += values["tokens"]
+        total.shards += [Shard(**shard) for shard in values["shards"]]
+        with np.load(results / f"{rank:05d}.npz") as counts:
+            for split in SPLITS:
+                total.counts[split] += counts[split]
+    total.shards.sort(key=lambda shard: SPLITS.index(shard.split))  # a stable sort keeps the tasks' order
+    return total
+
+
+def read_progress(results: Path, tasks: int) -> tuple[int, Tally, int]:
+    """(tasks done, their counts and those of the running ones so far, tokens)."""
+    done, tally, tokens = 0, Tally(), 0
+    for rank in range(tasks):
+        for suffix in (".json", ".progress"):
+            try:
+                values = json.loads((results / f"{rank:05d}{suffix}").read_text(encoding="utf-8"))
+            except OSError:
+                continue
+            done += suffix == ".json"
+            tally.add(Tally.from_json(values["tally"]))
+            tokens += values["tokens"]
+            break
+    return done, tally, tokens

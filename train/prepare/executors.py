@@ -1,0 +1,208 @@
+"""How the stages of a preparation are run: on this machine, as Slurm jobs, or on a Ray cluster; datatrove's executors.
+
+Each stage has a folder with datatrove's logs and its marks of completed tasks: what is completed does not run again.
+"""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import dill
+from datatrove.executor.base import PipelineExecutor
+from datatrove.executor.local import LocalPipelineExecutor
+from datatrove.executor.ray import RayPipelineExecutor
+from datatrove.executor.slurm import SlurmPipelineExecutor
+from datatrove.utils.logging import logger
+
+from train.data.format import DataError
+from train.prepare.tally import Stage
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POLL_S = 5.0
+TO_LOG_FILE_ONLY = (
+    1  # datatrove writes to the terminal what tasks of another local rank than 0 do only if they fail
+)
+
+
+class WatchedLocalExecutor(LocalPipelineExecutor):
+    """datatrove's local executor with a pool that notices the death of a worker; its own would wait for ever.
+
+    watch: called every few seconds and at the end.
+    """
+
+    pipeline: list[Any]
+
+    def __init__(self, stage: Stage, folder: Path, workers: int, watch: Callable[[], None]) -> None:
+        super().__init__(stage.pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(folder))
+        self.watch, self.stage_name = watch, stage.name
+
+    def run(self) -> None:
+        """Run the tasks that are not completed.
+
+        Raises:
+            RuntimeError: a worker died.
+            Exception: what a task raised; the others that had begun are completed first.
+        """
+        ranks = self.get_incomplete_ranks()
+        if self.workers == 1:
+            pipeline = self.pipeline
+            for rank in ranks:
+                self.pipeline = deepcopy(pipeline)
+                self._run_for_rank(rank, TO_LOG_FILE_ONLY)
+                self.watch()
+        elif ranks:
+            self._run_in_pool(ranks)
+
+    def _run_in_pool(self, ranks: list[int]) -> None:
+        watch, self.watch = self.watch, _nothing
+        pickled, self.watch = dill.dumps(self), watch
+        spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
+        pool = ProcessPoolExecutor(min(self.workers, len(ranks)), spawn, _start_worker, (pickled,))
+        try:
+            pending = {pool.submit(_run_rank, rank) for rank in ranks}
+            while pending:
+                done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
+                self.watch()
+                for future in done:
+                    future.result()
+        except BrokenProcessPool as error:
+            left = len(self.get_incomplete_ranks())
+            raise RuntimeError(
+                f"a worker process died (killed, or out of memory) in stage {self.stage_name}: {self.tasks - left} of "
+                f"{self.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers if "
+                "memory was short"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _nothing() -> None:
+    pass
+
+
+_executor: PipelineExecutor
+
+
+def _start_worker(pickled: bytes) -> None:
+    global _executor
+    _executor = dill.loads(pickled)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def exit_with_parent() -> None:  # a killed parent would leave its workers at work on its files
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _run_rank(rank: int) -> None:
+    executor = deepcopy(_executor)
+    executor._run_for_rank(rank, TO_LOG_FILE_ONLY)
+
+
+def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[], None]) -> None:
+    """Run the stages one after the other in `workers` processes (1: in this one)."""
+    for stage in stages:
+        WatchedLocalExecutor(stage, folder / stage.name, workers, watch).run()
+
+
+def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
+    """Run the stages on the Ray cluster that RAY_ADDRESS names, else on one that is started here.
+
+    Raises:
+        DataError: ray is not installed.
+        RuntimeError: tasks failed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise DataError(
+            "--executor ray needs the package ray, which is not installed: pip install ray"
+        ) from error
+    logger.remove()  # datatrove's lines about itself
+    started = not ray.is_initialized()
+    if started:
+        ray.init(runtime_env={"env_vars": {"PYTHONPATH": _python_path()}}, log_to_driver=False)
+    try:
+        for stage in stages:
+            executor = RayPipelineExecutor(
+                stage.pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(folder / stage.name)
+            )
+            executor.run()
+            if left := executor.get_incomplete_ranks():
+                raise RuntimeError(
+                    f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first is {left[0]}: see its "
+                    f"log in {folder / stage.name / 'logs'}, or Ray's. Run the same command again to go on"
+                )
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def submit_slurm(
+    stages: list[tuple[Stage, Path]], workers: int, partition: str, time: str, sbatch: dict[str, str]
+) -> list[str]:
+    """Submit each stage as a job array that waits for the one before; returns the ids of the jobs.
+
+    The scripts are left in the stages' folders as launch_script.slurm, Slurm's output in slurm_logs beside them.
+
+    Raises:
+        DataError: there is no sbatch, or it refuses a job.
+    """
+    if shutil.which("sbatch") is None:
+        raise DataError(
+            "--executor slurm: there is no sbatch on the PATH; run this on a login node of the cluster"
+        )
+    logger.remove()  # datatrove's lines about itself
+    environment = f"export PYTHONPATH={_python_path()}\nexport PATH={Path(sys.executable).parent}:$PATH"
+    jobs: list[str] = []
+    for stage, folder in stages:
+        executor = SlurmPipelineExecutor(
+            stage.pipeline,
+            tasks=stage.tasks,
+            time=time,
+            partition=partition,
+            workers=workers,
+            job_name=f"prepare_{stage.name}",
+            qos=sbatch.get("qos", ""),
+            env_command=environment,
+            # a job whose predecessor failed would wait in the queue for ever
+            sbatch_args={"kill-on-invalid-dep": "yes", **sbatch},
+            depends_job_id=jobs[-1] if jobs else None,
+            logging_dir=str(folder),
+            with_srun=False,  # a task is one process
+        )
+        try:
+            executor.launch_job()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise DataError(
+                f"sbatch refused stage {stage.name} ({error}); its script is "
+                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args"
+            ) from error
+        if executor.job_id != -1:  # -1: all its tasks are completed
+            jobs.append(str(executor.job_id))
+    return jobs
+
+
+def running_slurm(jobs: list[str]) -> list[str]:
+    """Which of the jobs still wait or run; none where Slurm does not know them any more."""
+    if not jobs or shutil.which("squeue") is None:
+        return []
+    listed = subprocess.run(
+        ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
+    )
+    return sorted(set(listed.stdout.split()) & set(jobs))
+
+
+def _python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,131 @@
+"""datatrove's language and quality filters: made, found able to run without a network, and counted."""
+
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document
+from datatrove.io import cached_asset_path_or_download
+from datatrove.pipeline.filters import (
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    LanguageFilter,
+)
+from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+from datatrove.utils.lid import FT176LID
+from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+from train.data.format import DataError
+from train.prepare.tally import Tally
+
+QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
+ENGLISH = ("en", "eng")
+LABEL = "__label__"
+
+
+class Counted(BaseFilter):
+    """One of datatrove's filters, with what it removes counted under its step and reason."""
+
+    def __init__(self, block: BaseFilter, step: str, tally: Tally) -> None:
+        self.name = block.name
+        super().__init__()
+        self.block, self.step, self.tally = block, step, tally
+
+    def filter(self, doc: Document) -> tuple[bool, str | None]:
+        kept, reason = get_filter_result(self.block.filter(doc))
+        if not kept:
+            self.tally.removed(f"{self.step}: {reason}" if reason else self.step)
+        return kept, reason
+
+
+# ---------------------------------------------------------------- language
+
+
+class FileLanguages(FT176LID):
+    """fastText's languages by a given file, which each task loads."""
+
+    def __init__(self, languages: list[str], file: str) -> None:
+        super().__init__(languages)
+        self.file = file
+        self._model: Any = None
+
+    @property
+    def model(self) -> Any:
+        if self._model is None:
+            from fasttext.FastText import _FastText
+
+            self._model = _FastText(self.file)
+        return self._model
+
+
+def language_filter(languages: list[str], threshold: float, file: str) -> BaseFilter:
+    """Keeps a document if the score of one of `languages` exceeds the threshold, whichever language scores highest."""
+    block = LanguageFilter(languages, threshold)
+    block.model = FileLanguages(languages, file)
+    return block
+
+
+def language_model(languages: list[str], given: str | None) -> str:
+    """The absolute path of a model that knows the languages asked for, after a download where no file is given."""
+    try:
+        LanguageFilter(languages)
+    except ImportError as error:
+        raise DataError(f"--languages: {error}") from error
+    file = given
+    if file is None:
+        try:
+            file = cached_asset_path_or_download(
+                FT176LID.MODEL_URL, namespace="lid", subfolder="ft176", progress=False
+            )
+        except Exception as error:  # fsspec raises many kinds
+            raise DataError(
+                f"--languages: cannot download {FT176LID.MODEL_URL} ({error}); fetch it where there is a network and "
+                "give it as --language_model FILE"
+            ) from error
+    if not Path(file).is_file():
+        raise DataError(f"--language_model {file} does not exist; {FT176LID.MODEL_URL} is the usual one")
+    try:
+        model = FileLanguages([], str(file)).model
+    except ValueError as error:
+        raise DataError(f"--language_model {file} is no fastText model: {error}") from error
+    labels = model.get_labels()
+    known = {label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)}
+    if unknown := [language for language in languages if language not in known]:
+        some = ", ".join(sorted(known)[:200])
+        raise DataError(
+            f"--languages {' '.join(unknown)}: {file} does not know them; it knows {some or 'no language'}"
+        )
+    if not model.predict("")[0]:
+        raise DataError(
+            f"--language_model {file} gives texts of unknown words no language; train it with line ends"
+        )
+    return str(Path(file).absolute())
+
+
+# ---------------------------------------------------------------- quality
+
+
+def quality_filter(name: str, language: str) -> BaseFilter:
+    if name == "gopher_quality":
+        stop_words = {} if language in ENGLISH else {"min_stop_words": None}
+        return GopherQualityFilter(language=language, **stop_words)
+    kinds = {
+        "gopher_repetition": GopherRepetitionFilter,
+        "c4": C4QualityFilter,
+        "fineweb": FineWebQualityFilter,
+    }
+    return kinds[name](language=language)
+
+
+def check_splitter(language: str) -> None:
+    """Split something: datatrove loads packages and data at the first use, which is in the tasks."""
+    try:
+        splitter = load_word_tokenizer(language)
+        splitter.word_tokenize("One sentence.")
+        splitter.span_tokenize("One sentence.")
+    except (ImportError, ValueError, LookupError, OSError) as error:
+        raise DataError(
+            f"--quality with --quality_language {language}: {error}. The rules for en, de, fr and most other European "
+            "languages need no more than `pip install spacy`; datatrove's tokenizer_assignment.csv lists all"
+        ) from error

@@ -1,0 +1,125 @@
+"""Removal of evaluation sets: documents that share an n-gram of words with an evaluation text.
+
+The overlap of 13 words is GPT-3's (Brown et al. 2020, arXiv:2005.14165, appendix C), which cut the overlap and 200
+characters around it out of a document; here the whole document goes. datatrove's own blocks for this read evaluation
+sets through lighteval alone, write every number as 0, and keep the index as a Python dict in each worker; here the
+index is a sorted file that all workers of a machine share in its page cache.
+"""
+
+import io
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import BaseFilter
+
+from train.data.format import DataError
+from train.files import write_durably
+from train.prepare.corpus import RECORD_SUFFIXES, Dropped, list_sources, read_share
+from train.prepare.words import is_in, ngram_hashes
+
+HASHES, OWNERS, REPORT = "ngrams.npy", "owners.npy", "evaluation_files.json"
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What an evaluation file gave: its texts, those too short to be looked for, the different n-grams of the rest."""
+
+    file: str
+    texts: int
+    too_short: int
+    ngrams: int
+
+
+def evaluation_texts(file: str, key: str) -> list[str]:
+    """The texts of an evaluation file: each record's `key`, or each line of plain text that is not blank.
+
+    Raises:
+        DataError: something in it cannot be read.
+    """
+    texts = []
+    for source in list_sources([file]):
+        for item in read_share([source], key, 0, 1):
+            if isinstance(item, Dropped):
+                raise DataError(
+                    f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key"
+                )
+            is_record = source.kind in (*RECORD_SUFFIXES, ".arrow")
+            texts += [item.text] if is_record else [line for line in item.text.splitlines() if line.strip()]
+    return texts
+
+
+def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> list[Indexed]:
+    """Write the n-grams of all evaluation texts to `folder`: sorted hashes, and the file (0, 1, ...) each is from.
+
+    Texts of fewer than n words have no n-gram: they are counted, reported, and not looked for. The same files give the
+    same bytes.
+
+    Raises:
+        DataError: a file cannot be read, or none of its texts has n words.
+    """
+    hashes, owners, indexed = [], [], []
+    for owner, file in enumerate(files):
+        texts = evaluation_texts(file, key)
+        found = [ngram_hashes(text, n) for text in texts]
+        ngrams = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *found]))
+        too_short = sum(not len(text_hashes) for text_hashes in found)
+        if not len(ngrams):
+            raise DataError(f"--decontaminate: none of the {len(texts)} texts of {file} has {n} words, so nothing of "
+                            "it would be found; give longer texts (questions with their answers) or a smaller "
+                            "--decontaminate_ngram")  # fmt: skip
+        hashes.append(ngrams)
+        owners.append(np.full(len(ngrams), owner, dtype=np.uint16))
+        indexed.append(Indexed(file, len(texts), too_short, len(ngrams)))
+        print(f"decontamination: {file}: {len(ngrams):,} n-grams of {len(texts):,} texts"
+              f"{f', of which {too_short:,} are not looked for: under {n} words' * bool(too_short)}",
+              file=sys.stderr)  # fmt: skip
+    table, first = np.unique(
+        np.concatenate(hashes), return_index=True
+    )  # the first file that has an n-gram owns it
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, array in ((HASHES, table), (OWNERS, np.concatenate(owners)[first])):
+        _save(folder / name, array)
+    write_durably(folder / REPORT, json.dumps([asdict(item) for item in indexed], indent=1) + "\n")
+    return indexed
+
+
+def read_report(folder: Path) -> list[dict[str, Any]]:
+    """What `build_index` counted there, as JSON values."""
+    return json.loads((folder / REPORT).read_text(encoding="utf-8"))
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    """Replace the file at once: tasks of an earlier launch may still read it."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(buffer.getvalue())
+    os.replace(temporary, path)
+
+
+class EvaluationFilter(BaseFilter):
+    """Removes documents that share an n-gram with an evaluation text; the reason is the file of that text.
+
+    Of 10^7 indexed n-grams and 10^12 words of documents, 0.5 are expected to agree by chance (10^19 / 2^64).
+    """
+
+    name = "evaluation texts"
+
+    def __init__(self, folder: Path, n: int) -> None:
+        super().__init__()
+        self.folder, self.n = folder, n
+        self._table: np.ndarray | None = None
+
+    def filter(self, doc: Document) -> tuple[bool, str]:
+        if self._table is None:  # in the task: the block travels without it
+            self._table = np.load(self.folder / HASHES, mmap_mode="r")
+            self._owners = np.load(self.folder / OWNERS, mmap_mode="r")
+            self._files = [item["file"] for item in read_report(self.folder)]
+        place = is_in(ngram_hashes(doc.text, self.n), self._table)
+        return (True, "") if place is None else (False, self._files[self._owners[place]])

@@ -1,0 +1,202 @@
+"""The optional steps of a preparation, each behind one flag, each datatrove's: which documents stay.
+
+    --languages       fastText's language of a document          datatrove's LanguageFilter
+    --quality         heuristics of Gopher, C4, FineWeb          its filters of these names (prepare_filters)
+    --decontaminate   n-grams shared with evaluation sets        a filter in its way (prepare_decontaminate)
+    --dedup           exact or near duplicates                   its blocks, subclassed (prepare_dedup, prepare_minhash)
+
+Documents pass them in this order, so that duplicates are searched among what the filters left. Everything is a
+function of the document and the options alone, and so the same for any number of workers.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.base import PipelineStep
+
+from train.data.format import DataError
+from train.files import sha256_file
+from train.prepare.corpus import list_sources
+from train.prepare.dedup import MOST_TASKS, ExactRemoval, exact_stages
+from train.prepare.filters import (
+    QUALITY,
+    Counted,
+    check_splitter,
+    language_filter,
+    language_model,
+    quality_filter,
+)
+from train.prepare.minhash import MinhashRemoval, minhash_stages
+from train.prepare.ngrams import EvaluationFilter, build_index, read_report
+from train.prepare.tally import Stage, Tally
+
+DEDUP = ("exact", "minhash")
+MOST_EVALUATION_FILES = 65_536  # an index entry names its file in 16 bits
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Which steps run, and everything that their result depends on.
+
+    languages: fastText's codes, empty for no filter; language_threshold: the score above which one of them is taken;
+        language_model: a fastText file.
+    quality: of QUALITY, in the order in which they run; quality_language: whose rules split words and sentences.
+    dedup: of DEDUP, or None; seed: of MinHash's hash functions.
+    decontaminate: files of evaluation texts, with the key of the texts in records and the n-gram's length in words.
+    sha256: (file, hash) of the model and the evaluation files.
+    """
+
+    languages: tuple[str, ...] = ()
+    language_threshold: float = 0.65
+    language_model: str | None = None
+    quality: tuple[str, ...] = ()
+    quality_language: str = "en"
+    dedup: str | None = None
+    seed: int = 1
+    decontaminate: tuple[str, ...] = ()
+    decontaminate_key: str = "text"
+    decontaminate_ngram: int = 13
+    sha256: tuple[tuple[str, str], ...] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the steps."""
+    add = parser.add_argument_group("optional steps").add_argument
+
+    def add_list(name: str, text: str, **kind: Any) -> None:
+        add(name, nargs="+", default=[], help=text, **kind)
+
+    add_list("--languages", "keep the documents in these languages, such as en de", metavar="CODE")
+    add("--language_threshold", type=float, default=0.65, help="score that one of them must exceed (0.65)")
+    text = "a fastText model such as lid.176.bin; needed without a network, else downloaded once"
+    add("--language_model", metavar="FILE", help=text)
+    text = "remove documents by these heuristics, in this order, at datatrove's defaults (c4 also removes lines, and "
+    add_list("--quality", text + "documents with a curly bracket in a whole sentence)", choices=QUALITY)
+    text = "splits words and sentences (en); gopher_quality's stop words are English and not asked of another"
+    add("--quality_language", default="en", metavar="CODE", help=text)
+    text = "remove documents that share an n-gram of words with a text of these: a line of .txt, a record of .jsonl "
+    add_list("--decontaminate", text + "or of whatever else --input takes", metavar="FILE")
+    add("--decontaminate_key", default="text", metavar="KEY", help="key of the texts in the records (text)")
+    text = "words of the n-gram (13); shorter texts are counted, not found"
+    add("--decontaminate_ngram", type=int, default=13, help=text)
+    text = "keep the first of equal documents (exact), or of those that share about 0.7 or more of their 5-grams of "
+    add("--dedup", choices=DEDUP, help=text + "words, any number equal to any other (minhash)")
+    add("--minhash_seed", type=int, default=1, help="chooses MinHash's hash functions (1)")
+
+
+def options_of(args: argparse.Namespace) -> StepOptions:
+    """The steps that the command line asks for, with everything found that they need.
+
+    Raises:
+        DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had.
+    """
+    _check_values(args)
+    model = language_model(args.languages, args.language_model) if args.languages else None
+    if args.quality:
+        check_splitter(args.quality_language)
+    evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
+    files = [*([model] if model else []), *evaluation]
+    return StepOptions(
+        languages=tuple(args.languages),
+        language_threshold=args.language_threshold,
+        language_model=model,
+        quality=tuple(args.quality),
+        quality_language=args.quality_language,
+        dedup=args.dedup,
+        seed=args.minhash_seed,
+        decontaminate=tuple(args.decontaminate),
+        decontaminate_key=args.decontaminate_key,
+        decontaminate_ngram=args.decontaminate_ngram,
+        sha256=tuple((file, sha256_file(file)) for file in files),
+    )
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    """All that is wrong with the values, raised at once."""
+    problems = []
+    for name in ("languages", "quality", "decontaminate"):
+        values = getattr(args, name)
+        if twice := sorted({value for value in values if values.count(value) > 1}):
+            problems.append(f"--{name} has {', '.join(twice)} more than once; name each once")
+    for name, low, high in (("language_threshold", 0, 1), ("decontaminate_ngram", 1, 100),
+                            ("minhash_seed", 0, 2**32 - 1)):  # fmt: skip
+        if not low <= getattr(args, name) <= high:
+            problems.append(f"--{name} {getattr(args, name)}: allowed is {low} to {high}")
+    if args.language_model and not args.languages:
+        problems.append("--language_model without --languages has no effect; name the languages to keep")
+    if len(args.decontaminate) > MOST_EVALUATION_FILES:
+        problems.append(
+            f"--decontaminate: {len(args.decontaminate)} files, at most {MOST_EVALUATION_FILES} are possible"
+        )
+    if problems:
+        raise DataError("; ".join(problems))
+
+
+# ---------------------------------------------------------------- what the launcher and the tasks call
+
+
+def filters(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
+    """Blocks that look at one document each; `folder` is the one that `passes` was given."""
+    blocks: list[PipelineStep] = []
+    if options.languages:
+        found = language_filter(
+            list(options.languages), options.language_threshold, options.language_model or ""
+        )
+        blocks.append(Counted(found, "language", tally))
+    for name in options.quality:
+        blocks.append(Counted(quality_filter(name, options.quality_language), f"quality {name}", tally))
+    if options.decontaminate:
+        index = EvaluationFilter(_index_folder(folder), options.decontaminate_ngram)
+        blocks.append(Counted(index, "evaluation text", tally))
+    return blocks
+
+
+def passes(
+    options: StepOptions, folder: Path, tasks: int, read: Callable[[], list[PipelineStep]]
+) -> list[Stage]:
+    """The stages before the last one. Builds the index of the evaluation texts in `folder` now, at the launcher.
+
+    Args:
+        folder: scratch space that all tasks share, the preparation's own.
+        tasks: of the stages that read the input, this one's and the last.
+        read: gives a new reader of the input.
+
+    Raises:
+        DataError: evaluation texts that cannot be read or are all too short; too many tasks.
+    """
+    if options.decontaminate:
+        build_index(options.decontaminate, options.decontaminate_key, options.decontaminate_ngram,
+                    _index_folder(folder))  # fmt: skip
+    if options.dedup is None:
+        return []
+    if tasks > MOST_TASKS:
+        raise DataError(f"--tasks {tasks} with --dedup: at most {MOST_TASKS} are possible; give fewer")
+    documents = [*read(), *filters(options, folder, Tally())]  # the last stage counts what is removed here
+    if options.dedup == "exact":
+        return exact_stages(documents, _dedup_folder(folder), tasks)
+    return minhash_stages(documents, _dedup_folder(folder), tasks, options.seed)
+
+
+def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
+    """Blocks of the last stage, after `filters`, that remove the duplicates which the stages before it found."""
+    if options.dedup is None:
+        return []
+    block = ExactRemoval if options.dedup == "exact" else MinhashRemoval
+    return [block(_dedup_folder(folder), tally)]
+
+
+def report(options: StepOptions, folder: Path) -> dict[str, Any]:
+    """What the manifest should say of the steps beside the counts of documents: the evaluation files, with the texts
+    that were too short to be looked for. Empty without any."""
+    return {"evaluation_files": read_report(_index_folder(folder))} if options.decontaminate else {}
+
+
+def _index_folder(folder: Path) -> Path:
+    return folder / "decontaminate"
+
+
+def _dedup_folder(folder: Path) -> Path:
+    return folder / "dedup"

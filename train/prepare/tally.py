@@ -1,0 +1,107 @@
+"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from train.prepare.corpus import Dropped
+
+if TYPE_CHECKING:
+    from datatrove.pipeline.base import PipelineStep
+
+EXAMPLES_PER_REASON = 3
+
+
+@dataclass
+class Stage:
+    """A datatrove pipeline that runs in `tasks` tasks, after the stages before it have ended."""
+
+    name: str
+    pipeline: list[PipelineStep]
+    tasks: int
+
+
+@dataclass
+class Tally:
+    """One task's counts. All blocks of a pipeline share one, also after the pipeline was copied or pickled.
+
+    `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
+    `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `text_keys`
+    hold strings in the first document whose key was missing.
+    """
+
+    read: int = 0
+    kept: int = 0
+    text_bytes: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    by_step: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    text_keys: list[str] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Begin a task."""
+        vars(self).update(vars(Tally()))
+
+    def drop(self, item: Dropped) -> None:
+        """Count what could not be read, and keep the first places of each reason."""
+        self.dropped[item.reason] += item.count
+        self.text_keys = self.text_keys or list(item.text_keys)
+        self._example(item.reason, f"{item.where}: {item.detail}" if item.detail else item.where)
+
+    def removed(self, step: str, count: int = 1) -> None:
+        """Count documents that the optional step `step` removed."""
+        self.by_step[step] += count
+
+    def _example(self, reason: str, text: str) -> None:
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES_PER_REASON:
+            examples.append(text)
+
+    def add(self, other: Tally) -> None:
+        """Count what another task counted."""
+        self.read += other.read
+        self.kept += other.kept
+        self.text_bytes += other.text_bytes
+        self.dropped += other.dropped
+        self.by_step += other.by_step
+        self.text_keys = self.text_keys or other.text_keys
+        for reason, examples in other.examples.items():
+            for example in examples:
+                self._example(reason, example)
+
+    def documents(self) -> dict[str, Any]:
+        """The manifest's "documents".
+
+        Raises:
+            RuntimeError: some documents are neither kept nor accounted for, which is a defect of this program.
+        """
+        if self.read != self.kept + self.by_step.total():
+            raise RuntimeError(
+                f"{self.read} documents were read, {self.kept} kept and {self.by_step.total()} removed: the rest is "
+                "lost; this is a defect of the preparation, please report it"
+            )
+        return {
+            "in": self.read + self.dropped.total(),
+            "out": self.kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "removed": dict(sorted(self.by_step.items())),
+        }
+
+    def table(self) -> str:
+        """What was removed and dropped, by reason, with the first places of the latter."""
+        lines = [f"{'documents':>11}"]
+        for step, count in self.by_step.most_common():
+            lines.append(f"{count:>11,}  removed: {step}")
+        for reason, count in self.dropped.most_common():
+            lines.append(f"{count:>11,}  dropped: {reason}")
+            lines += [f"{'':>13}  {example}" for example in self.examples[reason]]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "dropped": dict(self.dropped), "by_step": dict(self.by_step)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Tally:
+        return cls(**{**values, "dropped": Counter(values["dropped"]), "by_step": Counter(values["by_step"])})
