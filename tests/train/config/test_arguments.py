@@ -363,7 +363,7 @@ def test_every_key_has_a_reader():
     """Some source other than the one that declares them reads each key as an attribute."""
     declared = {"train/config/arguments.py", "train/config/argument_checks.py", "train/config/strict_json.py"}
     read = set()
-    for path in [*REPOSITORY.glob("train/*.py"), *REPOSITORY.glob("model/**/*.py")]:
+    for path in [*REPOSITORY.glob("train/**/*.py"), *REPOSITORY.glob("model/**/*.py")]:
         if str(path.relative_to(REPOSITORY)) in declared:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
