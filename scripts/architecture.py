@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Who imports whom, read from the sources: the drawing in docs/architecture.md, and the rules of tests/test_layout.py.
+
+    python scripts/architecture.py            writes the drawing and the table of rooms anew
+    python scripts/architecture.py --check    ends with 1 if they are not current
+
+A room is a folder of sources; on train/'s floor every file is one of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+TOP = ("model", "train", "fp8_inference_demo", "test_fp8")
+BEGIN, END = "<!-- drawn by scripts/architecture.py -->\n", "<!-- end of the drawing -->\n"
+
+
+def sources() -> list[Path]:
+    """Every source file of the rooms, relative to the repository."""
+    return sorted(p.relative_to(ROOT) for top in TOP for p in (ROOT / top).rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """train/loop.py -> train/loop.py, train/data/stream.py -> train/data, model/build.py -> model."""
+    parent = path.parent.as_posix()
+    return path.as_posix() if parent == "train" and path.name != "__init__.py" else parent
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names that a source file imports, wherever in it, also by importlib.import_module("...")."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"{path}: relative import")
+            # `from a import b` may mean the module a.b
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "find_spec"):
+            names |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+    return names
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The source files of this repository among them."""
+    found = set()
+    for name in imported_modules(path):
+        file = Path(name.replace(".", "/") + ".py")
+        if (ROOT / file).is_file():
+            found.add(file)
+    return found
+
+
+def arrows() -> dict[str, set[str]]:
+    """room -> the other rooms that its files import."""
+    found: dict[str, set[str]] = {}
+    for path in sources():
+        room = room_of(path)
+        found.setdefault(room, set()).update(room_of(file) for file in imported_files(path))
+        found[room].discard(room)
+    return found
+
+
+def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """`graph`, which has no circle, without the arrows that longer ways imply."""
+
+    def reach(room: str) -> set[str]:
+        out: set[str] = set()
+        for other in graph.get(room, ()):
+            out |= {other} | reach(other)
+        return out
+
+    return {
+        room: others - set().union(*(reach(other) for other in others)) if others else set()
+        for room, others in graph.items()
+    }
+
+
+def drawing() -> str:
+    """The rooms and their imports as a Mermaid graph, and a table of what each is for."""
+    graph = arrows()
+    shown = without_shortcuts({room: others for room, others in graph.items() if room != "train"})
+    names = {room: f"r{number}" for number, room in enumerate(sorted(shown))}
+    lines = ["```mermaid", "graph TD"]
+    lines += [f'    {name}["{room}"]' for room, name in names.items()]
+    for room in sorted(shown):
+        lines += [f"    {names[room]} --> {names[other]}" for other in sorted(shown[room])]
+    lines += ["```", "", "| room | files | lines | what it is for |", "|---|---|---|---|"]
+    for room in sorted(shown):
+        files = [path for path in sources() if room_of(path) == room]
+        length = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in files)
+        lines.append(f"| `{room}` | {len(files)} | {length} | {purpose(room)} |")
+    return "\n".join(lines) + "\n"
+
+
+def purpose(room: str) -> str:
+    """The first sentence of the room's docstring."""
+    path = ROOT / room if room.endswith(".py") else ROOT / room / "__init__.py"
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    first = (text or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    return first.split(". ")[0].rstrip(".:") + "." if first else ""
+
+
+def page_with(drawn: str) -> str:
+    """docs/architecture.md with this drawing."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + drawn + END + rest.partition(END)[2]
+
+
+def main(arguments: list[str]) -> int:
+    page = page_with(drawing())
+    if arguments == ["--check"]:
+        current = page == PAGE.read_text(encoding="utf-8")
+        if not current:
+            print(f"{PAGE.name} is not current: python scripts/architecture.py", file=sys.stderr)
+        return int(not current)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
