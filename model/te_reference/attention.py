@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.te_reference.base import check_arguments
-from model.te_reference.cudnn_attention import attention as cudnn_attention
 from model.te_reference.layernorm_linear import LayerNormLinear
 from model.te_reference.linear import Linear
 from model.te_reference.rotary import apply_rotary_pos_emb
-from model.te_reference.tensor_core import emulating
+from model.te_reference.tensor_core import cudnn_attention, emulating
 
 CAUSAL = ("causal", "causal_bottom_right")
 """Mask types: the diagonal starts at the top left, or ends at the bottom right; the same for equal lengths.
@@ -47,7 +46,7 @@ class DotProductAttention(nn.Module):
     window_size: (left, 0), a query sees itself and `left` keys before it; None and (-1, 0): all of them. A
     Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" or "sbhd", or "thd" with attn_mask_type
     "padding_causal": the sequences of cu_seqlens one after the other. Inside
-    `tensor_core.emulated()` it rounds where cuDNN's bfloat16 kernels do (cudnn_attention.py).
+    `tensor_core.emulated()` it rounds where cuDNN's bfloat16 kernels do.
     """
 
     def __init__(
