@@ -12,13 +12,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MistralForCausalLM, PreTrainedTokenizerFast
 
+from fp8_inference_demo import fp8_inference, generation
+from model.fp8.precision import Precision, PrecisionConfig
 from tests.conftest import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "fp8_inference_demo"))
-import fp8_inference as demo
-
-from model.fp8.precision import Precision, PrecisionConfig
 
 # Accents, a script of three-byte characters and emoji of four: their bytes are spread over several tokens.
 UNICODE_TEXT = "naïve café — 東京タワー, 🚀🎉 done. "
@@ -51,10 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, compute: str, **options: object) -> demo.Generator:
+def load(folder: Path, compute: str, **options: object) -> generation.Generator:
     precision = Precision(PrecisionConfig(compute=compute, recipe="current"))
-    options = {"sampling": demo.Sampling(temperature=0), "seed": 0, "ignore_eos": True} | options
-    return demo.load(folder, precision, **options)  # type: ignore[arg-type]
+    options = {"sampling": generation.Sampling(temperature=0), "seed": 0, "ignore_eos": True} | options
+    return generation.load(folder, precision, **options)  # type: ignore[arg-type]
 
 
 def run_demo(*arguments: str | Path, typed: str = "") -> subprocess.CompletedProcess[str]:
@@ -64,7 +62,7 @@ def run_demo(*arguments: str | Path, typed: str = "") -> subprocess.CompletedPro
 
 def check_greedy(folder: Path, device: str) -> None:
     generator = load(folder, "fp32")
-    ids, timing = generator.encode("def main"), demo.Timing()
+    ids, timing = generator.encode("def main"), generation.Timing()
     tokens = list(generator.tokens(ids, 40, timing))
     reference = MistralForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     expected = reference.generate(
@@ -91,10 +89,10 @@ def test_greedy_tokens_are_those_of_transformers_on_a_gpu(folder: Path) -> None:
 def test_generation_stops_at_eos(folder: Path) -> None:
     generator = load(folder, "fp32")
     ids = generator.encode("def main")
-    tokens = list(generator.tokens(ids, 20, demo.Timing()))
+    tokens = list(generator.tokens(ids, 20, generation.Timing()))
     generator.ignore_eos = False
     generator.model.config.eos_token_id = [tokens[5]]
-    assert list(generator.tokens(ids, 20, demo.Timing())) == tokens[: tokens.index(tokens[5])]
+    assert list(generator.tokens(ids, 20, generation.Timing())) == tokens[: tokens.index(tokens[5])]
 
 
 def check_fp8(folder: Path, recipe: str) -> None:
@@ -125,14 +123,14 @@ def test_fp8_without_fp8_modules_is_an_error(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         generator.precision, "autocast", lambda: generator.precision.te.autocast(enabled=False)
     )
-    with pytest.raises(demo.DemoError, match="no module ran it"):
-        demo.answer(generator, "def", 2)
+    with pytest.raises(generation.DemoError, match="no module ran it"):
+        generation.answer(generator, "def", 2)
 
 
 def test_same_seed_same_text(folder: Path) -> None:
     def draw(seed: int) -> list[int]:
-        generator = load(folder, "bf16", sampling=demo.Sampling(1.5, top_k=0), seed=seed)
-        return list(generator.tokens(generator.encode("def"), 12, demo.Timing()))
+        generator = load(folder, "bf16", sampling=generation.Sampling(1.5, top_k=0), seed=seed)
+        return list(generator.tokens(generator.encode("def"), 12, generation.Timing()))
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -143,7 +141,7 @@ def test_sampling_limits() -> None:
     random = torch.Generator().manual_seed(0)
 
     def drawn(**limits: float) -> set[int]:
-        return {demo.Sampling(1.0, **limits).draw(logits, random) for _ in range(200)}  # type: ignore[arg-type]
+        return {generation.Sampling(1.0, **limits).draw(logits, random) for _ in range(200)}  # type: ignore[arg-type]
 
     assert drawn(top_k=0) > {1, 2, 3}
     assert drawn(top_k=2) == {1, 2}
@@ -155,7 +153,7 @@ def test_sampling_limits() -> None:
 def test_streamed_text_is_the_text(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     context, ids = tokenizer.encode("say:"), tokenizer.encode(text)
-    stream = demo.TextStream(tokenizer, context)
+    stream = generation.TextStream(tokenizer, context)
     pieces = [stream.push(token) for token in ids]
     assert "".join(pieces) + stream.rest() == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
@@ -165,7 +163,7 @@ def test_streamed_text_is_the_text(text: str) -> None:
 def test_incomplete_bytes_come_out_at_the_end() -> None:
     tokenizer = byte_level_tokenizer()
     half = tokenizer.encode("東")[:-1]
-    stream = demo.TextStream(tokenizer, [])
+    stream = generation.TextStream(tokenizer, [])
     assert [stream.push(token) for token in half] == [""] * len(half)
     assert stream.rest() == tokenizer.decode(half)
 
@@ -191,7 +189,7 @@ def test_prompt_file_and_run_folder(folder: Path, tmp_path: Path) -> None:
 def test_generation_ends_at_the_last_position(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     generator = load(folder, "bf16")
     generator.model.config.max_position_embeddings = 12
-    ids, timing = generator.encode("def main"), demo.Timing()
+    ids, timing = generator.encode("def main"), generation.Timing()
     list(generator.stream(ids, 100, timing))
     assert timing.prefill_tokens + timing.decode_tokens + 1 == 12
     assert "positions end" in capfd.readouterr().err
@@ -199,10 +197,10 @@ def test_generation_ends_at_the_last_position(folder: Path, capfd: pytest.Captur
 
 def test_prompt_errors(folder: Path) -> None:
     generator = load(folder, "bf16")
-    with pytest.raises(demo.DemoError, match="max_position_embeddings is 512"):
+    with pytest.raises(generation.DemoError, match="max_position_embeddings is 512"):
         generator.encode("x y " * 600)
     generator.model.config.vocab_size = 100
-    with pytest.raises(demo.DemoError, match="do not belong together"):
+    with pytest.raises(generation.DemoError, match="do not belong together"):
         generator.encode("def main")
 
 
@@ -221,21 +219,21 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_folders_that_will_not_do(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(demo.DemoError, match=r"no config\.json"):
-        demo.find_model_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        fp8_inference.find_model_folder(tmp_path)
     step = tmp_path / "run" / "checkpoints" / "step-00000010"
     step.mkdir(parents=True)
     for given in (tmp_path / "run", step):
-        with pytest.raises(demo.DemoError, match=r"python train/export\.py \S*step-00000010"):
-            demo.find_model_folder(given)
+        with pytest.raises(ValueError, match=r"python train/export\.py \S*step-00000010"):
+            fp8_inference.find_model_folder(given)
 
-    with pytest.raises(demo.DemoError, match=r"no tokenizer \(tokenizer\.json"):
+    with pytest.raises(generation.DemoError, match=r"no tokenizer \(tokenizer\.json"):
         load(copy_without(folder, tmp_path / "bare", "tokenizer.json"), "bf16")
     with pytest.raises(ValueError, match="empty.*no file named model.safetensors"):
         load(copy_without(folder, tmp_path / "empty", "model.safetensors"), "bf16")
     broken = copy_without(folder, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(demo.DemoError, match="broken: its tokenizer cannot be read"):
+    with pytest.raises(generation.DemoError, match="broken: its tokenizer cannot be read"):
         load(broken, "bf16")
     other = copy_without(folder, tmp_path / "llama")
     config = (other / "config.json").read_text().replace('"mistral"', '"llama"')
@@ -266,7 +264,7 @@ def test_damaged_models_end_with_an_error_and_no_traceback(
         config.write_text(config.read_text().replace("num_hidden_layers", "num_hiden_layers"))
         words = "did you mean num_hidden_layers?"
     monkeypatch.setattr(sys, "argv", ["demo", "--model", str(model), "--prompt", "x", "--precision", "fp32"])
-    assert demo.main() == 1
+    assert fp8_inference.main() == 1
     error = capfd.readouterr().err
     assert "error: " in error and words in error and "damaged" in error
 
@@ -277,5 +275,5 @@ def test_damaged_models_end_with_an_error_and_no_traceback(
 )
 def test_bad_options(option: str, value: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        demo.parse_arguments(["--model", "x", option, value])
+        fp8_inference.parse_arguments(["--model", "x", option, value])
     assert option in capfd.readouterr().err
