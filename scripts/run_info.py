@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from train.checkpoint.files import CheckpointError, committed, name_of, read_state
+from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
-from train.export import is_exported
+from train.run_folder import RunFolder
 
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"
@@ -29,11 +29,11 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
         return "new", ""
     if arguments.resume_from_checkpoint != "auto":
         return "resume", arguments.resume_from_checkpoint
-    output_dir = Path(str(arguments.output_dir))
-    found = committed(output_dir / "checkpoints")
+    folder = RunFolder(Path(str(arguments.output_dir)))
+    found = committed(folder.checkpoints)
     if not found:
         return "new", ""
-    done = found[-1].name >= name_of(arguments.max_steps) and is_exported(found[-1], output_dir / "hf")
+    done = found[-1].name >= name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
     if done and is_configured_as(found[-1], arguments):
         return "finished", found[-1].name
     return "resume", found[-1].name  # train.py says what is different

@@ -28,8 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from train.checkpoint import load as checkpoint
 from train.data.format import TOKENIZER_FOLDER
-
-ORIGIN = "exported_from.json"
+from train.run_folder import EXPORTED_FROM
 
 
 def export(path: Path, out: Path, tokenizer: Path) -> None:
@@ -43,7 +42,7 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
     found = []
     if not tokenizer.is_dir():
         found.append(f"tokenizer: {tokenizer} is not a folder; --tokenizer DIR names it")
-    if out.exists() and not (out / ORIGIN).exists():
+    if out.exists() and not (out / EXPORTED_FROM).exists():
         found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
     if found:
         raise checkpoint.CheckpointError("; ".join(found))
@@ -53,18 +52,10 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
     for file in sorted(tokenizer.iterdir()):
         shutil.copy2(file, partial / file.name)
     origin = {"checkpoint": path.name, "manifest_sha256": checkpoint.identity(path)}
-    (partial / ORIGIN).write_text(json.dumps(origin) + "\n")
+    (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
-
-
-def is_exported(path: Path, out: Path) -> bool:
-    """Whether the folder `out` is the export of exactly the checkpoint `path`."""
-    try:
-        return json.loads((out / ORIGIN).read_text())["manifest_sha256"] == checkpoint.identity(path)
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def _write_model(path: Path, out: Path) -> None:

@@ -42,6 +42,7 @@ from model.fp8.precision import Precision
 from model.proof import ProofError, attention_of, backend_of, prove
 from train import autotune
 from train.checkpoint import load as checkpoint
+from train.checkpoint.files import identity
 from train.checkpoint.resume import resume_state
 from train.checkpoint.rollback import left_out_since
 from train.checkpoint.save import Saver
@@ -51,12 +52,13 @@ from train.data.stream import open_stream
 from train.engine.distributed import init_distributed, make_deterministic
 from train.engine.step import MicroStep, build_engine, on_device, without_prints
 from train.evaluation import evaluate_late
-from train.export import export, is_exported, tokenizer_of
+from train.export import export, tokenizer_of
 from train.guard.replicas import ReplicaError
 from train.guard.watchdog import Watchdog
 from train.loop import TrainingError, train
 from train.metrics import MetricsLogger, peak_tflops, plot_loss
 from train.run import Run
+from train.run_folder import RunFolder
 
 # What a user can mend: shown as one message, without a traceback. Started again as it is, the run would end so again,
 # unless it is the system's fault (OSError).
@@ -267,7 +269,7 @@ def run_training(args: TrainingArguments) -> None:
                 f"wrote {plot_loss(output_dir)}; save_strategy is no: the trained model is not saved"
             )
         else:
-            if not is_exported(last, output_dir / "hf"):
+            if not RunFolder(output_dir).is_exported(identity(last)):
                 export(last, output_dir / "hf", tokenizer_of(args.data.sources))
             metrics.message(f"wrote {output_dir / 'hf'}, a Hugging Face folder, and {plot_loss(output_dir)}")
     metrics.close()

@@ -16,10 +16,11 @@ from model import mistral_base
 from model.proof import ProofError
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
+from train.checkpoint.files import identity
 from train.checkpoint.load import CheckpointError
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
-from train.export import is_exported
+from train.run_folder import RunFolder
 
 GPU = torch.cuda.is_available()
 
@@ -345,7 +346,8 @@ def test_a_run_can_move(settings: dict, tmp_path: Path, small_model: Path) -> No
 def test_a_finished_checkpoint_of_another_folder_is_exported(settings: dict, tmp_path: Path) -> None:
     last = run(settings) / "checkpoints/step-00000006"
     other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(last))
-    assert is_exported(last, other / "hf") and not is_exported(last, tmp_path)
+    assert RunFolder(other).is_exported(identity(last))
+    assert not RunFolder(tmp_path).is_exported(identity(last))
 
 
 def test_the_export_command(settings: dict, tmp_path: Path) -> None:
