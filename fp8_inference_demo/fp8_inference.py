@@ -109,7 +109,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def generate(arguments: argparse.Namespace, folder: Path) -> int:
     """Answer every prompt; the exit status. Raises ValueError, OSError."""
     from fp8_inference_demo.generation import DemoError, Sampling, answer, load
-    from model.fp8.precision import Precision, PrecisionConfig
+    from model.fp8.precision import Precision
+    from model.fp8.recipes import PrecisionConfig
 
     precision = Precision(PrecisionConfig(compute=arguments.precision, recipe=arguments.recipe))
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)

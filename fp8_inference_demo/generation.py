@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8.precision import Precision, fp8_modules
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")

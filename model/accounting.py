@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import MistralConfig
+from typing import TYPE_CHECKING
 
-from model.mistral_base import head_dim
+from model.config import head_dim
+
+if TYPE_CHECKING:
+    from transformers import MistralConfig
 
 GIB = 2**30
 

@@ -3,8 +3,6 @@ folder."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,100 +14,11 @@ from transformers import MistralForCausalLM as TransformersMistral
 from transformers.modeling_outputs import CausalLMOutput
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
-from model.fp8.precision import TRANSFORMERS_VARIANTS, Precision, PrecisionError
-from model.mistral_base import causal_lm_loss, check_config
+from model.config import ARCHITECTURE, load_config
+from model.fp8.precision import Precision, PrecisionError
+from model.mistral_base import causal_lm_loss
 from model.speed import SpeedConfig
 from model.variants import VARIANTS, compiles, variant_problems
-
-CONFIGS = Path(__file__).parent / "configs"
-
-# What must agree for weights of one configuration to be the same model under another.
-ARCHITECTURE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "tie_word_embeddings",
-)
-
-POSITIVE = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "max_position_embeddings".split()
-)
-# Keys of a config.json that MistralConfig takes besides its fields (older names, options of transformers), and keys of
-# other tools and models that resemble a field's name and change nothing here.
-LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
-ORDINARY_KEYS = frozenset(
-    "attention_bias attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder "
-    "mask_token_id mlp_bias model_name name_or_path num_labels partial_rotary_factor pretraining_tp "
-    "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
-    "transformers.js_config unk_token_id use_return_dict".split()
-)
-# How alike (difflib's ratio) an unknown key and a field are when the one must be meant to be the other: 0.7 finds
-# num_layers and hidden_dim.
-MISSPELT = 0.7
-
-
-def load_config(name_or_path: str) -> MistralConfig:
-    """A MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
-
-    Raises ValueError: nothing there, not JSON, not a Mistral, a key that looks like a misspelt one (transformers would
-    ignore it and take the default of what was meant), a value of another type or one that no model has.
-    """
-    path = Path(name_or_path)
-    if not path.exists():
-        path = CONFIGS / f"{name_or_path}.json"
-    if not path.exists():
-        names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
-        raise ValueError(
-            f"model.config: {name_or_path!r} is neither a file, nor a folder, nor one of {names}"
-        )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"model.config: the folder {name_or_path!r} has no config.json")
-    _check_file(path / "config.json" if path.is_dir() else path)
-    try:
-        config = MistralConfig.from_pretrained(str(path))
-        check_config(config)
-    except (
-        Exception
-    ) as error:  # transformers checks types with classes of its own, and other things not at all
-        problem = " ".join(str(error).split()).removeprefix("model.config: ")
-        raise ValueError(f"model.config: {path}: {problem}") from error
-    return config
-
-
-def _check_file(path: Path) -> None:
-    """Raises ValueError for a config.json with something that MistralConfig would let through."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.config: {path} is not a JSON file that can be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"model.config: {path} holds no JSON object")
-    if values.get("model_type") != "mistral":
-        raise ValueError(
-            f"model.config: {path} has the model_type {values.get('model_type')!r}; only mistral is supported"
-        )
-    fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
-    problems = []
-    for key in values:
-        if key in fields or key in ORDINARY_KEYS or key.startswith("_"):
-            continue
-        if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
-            problems.append(f"{key}: unknown key (did you mean {close[0]}?)")
-    problems += [
-        f"{key}: {values[key]} must be positive"
-        for key in POSITIVE
-        if isinstance(values.get(key), int) and values[key] < 1
-    ]
-    if problems:
-        raise ValueError(f"model.config: {path}: " + "; ".join(problems))
 
 
 class HuggingFaceMistral(TransformersMistral):
@@ -182,12 +91,12 @@ def build_model(
         raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems))
-    if document_mask and variant in TRANSFORMERS_VARIANTS:
+    if document_mask and not VARIANTS[variant].documents:
         raise ValueError(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
             "to false"
         )
-    if variant in TRANSFORMERS_VARIANTS:
+    if not VARIANTS[variant].te:
         cls = TorchaoMistral if variant == "torchao" else HuggingFaceMistral
         model = _build_transformers(config, precision, cls)
         if gradient_checkpointing:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import MistralConfig
 
-from model.mistral_base import head_dim
+from model.config import head_dim
 
 Parts = list[tuple[str, int]]
 

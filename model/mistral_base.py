@@ -15,32 +15,11 @@ from torch import nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
+from model.config import check_config, head_dim, rope_theta, window_size
 from model.documents import Documents
-from model.fp8.precision import FP8_ROW_MULTIPLE, Precision
+from model.fp8.precision import Precision
+from model.fp8.recipes import FP8_ROW_MULTIPLE
 from model.speed import SpeedConfig
-
-
-def rope_theta(config: MistralConfig) -> float:
-    """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`.
-
-    Raises ValueError: a scaled RoPE type, which Mistral models do not use.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(
-            f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling from the config"
-        )
-    return float(parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
-
-
-def head_dim(config: MistralConfig) -> int:
-    return config.head_dim or config.hidden_size // config.num_attention_heads
-
-
-def window_size(config: MistralConfig) -> tuple[int, int]:
-    """TE's (left, right) window. Hugging Face's sliding_window W lets a token see itself and W - 1 before it."""
-    return (config.sliding_window - 1, 0) if config.sliding_window else (-1, 0)
 
 
 def causal_attention(
@@ -58,24 +37,6 @@ def causal_attention(
         window_size=window or window_size(config),
         layer_number=layer_number,
     )
-
-
-def check_config(config: MistralConfig) -> None:
-    """Raises ValueError for a configuration that is not a Mistral as modelled here."""
-    problems = []
-    if config.hidden_act != "silu":
-        problems.append(f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)")
-    if config.num_attention_heads % config.num_key_value_heads:
-        problems.append(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_key_value_heads}"
-        )
-    if getattr(config, "attention_dropout", 0.0):
-        problems.append(f"attention_dropout {config.attention_dropout}: only 0")
-    if head_dim(config) % 8:
-        problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
-    if problems:
-        raise ValueError("model.config: " + "; ".join(problems))
 
 
 def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:

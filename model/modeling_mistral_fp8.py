@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
+from model.config import head_dim
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
-from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, project
+from model.mistral_base import KVCache, MistralBase, causal_attention, project
 from model.speed import SpeedConfig
 
 

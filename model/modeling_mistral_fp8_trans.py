@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from transformers import MistralConfig
 
+from model.config import head_dim, window_size
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
-from model.mistral_base import KVCache, MistralBase, causal_attention, head_dim, window_size
+from model.mistral_base import KVCache, MistralBase, causal_attention
 from model.speed import SpeedConfig
 
 

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
+from model.config import head_dim, window_size
 from model.documents import Documents, attend, random_documents
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS, Precision, fp8_modules
+from model.fp8.precision import Precision, fp8_modules
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
-from model.mistral_base import causal_attention, head_dim, window_size
+from model.mistral_base import causal_attention
+from model.variants import VARIANTS
 
 PROBE_TOKENS = 256
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
@@ -37,7 +40,7 @@ def prove(
     Raises ProofError: a module meant to run FP8 did not; no module did; Transformer Engine loaded another cuDNN than
     torch; an unfused attention; an attention that differs from SDPA.
     """
-    if model.variant in TRANSFORMERS_VARIANTS:
+    if not VARIANTS[model.variant].te:
         return _prove_transformers(model, precision, seed)
     lines = []
     if precision.te.name == "transformer_engine":
@@ -50,14 +53,14 @@ def prove(
 
 def backend_of(model: nn.Module, precision: Precision) -> str:
     """Whose modules `model` is made of, with the version."""
-    if model.variant in TRANSFORMERS_VARIANTS:
+    if not VARIANTS[model.variant].te:
         return torchao_fp8.version(precision.emulated) if precision.torchao else "transformers' own modules"
     return precision.te.version
 
 
 def attention_of(model: nn.Module, precision: Precision) -> str:
     """The attention that the last forward used."""
-    if model.variant in TRANSFORMERS_VARIANTS:
+    if not VARIANTS[model.variant].te:
         return "torch SDPA"
     return te_backend.attention_backend_in_use(precision.te)
 

@@ -1,15 +1,45 @@
-"""What `model.variant` may be, and what goes with each."""
+"""What `model.variant` and `model.attention_backend` may be, and what each can. Without torch: arguments are checked
+with it."""
 
 from __future__ import annotations
 
-from model.fp8.precision import RECIPES, TORCHAO_RECIPES, TRANSFORMERS_VARIANTS, PrecisionConfig
+from dataclasses import dataclass
 
-# variant -> the FP8 recipes that it has
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "hf": (),
-    "te_linear": RECIPES,
-    "te_layer": RECIPES,
-    "torchao": TORCHAO_RECIPES,
+from model.fp8.recipes import RECIPES, PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    """te: its modules are Transformer Engine's, else transformers'. recipes: the FP8 recipes that it has. decodes: has
+    a key/value cache. documents: attends within documents. graphs: CUDA graphs. compiles: torch.compile."""
+
+    name: str
+    te: bool
+    recipes: tuple[str, ...]
+    decodes: bool = False
+    documents: bool = False
+    graphs: bool = False
+    compiles: bool = False
+
+
+_TE = tuple(r.name for r in RECIPES.values() if r.library == "te")
+_TORCHAO = tuple(r.name for r in RECIPES.values() if r.library == "torchao")
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("hf", te=False, recipes=(), compiles=True),
+        Variant("te_linear", te=True, recipes=_TE, decodes=True, documents=True, graphs=True),
+        Variant("te_layer", te=True, recipes=_TE, documents=True, graphs=True),
+        Variant("torchao", te=False, recipes=_TORCHAO, compiles=True),
+    )
+}
+
+# backend -> what Transformer Engine has to find in the environment
+ATTENTION_BACKENDS = {
+    "auto": {},
+    "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
+    "flash": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
+    "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
 }
 
 
@@ -17,7 +47,7 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
     """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can. Values that no variant
     takes are for `PrecisionConfig.validate` to name."""
     problems: list[str] = []
-    recipes = VARIANTS[variant]
+    recipes = VARIANTS[variant].recipes
     if any(getattr(precision, key) not in precision.CHOICES[key] for key in ("compute", "recipe")):
         return problems
     if precision.compute == "fp8":
@@ -36,10 +66,10 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
             f"model.variant torchao is for FP8, and precision.compute is {precision.compute}; without FP8 it is "
             "model.variant hf (with model.compile true, compiled as torchao is)"
         )
-    if compile and variant not in TRANSFORMERS_VARIANTS:
+    if compile and not VARIANTS[variant].compiles:
         problems.append(
             f"model.compile: the modules of {variant} are Transformer Engine's, which are not compiled; remove it, "
-            f"or set model.variant to {' or '.join(TRANSFORMERS_VARIANTS)}"
+            f"or set model.variant to {' or '.join(v.name for v in VARIANTS.values() if v.compiles)}"
         )
     return problems
 

@@ -50,8 +50,11 @@ import torch
 import torch.distributed as dist
 
 from model.accounting import flops_per_token, num_parameters
-from model.build import build_model, load_config
-from model.fp8.precision import FP8_TRAIN_ROW_MULTIPLE, Precision, PrecisionConfig
+from model.build import build_model
+from model.config import load_config
+from model.fp8.precision import Precision
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.model import rows as bench_rows
 from test_fp8.model.options import MEASURES, command, parse_arguments
@@ -139,7 +142,7 @@ class Bench:
         for attention in self.options.attention:
             for micro_batch in sorted(self.options.micro_batch):
                 arguments = self.arguments(row, Setting(micro_batch, attention))
-                if not arguments.model.variant.startswith("te_") or arguments.precision.auto:
+                if not VARIANTS[arguments.model.variant].te or arguments.precision.auto:
                     arguments.model.attention_backend = "auto"
                 settings[Setting(micro_batch, arguments.model.attention_backend)] = arguments
         return settings

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from model import accounting
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from test_fp8.common import report

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.accounting import num_parameters
-from model.build import load_config
+from model.config import load_config
 from test_fp8.common import report
 from test_fp8.convergence.report import plot, print_table, settings_of, shown, training_of
 from test_fp8.convergence.rows import (

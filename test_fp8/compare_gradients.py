@@ -29,9 +29,11 @@ from torch import Tensor
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8.calibration import calibrate
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from test_fp8.common import report
 from test_fp8.model.options import positive
 from train.data.format import DataError

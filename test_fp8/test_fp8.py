@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch
 
-from model.fp8.precision import RECIPES
+from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.linear.bench import LAUNCHES, measure_shape
 from test_fp8.linear.ceilings import measure_ceilings
@@ -64,7 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="BATCHxROWSxIN:OUT")
     parser.add_argument("--sweep", action="store_true", help="square Linears and the GEMMs of hare_1.1b too")
     parser.add_argument("--models", nargs="+", choices=model_names(), default=[], help="their GEMMs too")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="FP8 recipes")
+    recipes = list(VARIANTS["te_linear"].recipes)
+    parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes, help="FP8 recipes")
     parser.add_argument(
         "--cached_weight",
         action="store_true",

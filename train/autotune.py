@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from model import accounting
 from model.autotune import Record, Task, asked_of, autotune, circumstances_of, differences, versions_of
-from model.build import load_config
+from model.config import load_config
+from model.fp8.recipes import RECIPES
 from train.checkpoint.load import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -66,7 +67,7 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
     stage = ds_config["zero_optimization"]["stage"]
     float32_buffers = stage == 1 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     main_grad = args.speed.main_grad and float32_buffers
-    shares_amax = args.precision.recipe == "delayed" and args.precision.reduce_amax
+    shares_amax = RECIPES[args.precision.recipe].has_state and args.precision.reduce_amax
     # the measurement itself holds weights and, with main_grad, float32 gradients
     held = accounting.num_parameters(config) * (2 + 4 * main_grad) / accounting.GIB
     return Task(

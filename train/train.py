@@ -35,7 +35,8 @@ from torch import nn
 from transformers import MistralConfig
 
 from model import accounting
-from model.build import ARCHITECTURE, build_model, load_config
+from model.build import build_model
+from model.config import ARCHITECTURE, load_config
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision

@@ -25,12 +25,14 @@ from model.autotune.timing import (
     release_memory,
     take_turns,
 )
+from model.config import head_dim
 from model.documents import attend
 from model.fp8 import te_backend
-from model.fp8.precision import FP8_FEATURE_MULTIPLE, Precision, gemm_modules, matrices
+from model.fp8.precision import Precision, gemm_modules, matrices
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.mistral_base import causal_attention, head_dim
+from model.mistral_base import causal_attention
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 
 GIB = 2**30

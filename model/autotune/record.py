@@ -12,10 +12,10 @@ import torch
 
 from model.autotune.decide import AttentionTime, ModuleTime, StepTime
 from model.autotune.task import Task
-from model.build import ARCHITECTURE
-from model.fp8.precision import PrecisionConfig
-from model.fp8.te_backend import ATTENTION_BACKENDS
+from model.config import ARCHITECTURE
+from model.fp8.recipes import PrecisionConfig
 from model.speed import SpeedConfig
+from model.variants import ATTENTION_BACKENDS
 
 SCHEMA = 1
 PACKAGES = ("flash-attn", "flash-attn-4", "triton")  # besides torch and TE, whose kernels are measured

@@ -10,7 +10,8 @@ from transformers import MistralConfig
 
 from model.build import build_model
 from model.documents import Documents, random_documents
-from model.fp8.precision import Precision, PrecisionConfig, gemm_modules, matrices
+from model.fp8.precision import Precision, gemm_modules, matrices
+from model.fp8.recipes import RECIPES, PrecisionConfig
 from model.speed import SpeedConfig
 
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
@@ -47,7 +48,7 @@ class Task:
         config = replace(self.precision, auto=False, compute=compute)
         if bf16_modules is not None:
             config = replace(config, bf16_modules=bf16_modules)
-        return Precision(replace(config, reduce_amax=False) if config.recipe == "delayed" else config)
+        return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
 
     def cycle(self, precision: Precision) -> int | None:
         """Passes that share one FP8 copy of the weights; None where each makes its own."""

@@ -33,7 +33,7 @@ def calibrate(
     done.
     """
     passes = precision.config.calibration_passes
-    if not (precision.fp8 and precision.config.recipe == "delayed" and passes):
+    if not (precision.has_state and passes):
         return []
     model.train()
     within = {} if documents is None else {"documents": documents}

@@ -1,6 +1,6 @@
 """Which modules run FP8, with which recipe, and why the others do not.
 
-`PrecisionConfig` is the "precision" section of the training JSON. `Precision` resolves it against the hardware: it
+`Precision` resolves the section "precision" of the training JSON (`recipes.PrecisionConfig`) against the hardware: it
 holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
 for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipes tensorwise and rowwise are torchao's.
 """
@@ -9,136 +9,23 @@ from __future__ import annotations
 
 import fnmatch
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE, RECIPES, PrecisionConfig
+from model.variants import VARIANTS
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-RECIPES = ("delayed", "current", "block")  # Transformer Engine's
-TORCHAO_RECIPES = torchao_fp8.RECIPES
-TRANSFORMERS_VARIANTS = ("hf", "torchao")  # whose modules are transformers', not TE's
-
-# What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
-# In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
-FP8_FEATURE_MULTIPLE = 16
-FP8_ROW_MULTIPLE = 8
-FP8_TRAIN_ROW_MULTIPLE = 16
 
 
 class PrecisionError(ValueError):
     """The precision asked for cannot be had; the message says what is missing and what to do."""
-
-
-def _option(default: Any, help: str) -> Any:
-    make = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help}, **make)
-
-
-@dataclass
-class PrecisionConfig:
-    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
-
-    compute: str = _option("fp8", "arithmetic of the matrix products: fp8 | bf16 | fp16 | fp32")
-    recipe: str = _option(
-        "delayed", "FP8 scaling recipe: delayed | current | block; variant torchao: tensorwise | rowwise"
-    )
-    backend: str = _option(
-        "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
-    )
-    fp8_format: str = _option(
-        "e4m3", "e4m3 | hybrid: gradients in e5m2, of more range and half the precision"
-    )
-    margin: int = _option(0, "delayed: the scale is divided by 2^margin")
-    amax_history_len: int = _option(1024, "delayed: steps of amax history")
-    amax_compute_algo: str = _option("max", "delayed: amax of the history: max | most_recent")
-    reduce_amax: bool = _option(True, "delayed: share amax over all ranks")
-    calibration_passes: int = _option(
-        4,
-        "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
-    )
-    power_2_scales: bool | None = _option(
-        None, "current, block: powers of two as scales; null: block yes, current no"
-    )
-    amax_epsilon: float = _option(0.0, "current, block: smallest amax assumed")
-    fast_accumulation_wgrad: bool = _option(
-        False, "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)"
-    )
-    bf16_modules: list[str] = _option(
-        ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
-    )
-    auto: bool | str = _option(
-        False,
-        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or bf16 by "
-        "module, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
-    )
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "compute": tuple(DTYPES),
-        "recipe": (*RECIPES, *TORCHAO_RECIPES),
-        "backend": ("auto", "transformer_engine", "reference"),
-        "fp8_format": ("e4m3", "hybrid"),
-        "amax_compute_algo": ("max", "most_recent"),
-    }
-    # knob -> the recipes that read it
-    KNOBS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "fp8_format": RECIPES,
-        "margin": ("delayed",),
-        "amax_history_len": ("delayed",),
-        "amax_compute_algo": ("delayed",),
-        "calibration_passes": ("delayed",),
-        "reduce_amax": ("delayed",),
-        "power_2_scales": ("current", "block"),
-        "amax_epsilon": ("current", "block"),
-        "fast_accumulation_wgrad": ("delayed", "current"),
-    }
-
-    @property
-    def emulated(self) -> bool:
-        """Whether what would need a GPU is computed without one."""
-        return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
-
-    def validate(self) -> list[str]:
-        """All problems of this section, as sentences; empty when there is none."""
-        problems = [
-            f"precision.{key}: {getattr(self, key)!r} is not one of {', '.join(allowed)}"
-            for key, allowed in self.CHOICES.items()
-            if getattr(self, key) not in allowed
-        ]
-        if self.amax_history_len < 1:
-            problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
-        if self.calibration_passes < 0:
-            problems.append(f"precision.calibration_passes: {self.calibration_passes} must not be negative")
-        if self.margin < 0:
-            problems.append(f"precision.margin: {self.margin} must not be negative")
-        if self.amax_epsilon < 0:
-            problems.append(f"precision.amax_epsilon: {self.amax_epsilon} must not be negative")
-        if self.auto == "":
-            problems.append("precision.auto: an empty path; give true, false or the path of a saved choice")
-        if self.auto and (self.compute != "fp8" or self.recipe in TORCHAO_RECIPES):
-            problems.append(
-                "precision.auto: it finds out where FP8 pays, in te_linear and te_layer with precision.compute fp8 "
-                f"and recipe {' or '.join(RECIPES)}; compute {self.compute} with recipe {self.recipe} is given. Change "
-                "these or remove it"
-            )
-        if self.compute == "fp8" and self.recipe in self.CHOICES["recipe"]:
-            defaults = PrecisionConfig()
-            problems += [
-                f"precision.{knob}: only the recipe {' and '.join(recipes)} reads it, and the recipe is "
-                f"{self.recipe}; remove it"
-                for knob, recipes in self.KNOBS.items()
-                if self.recipe not in recipes and getattr(self, knob) != getattr(defaults, knob)
-            ]
-            if self.recipe in TORCHAO_RECIPES and self.backend == "transformer_engine":
-                problems.append(
-                    f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"
-                )
-        return problems
 
 
 @dataclass
@@ -208,9 +95,14 @@ class Precision:
         return self.config.compute == "fp8"
 
     @property
+    def has_state(self) -> bool:
+        """Whether scales come from earlier passes: there is FP8 state to keep."""
+        return self.fp8 and RECIPES[self.config.recipe].has_state
+
+    @property
     def torchao(self) -> bool:
         """FP8 by torchao, not by TE."""
-        return self.fp8 and self.config.recipe in TORCHAO_RECIPES
+        return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
 
     @cached_property
     def te(self) -> SimpleNamespace:
@@ -309,7 +201,8 @@ def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
     """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
     kinds: tuple[type, ...] = (nn.Linear,)
-    if getattr(model, "variant", None) not in TRANSFORMERS_VARIANTS:
+    variant = getattr(model, "variant", None)
+    if variant is None or VARIANTS[variant].te:
         kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 

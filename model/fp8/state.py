@@ -16,7 +16,7 @@ def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]
     load, so it is not used.
     """
     state = {}
-    if precision.fp8 and precision.config.recipe == "delayed":
+    if precision.has_state:
         for name, module in model.named_modules():
             meta = getattr(module, "fp8_meta", None)
             for direction in ("scaling_fwd", "scaling_bwd"):

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from model.variants import ATTENTION_BACKENDS
+
 MODULES = (
     "Linear",
     "LayerNormLinear",
@@ -176,14 +178,6 @@ def cudnn_versions() -> tuple[int, int]:
     """(the cuDNN that Transformer Engine loaded, the one torch uses), as cuDNN encodes versions (91900 = 9.19.0)."""
     extension: Any = importlib.import_module("transformer_engine_torch")
     return int(extension.get_cudnn_version()), int(torch.backends.cudnn.version() or 0)
-
-
-ATTENTION_BACKENDS = {
-    "auto": {},
-    "fused": {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"},
-    "flash": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
-    "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
-}
 
 
 _ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"

@@ -26,7 +26,6 @@ from model.fp8.te_backend import BackendError
 # recipe -> the compute capability from which the GPU has its GEMM: Ada's tensor cores take FP8 with one scale a tensor,
 # the kernel with a scale a row is one of Hopper's.
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-RECIPES = tuple(CAPABILITY)
 # What the wheels of torchao 0.17 are built for (torchao/__init__.py).
 MIN_TORCH = (2, 11)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.build import load_config
+from model.config import load_config
 from test_fp8.convergence.trainings import (
     ROW_KEYS,
     ComparisonError,

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.fp8.precision import DTYPES, Precision, PrecisionConfig, PrecisionError
+from model.fp8.precision import DTYPES, Precision, PrecisionError
+from model.fp8.recipes import PrecisionConfig
 from test_fp8.linear.shapes import Shape
 
 PARTS = ("step", "forward", "dgrad", "wgrad")

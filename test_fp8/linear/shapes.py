@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from model.fp8.precision import FP8_FEATURE_MULTIPLE, FP8_TRAIN_ROW_MULTIPLE
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE, FP8_TRAIN_ROW_MULTIPLE
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "model" / "configs"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from model.fp8.te_backend import ATTENTION_BACKENDS
+from model.variants import ATTENTION_BACKENDS
 from test_fp8.common import report
 from test_fp8.model import rows as bench_rows
 

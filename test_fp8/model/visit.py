@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from model.autotune.timing import release_memory
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.documents import Documents, random_documents
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, fp8_modules
 from model.graphs import use_cuda_graphs
 from model.proof import attention_of, prove
+from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.model.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.model.timing import Laps, enqueue_ms, synchronize, times_in
@@ -109,7 +111,7 @@ def whole_rows(model: nn.Module, input_ids: Tensor, labels: Tensor) -> float:
 def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
     """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
     speed, variant = arguments.speed, arguments.model.variant
-    if speed.cuda_graphs and variant.startswith("te_") and not torch.cuda.is_available():
+    if speed.cuda_graphs and VARIANTS[variant].graphs and not torch.cuda.is_available():
         raise NotHere("a CUDA graph needs a GPU")
     attention = arguments.model.attention_backend
     te_backend.choose_attention_backend(attention)
@@ -220,7 +222,7 @@ class Visitor:
 
     def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         input_ids, labels = self._micro_batch(arguments)
-        te_model = arguments.model.variant.startswith("te_")
+        te_model = VARIANTS[arguments.model.variant].te
         accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
         cache_weights = precision.fp8 and te_model and accumulation > 1
         start, capture_s = time.perf_counter(), None

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MistralForCausalLM, PreTrainedTokenizerFast
 
 from fp8_inference_demo import fp8_inference, generation
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
 
 ROOT = Path(__file__).resolve().parents[2]

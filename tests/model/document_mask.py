@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.documents import Documents
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state
 from model.speed import SpeedConfig
 from tests.conftest import random_ids, small_config

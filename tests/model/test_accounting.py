@@ -4,7 +4,7 @@ import pytest
 from transformers import MistralForCausalLM
 
 from model.accounting import attention_pairs, flops_per_token, num_parameters, state_memory_gib
-from model.build import load_config
+from model.config import load_config
 from tests.conftest import small_config
 
 

@@ -28,7 +28,8 @@ from model.autotune.measure import measure_modules
 from model.autotune.timing import OUT_OF_TIME, Deadline
 from model.build import build_model
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
+from model.fp8.precision import Precision, PrecisionError, fp8_modules
+from model.fp8.recipes import PrecisionConfig
 from model.proof import attention_errors
 from tests.conftest import random_ids, small_config
 from tests.scripted_timer import Script

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MistralForCausalLM
 
-from model.build import build_model, load_config, load_hf_folder
+from model.build import build_model, load_hf_folder
+from model.config import load_config
 from model.conversion import ConversionError
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, small_config
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -14,7 +14,8 @@ from model.build import build_model
 from model.documents import FEWEST_PIECES, Documents, random_documents
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state, snapshot_fp8_state
 from model.proof import ProofError, attention_errors, prove
 from model.te_reference import DotProductAttention

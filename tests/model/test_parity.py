@@ -9,7 +9,8 @@ from transformers import MistralForCausalLM as TransformersMistral
 
 from model import conversion
 from model.build import build_model
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, small_config
 
 CASES = {

@@ -6,7 +6,8 @@ import pytest
 
 from model.build import build_model
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.proof import ProofError, probe_tokens, prove
 from tests.conftest import small_config
 

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from model import mistral_base
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state

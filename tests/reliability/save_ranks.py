@@ -37,7 +37,8 @@ import torch.distributed as dist
 from deepspeed.comm.torch import build_shm_op
 from transformers import MistralConfig
 
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.checkpoint import load as checkpoint

@@ -22,7 +22,8 @@ sys.path.insert(0, str(CODE))
 import torch
 from transformers import MistralConfig
 
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8.precision import Precision
 from train.checkpoint import load as checkpoint
 from train.config.arguments import TrainingArguments

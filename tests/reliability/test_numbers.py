@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 from tests.reliability.launching import run_cases

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from model import build, conversion
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from test_fp8 import bench_model
 from test_fp8.model import rows as bench_rows
 from test_fp8.model import visit as bench_visit

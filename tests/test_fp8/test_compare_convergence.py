@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from model.build import load_config
+from model.config import load_config
 from test_fp8 import compare_convergence
 from test_fp8.convergence import rows as convergence_rows
 from test_fp8.convergence.report import shown

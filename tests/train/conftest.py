@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model.build import load_config
+from model.config import load_config
 from tests.train.runs import ROOT
 from train.files import sha256_file
 from train.import_megatron import main as import_megatron

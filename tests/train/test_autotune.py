@@ -19,8 +19,8 @@ from model.autotune import (
     measure,
     versions_of,
 )
-from model.build import load_config
-from model.fp8.precision import PrecisionConfig
+from model.config import load_config
+from model.fp8.recipes import PrecisionConfig
 from tests.scripted_timer import Script
 from train import autotune as glue
 from train import train

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.fp8.precision import FP8_TRAIN_ROW_MULTIPLE, TRANSFORMERS_VARIANTS
-from model.fp8.te_backend import ATTENTION_BACKENDS
-from model.variants import VARIANTS, variant_problems
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from model.variants import ATTENTION_BACKENDS, VARIANTS, variant_problems
 from train.config.strict_json import get
 from train.data.mixture import weight_problems
 
@@ -112,7 +111,9 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
             problems += variant_problems(a.model.variant, a.precision, a.model.compile)
     check(
         "data.document_mask model.variant",
-        lambda: not (a.data.document_mask and a.model.variant in TRANSFORMERS_VARIANTS),
+        lambda: (
+            not a.data.document_mask or a.model.variant not in VARIANTS or VARIANTS[a.model.variant].documents
+        ),
         "transformers' attention here has no documents; set it to false, or choose te_linear or te_layer",
     )
     fp8 = a.precision.compute == "fp8"
@@ -123,7 +124,9 @@ def value_problems(a: Any, bad: set[str]) -> list[str]:
     )
     check(
         "speed.cuda_graphs model.variant",
-        lambda: not (a.speed.cuda_graphs and a.model.variant in TRANSFORMERS_VARIANTS),
+        lambda: (
+            not a.speed.cuda_graphs or a.model.variant not in VARIANTS or VARIANTS[a.model.variant].graphs
+        ),
         "CUDA graphs are for te_linear and te_layer; set it to false, or take one of these",
     )
     for batch in ("per_device_train_batch_size", "per_device_eval_batch_size"):

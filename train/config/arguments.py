@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.fp8.precision import PrecisionConfig
+from model.fp8.recipes import PrecisionConfig
 from model.speed import SpeedConfig
 from train.config import strict_json
 from train.config.argument_checks import value_problems

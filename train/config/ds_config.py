@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from model.build import load_config
+from model.config import load_config
 from model.variants import compiles
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.strict_json import leaves, nearest

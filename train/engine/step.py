@@ -20,6 +20,7 @@ from torch import nn
 from model.documents import Documents
 from model.fp8.precision import Precision, gemm_modules, matrices
 from model.graphs import use_cuda_graphs
+from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
 from train.data.stream import NO_LABEL, Batch
 from train.engine.optimizer import build_optimizer, undo_initial_step
@@ -85,7 +86,7 @@ class MicroStep:
     def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
         self.engine, self.precision = engine, precision
         accumulation, speed = arguments.gradient_accumulation_steps or 1, arguments.speed
-        stage, te_model = engine.zero_optimization_stage(), arguments.model.variant.startswith("te_")
+        stage, te_model = engine.zero_optimization_stage(), VARIANTS[arguments.model.variant].te
         # With accumulation the FP8 copy of the weights is made once a step. Not at ZeRO 3, which frees the weights.
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated

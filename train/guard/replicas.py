@@ -116,7 +116,7 @@ class ReplicaCheck:
         if stage < 3:
             parts.append("weights" if stage else "weights and optimizer state")
         config = self.precision.config
-        if self.precision.fp8 and config.recipe == "delayed" and config.reduce_amax:
+        if self.precision.has_state and config.reduce_amax:
             parts.append("FP8 scales and histories")
         if stage == 3:
             parts.append("weights not applicable: ZeRO 3 keeps each once")

@@ -8,7 +8,8 @@ from torch import nn
 
 from model.build import build_model
 from model.fp8.calibration import calibrate
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model.build import build_model, load_config
+from model.build import build_model
+from model.config import load_config
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionConfig, PrecisionError, fp8_modules
+from model.fp8.precision import Precision, PrecisionError, fp8_modules
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.proof import ProofError, attention_errors, prove
 from tests.conftest import random_ids, small_config

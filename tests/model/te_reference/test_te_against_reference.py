@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.precision import Precision, PrecisionConfig
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.speed import SpeedConfig
 from model.te_reference import tensor_core
