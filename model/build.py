@@ -33,6 +33,7 @@ class HuggingFaceMistral(TransformersMistral):
         input_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
+        documents: None = None,
     ) -> CausalLMOutput:
         logits = super().forward(input_ids=input_ids, use_cache=False).logits
         loss = None if labels is None else causal_lm_loss(logits, labels)

@@ -40,6 +40,7 @@ from train.checkpoint.save import Saver
 from train.checkpoint.save_errors import SaveError
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.guard.signals import StopVote
@@ -80,7 +81,7 @@ class Training:
         """Take a step; its seconds."""
         start = time.perf_counter()
         for index in range(self.accumulation):
-            self.micro_step(self.ids, self.ids, index)
+            self.micro_step(Batch(self.ids, self.ids), index)
         synchronize()
         self.state.step += 1
         return time.perf_counter() - start

@@ -37,7 +37,7 @@ from model.fp8.recipes import PrecisionConfig
 from test_fp8.common import report
 from test_fp8.model.options import positive
 from train.data.format import DataError
-from train.data.stream import open_stream
+from train.data.stream import Batch, open_stream
 
 PROGRAM = "test_fp8/compare_gradients.py"
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
@@ -51,7 +51,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},
     "block": {"recipe": "block"},
 }
-Batches = Sequence[tuple[Tensor, Tensor]]
+Batches = Sequence[Batch]
 
 
 def gradients(
@@ -62,10 +62,10 @@ def gradients(
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=42, init_from=init_from)
     model.train()
-    on_device = [(ids.to(precision.device), labels.to(precision.device)) for ids, labels in batches]
-    calibrate(model, precision, *on_device[0], len(on_device))
+    on_device = [batch.to(precision.device) for batch in batches]
+    calibrate(model, precision, on_device[0].input_ids, on_device[0].labels, len(on_device))
     loss, found = 0.0, []
-    for ids, labels in on_device:
+    for ids, labels, _ in on_device:
         model.zero_grad(set_to_none=True)
         out = model(ids, labels=labels).loss
         (out / len(on_device)).backward()  # as accumulation scales it, and calibration has assumed
@@ -105,11 +105,10 @@ def read_batches(options: argparse.Namespace, vocabulary: int) -> Batches:
             (options.batches * size, options.seq_length + 1),
             generator=torch.Generator().manual_seed(42),
         )
-        return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.split(size)]
+        return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.split(size)]
     stream = open_stream({"data": options.data}, None, options.seq_length, seed=42)
     stream.check_vocabulary(vocabulary)
-    found = [stream.batch(index * size, size) for index in range(options.batches)]
-    return [(batch[0], batch[1]) for batch in found]
+    return [stream.batch(index * size, size) for index in range(options.batches)]
 
 
 def read_config(options: argparse.Namespace) -> Any:

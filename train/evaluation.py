@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from model.fp8.state import fp8_state, snapshot_fp8_state
 from train.data.stream import NO_LABEL
-from train.engine.step import on_device
 from train.guard.signals import Stopped
 from train.run import Run
 
@@ -24,22 +23,19 @@ def evaluate(run: Run) -> float | None:
     """
     args, engine = run.arguments, run.engine
     rank, world = dist.get_rank(), dist.get_world_size()
-    batch = args.per_device_eval_batch_size or args.per_device_train_batch_size
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
     samples = min(args.max_eval_samples, run.eval_stream.num_samples)
     before = snapshot_fp8_state(engine.module, run.precision)
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
     engine.eval()
     stops = False
-    for start in range(rank * batch, math.ceil(samples / (batch * world)) * batch * world, batch * world):
-        rows = max(0, min(batch, samples - start))
-        found = run.eval_stream.batch(start if rows else 0, max(rows, 1))
-        missing = batch - len(found[0])
-        found = tuple(torch.cat([t, t[:1].expand(missing, -1)]) for t in found)
-        found[1][rows:] = NO_LABEL
-        tokens = int((found[1] != NO_LABEL).sum())
-        input_ids, labels, documents = on_device(found, engine.device)
-        within = {} if documents is None else {"documents": documents}
-        loss = engine(input_ids, labels=labels, **within).loss
+    for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
+        rows = max(0, min(size, samples - start))
+        batch = run.eval_stream.batch(start if rows else 0, max(rows, 1)).filled(size)
+        batch.labels[rows:] = NO_LABEL
+        tokens = int((batch.labels != NO_LABEL).sum())
+        input_ids, labels, documents = batch.to(engine.device)
+        loss = engine(input_ids, labels=labels, documents=documents).loss
         if tokens:  # the mean over no label is nan
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
         stops = run.stop_vote.stop()

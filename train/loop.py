@@ -21,7 +21,6 @@ from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save_errors import SaveError
 from train.data.stream import MicroBatches
 from train.engine.optimizer import learning_rate_at
-from train.engine.step import labelled, on_device
 from train.evaluation import evaluate, evaluate_late
 from train.guard.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
 from train.guard.replicas import ReplicaCheck, ReplicaError
@@ -142,11 +141,10 @@ class Loop:
         for index in range(self.accumulation):
             run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
             self.slow_ranks.begin()
-            batch = self.batches.get(state.consumed_samples, index)
-            input_ids, labels, documents = on_device(batch, engine.device)
-            loss_sum += run.micro_step(input_ids, labels, index, documents)
-            if documents is not None:
-                share_sum += labelled(labels)
+            batch = self.batches.get(state.consumed_samples, index).to(engine.device)
+            loss_sum += run.micro_step(batch, index)
+            if batch.documents is not None:
+                share_sum += batch.labelled()
         first_sample, loss = state.consumed_samples, loss_sum / self.accumulation
         share = share_sum / self.accumulation if self.args.data.document_mask else None
         state.step += 1

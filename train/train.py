@@ -51,7 +51,7 @@ from train.config.arguments import TrainingArguments, load_arguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import open_stream
 from train.engine.distributed import init_distributed, make_deterministic
-from train.engine.step import MicroStep, build_engine, on_device, without_prints
+from train.engine.step import MicroStep, build_engine, without_prints
 from train.evaluation import evaluate_late
 from train.export import export, tokenizer_of
 from train.guard.replicas import ReplicaError
@@ -198,8 +198,8 @@ def run_training(args: TrainingArguments) -> None:
         say(line)
     say(attention_of_all_ranks(model, precision))
     if resume_from is None:
-        batch = args.per_device_train_batch_size
-        ids, labels, documents = on_device(train_stream.batch(rank * batch, batch), precision.device)
+        size = args.per_device_train_batch_size
+        ids, labels, documents = train_stream.batch(rank * size, size).to(precision.device)
         passes = calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents)
         for line in passes:
             say(line)

@@ -36,8 +36,7 @@ def calibrate(
     if not (precision.has_state and passes):
         return []
     model.train()
-    within = {} if documents is None else {"documents": documents}
     for _ in range(passes):
-        (model(input_ids, labels=labels, **within).loss / accumulation).backward()
+        (model(input_ids, labels=labels, documents=documents).loss / accumulation).backward()
         model.zero_grad(set_to_none=True)
     return [f"delayed scaling: scales from {passes} passes over the first micro-batch"]

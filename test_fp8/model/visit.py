@@ -29,6 +29,7 @@ from test_fp8.model.same_model import DifferentModel, Reference, check_same_mode
 from test_fp8.model.timing import Laps, enqueue_ms, synchronize, times_in
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer
 from train.engine.step import MicroStep, build_engine
 
@@ -89,12 +90,14 @@ class Passes:
     ):
         self.model, self.cache_weights = model, cache_weights
         self.input_ids, self.labels = input_ids, labels
-        self.within = {} if documents is None else {"documents": documents}
+        self.documents = documents
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, index: int) -> Tensor:
         first = index == 0 if self.cache_weights else None
-        loss = self.model(self.input_ids, labels=self.labels, is_first_microbatch=first, **self.within).loss
+        loss = self.model(
+            self.input_ids, labels=self.labels, is_first_microbatch=first, documents=self.documents
+        ).loss
         torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return loss.detach()
 
@@ -248,18 +251,19 @@ class Visitor:
     def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         input_ids, labels = self._micro_batch(arguments)
         accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
+        batch = Batch(input_ids, labels, documents)
         ds_config, _ = resolve_ds_config(arguments, 1)
         engine = build_engine(model, arguments, ds_config)
         try:
             micro_step = MicroStep(engine, precision, arguments)
             start = time.perf_counter()
-            loss = float(micro_step(input_ids, labels, 0, documents))
+            loss = float(micro_step(batch, 0))
             prepare_s = time.perf_counter() - start
             alike = loss if documents is None else whole_rows(engine.module, input_ids, labels)
             error = self._error(alike, arguments)
             start, others = time.perf_counter(), range(1, accumulation) or range(1)
             for index in others:
-                micro_step(input_ids, labels, index, documents)
+                micro_step(batch, index)
             synchronize()
             step_ms = (time.perf_counter() - start) / len(others) * accumulation * 1e3
 
@@ -271,7 +275,7 @@ class Visitor:
                 laps.mark()
                 for index in range(accumulation):
                     start = time.perf_counter()
-                    micro_step(input_ids, labels, index, documents)
+                    micro_step(batch, index)
                     if number == index == 0:  # the GPU was idle
                         launch_ms = (time.perf_counter() - start) * 1e3
                 laps.mark("step")

@@ -39,6 +39,7 @@ from train import train
 from train.checkpoint import load as checkpoint
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.guard import signals
@@ -169,7 +170,7 @@ def skip(
             for index in range(2):
                 generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
                 ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
-                loss = micro_step(ids, ids, index)
+                loss = micro_step(Batch(ids, ids), index)
         skipped = health.after_step(step, 0, loss, None)
         after = digests(engine, how)
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())

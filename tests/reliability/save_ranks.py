@@ -45,6 +45,7 @@ from train.checkpoint import load as checkpoint
 from train.checkpoint import save, save_files
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.guard.watchdog import Watchdog
@@ -115,7 +116,7 @@ class Trainer:
         self.state.step += 1
         generator = torch.Generator().manual_seed(self.state.step * RANKS + self.rank)
         ids = torch.randint(self.config.vocab_size, (2, 16), generator=generator)
-        loss = float(self.micro_step(ids, ids, 0))
+        loss = float(self.micro_step(Batch(ids, ids), 0))
         line = {"step": self.state.step, "loss": loss, "digest": self.digest()}
         self.compare(line)
         with open(self.log, "ab", buffering=0) as file:

@@ -28,6 +28,7 @@ from model.fp8.precision import Precision
 from train.checkpoint import load as checkpoint
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 
 SAVED_STEP, NEXT_STEPS = 5, 20
@@ -78,7 +79,7 @@ class Stored:
         ids = torch.randint(
             self.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(step % 3)
         )
-        return float(self.micro_step(ids, ids, 0))
+        return float(self.micro_step(Batch(ids, ids), 0))
 
 
 def record() -> None:

@@ -31,6 +31,7 @@ from tests.reliability.number_ranks import spoil
 from train import train
 from train.checkpoint import load as checkpoint
 from train.config.arguments import TrainingArguments
+from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, without_prints
 from train.guard import signals
@@ -97,14 +98,14 @@ class Watched:
                 self.loaded_from = path
                 self.dump("loaded", precision)
 
-        def micro_step(step: MicroStep, ids: torch.Tensor, labels: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def micro_step(step: MicroStep, batch: Batch, index: int) -> torch.Tensor:
             self.calls += 1
             accumulation = self.args.gradient_accumulation_steps or 1
             number, last = -(-self.calls // accumulation), self.calls % accumulation == 0
             spoil("large_loss" if number == self.spoiled else None)
-            loss = call(step, ids, labels, *rest)
+            loss = call(step, batch, index)
             spoil(None)
-            self.samples += [(number, rest[0], _digest(row), float(loss)) for row in ids]
+            self.samples += [(number, index, _digest(row), float(loss)) for row in batch.input_ids]
             self.precision = step.precision
             if last and number == self.keep:
                 self.dump("kept", step.precision)

@@ -125,7 +125,7 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
     from train.data.stream import open_stream
 
     stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval")
-    ids, labels = stream.batch(0, 5)
+    ids, labels, _ = stream.batch(0, 5)
     with torch.no_grad():
         logits = model(input_ids=ids).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())

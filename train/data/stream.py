@@ -13,21 +13,57 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from model.documents import Documents
 from train.data.format import DataError, verify_shard
 from train.data.mixture import Weights, mix
 from train.data.order import Mixture, permutation_key, permute
 from train.data.source import TokenSource
 
-Batch = tuple[torch.Tensor, ...]  # input_ids, labels; with a document mask positions, too
 NO_LABEL = -100  # what the loss ignores
 
 VERIFY_THREADS = 8
 PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
+
+
+class Batch(NamedTuple):
+    """input_ids, labels: int64 [B, T]; a label of NO_LABEL is none. documents: what attention stays within, None without
+    a document mask."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    documents: Documents | None = None
+
+    def to(self, device: Any) -> "Batch":
+        """On `device`, without waiting for the copies."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(
+            self.input_ids.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            documents,
+        )
+
+    def filled(self, rows: int) -> "Batch":
+        """With its first row repeated, without labels, up to `rows` rows."""
+        input_ids, labels, documents = self
+        if not (missing := rows - len(input_ids)):
+            return self
+        if documents is not None:
+            positions = documents.positions
+            documents = Documents.of(torch.cat([positions, positions[:1].expand(missing, -1)]))
+        return Batch(
+            torch.cat([input_ids, input_ids[:1].expand(missing, -1)]),
+            torch.cat([labels, torch.full_like(labels[:1], NO_LABEL).expand(missing, -1)]),
+            documents,
+        )
+
+    def labelled(self) -> torch.Tensor:
+        """The share of tokens that have a label, float32 scalar, without waiting for it."""
+        return (self.labels != NO_LABEL).float().mean()
 
 
 class SampleStream:
@@ -36,8 +72,8 @@ class SampleStream:
     train: sources are mixed by `weights` (None: by their size) with exact quotas, each shuffled anew every epoch.
     eval: every window of every source once, each source in its natural order, spread evenly; `weights` play no role.
 
-    document_mask: batches have positions that begin anew with each document, for attention within documents, and the
-    last token of a document has no label (NO_LABEL). So a document is trained on as if it stood alone: what would
+    document_mask: batches have their documents, for attention within them, and the last token of a document has no
+    label (NO_LABEL). So a document is trained on as if it stood alone: what would
     follow its end is the beginning of an unrelated document, which attention no longer leads to. What is left out of
     "each token is predicted once" are the first tokens of documents, and nothing else: with the beginning-of-text token
     that prepare_data.py writes these are no news to a model. Batches differ in their number of labels by that, which
@@ -115,9 +151,9 @@ class SampleStream:
         return ids
 
     def batch(self, start: int, count: int) -> Batch:
-        """Samples start..start+count-1 of the global order: (input_ids, labels), with a document mask (input_ids,
-        labels, positions), int64 [count, seq_length] each. positions: of a token in its document, or in what of it the
-        sample has; they begin with 0 at each document's and each sample's first token.
+        """Samples start..start+count-1 of the global order, count rows of seq_length tokens. With a document mask the
+        positions of `documents` are those of a token in its document, or in what of it the sample has; they begin with
+        0 at each document's and each sample's first token.
 
         Raises:
             DataError: a negative start, a count below 1, samples beyond the end of an eval split, or corrupt tokens.
@@ -130,11 +166,11 @@ class SampleStream:
         samples = self.sample_ids(start, count)
         for row, (source, window) in enumerate(samples):
             self.sources[source].read(window, input_ids[row], labels[row])
-        batch = torch.from_numpy(input_ids), torch.from_numpy(labels)
-        return (*batch, self._separate_documents(samples, labels)) if self.document_mask else batch
+        documents = self._separate_documents(samples, labels) if self.document_mask else None
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
 
-    def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> torch.Tensor:
-        """Take the labels of last tokens away; returns the positions, int64 [samples, T].
+    def _separate_documents(self, samples: list[tuple[int, int]], labels: np.ndarray) -> Documents:
+        """Take the labels of last tokens away; returns the documents of the rows.
 
         Raises:
             DataError: document ends that do not increase.
@@ -163,7 +199,7 @@ class SampleStream:
         positions[0] = 0
         positions[starts[1:]] -= starts[1:] - starts[:-1]
         np.cumsum(positions, out=positions)
-        return torch.from_numpy(positions.reshape(labels.shape))
+        return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError when the model's vocabulary does not hold all ids of the data."""

@@ -2,7 +2,7 @@
 
 engine = build_engine(model, arguments, ds_config)
 micro_step = MicroStep(engine, precision, arguments)
-loss = micro_step(input_ids, labels, index, documents)  # index 0 to gradient_accumulation_steps - 1; the last steps
+loss = micro_step(batch, index)  # index 0 to gradient_accumulation_steps - 1; the last steps
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import deepspeed
 import torch
 from torch import nn
 
-from model.documents import Documents
 from model.fp8.precision import Precision, gemm_modules, matrices
 from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
-from train.data.stream import NO_LABEL, Batch
+from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer, undo_initial_step
 
 
@@ -99,30 +98,22 @@ class MicroStep:
             f"CUDA graphs: {'on' if self.capture else 'off'}",
         ]
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        index: int,
-        documents: Documents | None = None,
-    ) -> torch.Tensor:
-        """input_ids, labels: int64 [B, T] on the engine's device, documents: there too. Returns the mean loss of the
-        micro-batch, detached, without waiting for it.
+    def __call__(self, batch: Batch, index: int) -> torch.Tensor:
+        """`batch` on the engine's device. Returns the mean loss of the micro-batch, detached, without waiting for it.
 
         With documents, whose last tokens have no labels, it is the sum of the losses over B * T instead, here and for
         the gradients: so that each label has the same weight in whatever micro-batch and on whatever rank it is.
         """
-        engine = self.engine
-        within = {} if documents is None else {"documents": documents}
+        engine, (input_ids, labels, documents) = self.engine, batch
         if self.capture:
-            use_cuda_graphs(engine.module, self.precision, input_ids, labels, self.cache_weights, **within)
+            use_cuda_graphs(engine.module, self.precision, input_ids, labels, self.cache_weights, documents)
             if self.main_grads:
                 self.main_grads.zero()
             self.capture = False
         first = index == 0 if self.cache_weights else None
-        loss = engine(input_ids, labels=labels, is_first_microbatch=first, **within).loss
-        if within:
-            loss = loss * labelled(labels)
+        loss = engine(input_ids, labels=labels, is_first_microbatch=first, documents=documents).loss
+        if documents is not None:
+            loss = loss * batch.labelled()
         # A loss that is not finite can have finite gradients (that of an inf is as large as any other's). Made NaN on
         # one rank they are NaN after the reduction, and the step is skipped on all. Else it is a factor of 1.
         engine.backward(
@@ -132,18 +123,6 @@ class MicroStep:
             self.main_grads.mark()
         engine.step()  # acts at the last micro-batch
         return loss.detach()
-
-
-def labelled(labels: torch.Tensor) -> torch.Tensor:
-    """The share of tokens that have a label, float32 scalar, without waiting for it."""
-    return (labels != NO_LABEL).float().mean()
-
-
-def on_device(batch: Batch, device: Any) -> tuple[torch.Tensor, torch.Tensor, Documents | None]:
-    """A batch of SampleStream on `device`, its positions as documents; without waiting for the copies."""
-    input_ids, labels, *positions = batch
-    documents = Documents.of(positions[0]).to(device) if positions else None
-    return input_ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), documents
 
 
 class MainGrads:

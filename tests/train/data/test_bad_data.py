@@ -137,7 +137,7 @@ def test_a_vocabulary_beyond_65_536_is_read_as_it_was_written(large):
     manifest = read_manifest(large)
     assert manifest.dtype == "uint32" and manifest.shards[0].bytes == 4 * manifest.shards[0].tokens
     stream = open_stream({"a": large}, None, T, seed=1, verify=True)
-    input_ids, labels = stream.batch(0, stream.num_samples)
+    input_ids, labels, _ = stream.batch(0, stream.num_samples)
     written = np.concatenate([tokens(1000, LARGE, s) for s in range(3)])
     expected = sorted(written[i * T : i * T + T + 1].tolist() for i in range(stream.num_samples))
     found = [[*ids, label[-1]] for ids, label in zip(input_ids.tolist(), labels.tolist(), strict=True)]

@@ -16,7 +16,6 @@ from train.config.arguments import ConfigurationError, TrainingArguments, resume
 from train.checkpoint.load import CheckpointError
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, MicroBatches, open_stream
-from train.engine.step import on_device
 
 T = 32
 
@@ -60,10 +59,11 @@ def test_positions_and_labels_are_those_of_the_index(folder: Path, split: str, s
     stream = open_stream({"a": folder}, None, seq_length, seed=1, split=split, document_mask=True)
     plain = open_stream({"a": folder}, None, seq_length, seed=1, split=split)
     expected = naive(folder, split, seq_length)
-    ids, labels, positions = found = stream.batch(0, stream.num_samples)
+    ids, labels, documents = stream.batch(0, stream.num_samples)
+    positions = documents.positions
     assert positions.dtype == torch.int64 and positions.shape == ids.shape
     for row, (_, window) in enumerate(stream.sample_ids(0, stream.num_samples)):
-        assert tuple(t[row].tolist() for t in found) == expected[window]
+        assert tuple(t[row].tolist() for t in (ids, labels, positions)) == expected[window]
     assert torch.equal(ids, plain.batch(0, stream.num_samples)[0])  # the same samples in the same order
     missing = labels == NO_LABEL
     assert torch.equal(labels[~missing], plain.batch(0, stream.num_samples)[1][~missing])
@@ -76,13 +76,13 @@ def test_micro_batches_carry_positions(folder: Path) -> None:
     batches = MicroBatches(stream, 3, rank=1, world_size=2)
     for micro_step in range(3):
         found, expected = batches.get(0, micro_step), stream.batch(6 * micro_step + 3, 3)
-        assert len(found) == 3 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert torch.equal(found.input_ids, expected.input_ids)
+        assert torch.equal(found.labels, expected.labels)
+        assert torch.equal(found.documents.positions, expected.documents.positions)
     batches.close()
-    ids, _, documents = on_device(found, "cpu")
-    assert torch.equal(ids, found[0]) and torch.equal(documents.positions, found[2])
-    ends = documents.cu_seqlens.tolist()
+    ends = found.documents.cu_seqlens.tolist()
     assert ends[0] == 0 and ends[-1] == 3 * T and sorted(ends) == ends
-    assert set(ends[:-1]) | {3 * T} == {*(found[2].flatten() == 0).nonzero().flatten().tolist(), 3 * T}
+    assert set(ends[:-1]) | {3 * T} == {*(found.documents.positions.flatten() == 0).nonzero().flatten().tolist(), 3 * T}
 
 
 def test_a_corrupt_index_is_named(folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
     model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
     stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval", document_mask=True)
     total = count = 0
-    ids, labels, documents = on_device(stream.batch(0, 5), "cpu")
+    ids, labels, documents = stream.batch(0, 5)
     bounds = documents.cu_seqlens.tolist()
     for a, b in zip(bounds, bounds[1:], strict=False):
         if a < b:

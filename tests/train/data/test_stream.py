@@ -49,7 +49,7 @@ def test_an_epoch_has_every_window_once(data):
     expected = [tokens[i * T : i * T + T + 1].tolist() for i in range(windows)]
     orders = []
     for epoch in range(2):
-        input_ids, labels = stream.batch(epoch * windows, windows)
+        input_ids, labels, _ = stream.batch(epoch * windows, windows)
         assert input_ids.dtype == labels.dtype == torch.int64 and input_ids.shape == labels.shape == (
             windows,
             T,
@@ -72,7 +72,7 @@ def test_windows_longer_than_a_shard(tmp_path, prepare, corpus):
 def test_eval_is_in_natural_order_and_ends(data):
     stream = open_stream({"a": data}, None, T, seed=1, split="eval")
     tokens = split_tokens(data, "eval")
-    input_ids, labels = stream.batch(0, stream.num_samples)
+    input_ids, labels, _ = stream.batch(0, stream.num_samples)
     covered = stream.num_samples * T
     assert input_ids.flatten().tolist() == tokens[:covered].tolist()
     assert labels.flatten().tolist() == tokens[1 : covered + 1].tolist()

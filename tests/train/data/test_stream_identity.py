@@ -26,7 +26,7 @@ class IdStream(SampleStream):
 
     def batch(self, start: int, count: int) -> Batch:
         ids = torch.tensor(self.sample_ids(start, count))
-        return ids, ids
+        return Batch(ids, ids)
 
 
 @pytest.fixture(scope="module")
