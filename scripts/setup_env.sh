@@ -68,7 +68,7 @@ has_cuda_torch() {
 
 # Specifications that pip has to install for the given files; remarks go to standard error.
 missing_requirements() {
-  "$PY" "$ROOT/scripts/check_requirements.py" "${EXACT[@]}" "$@" ||
+  "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} "$@" ||
     die "the requirements could not be read; see the line above"
 }
 
@@ -117,10 +117,11 @@ install_torch() {
   pip_install "torch==$TORCH_CPU" "${index[@]}"
 }
 
-# Sets PY and EXACT; makes .venv if that is where things go.
+# Sets PY, and EXACT (--exact: in a .venv of our own the tested versions, else what is compatible); makes .venv if that
+# is where things go.
 choose_environment() {
   local files=("$@")
-  EXACT=()
+  EXACT=""
   PY="$(active_python)"
   if [[ -n "$PY" ]]; then
     python_is_new_enough "$PY" ||
@@ -143,7 +144,7 @@ choose_environment() {
   fi
   PY="$ROOT/.venv/bin/python"
   python_is_new_enough "$PY" || die ".venv is broken or has a Python below $MIN_PYTHON; remove the folder and run again"
-  if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT=(--exact); fi
+  if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT="--exact"; fi
 }
 
 install_requirements() {
@@ -192,7 +193,7 @@ setup_env() {
   need_compiler
   ((HAS_GPU)) || need_python_headers
   PATH="$(dirname "$PY"):$PATH"
-  export PATH PY HAS_GPU
+  export PATH PY HAS_GPU EXACT
   install_torch
   install_requirements "${files[@]}"
   command -v ninja >/dev/null 2>&1 || die "ninja is missing although its package is installed; put its folder on PATH"

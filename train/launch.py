@@ -6,9 +6,11 @@
         train/train.py CONFIG                             (the node's rank: SLURM_PROCID)
 
 What it is for, beside deepspeed and torchrun, which start the same script: deepspeed's launcher kills its ranks 30
-seconds after a SIGTERM and exits with 1, torchrun does the same and exits with 1 whatever its ranks say, neither knows
-SIGUSR1, and both give the ranks that are left 30 seconds to end when one has died. Here SIGTERM and SIGUSR1 go to
-every rank, which then has the time it needs to save; when a rank dies, the others end within seconds.
+seconds after a SIGTERM and exits with 1. torchrun still exits with 1 whatever its ranks say, so that a stop on request,
+a wrong key and a crash look alike, although torch 2.13's passes SIGUSR1 on and waits for a save if it is told to
+(--signals-to-handle, --shutdown-timeout). Both give the ranks that are left 30 seconds to end when one has died. Here
+SIGTERM and SIGUSR1 go to every rank, which then has the time it needs to save; when a rank dies, the others end within
+seconds.
 
 Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; else that of the rank which
 failed first, 128 + n if signal n killed it.

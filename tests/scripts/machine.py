@@ -1,11 +1,12 @@
-"""A machine for run_training.sh, made of scripts that stand in for what it would start."""
+"""A machine for run_training.sh and train/job.py, made of scripts that stand in for what they would start."""
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+STOPPED = "echo '{}' > run/stopped.json; exit 75"
 
 
 def executable(path: Path, text: str) -> Path:
@@ -15,8 +16,26 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
-def run_training(
-    machine: dict[str, str], tmp_path: Path, *arguments: str | Path
-) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "run_training.sh"), *map(str, arguments)]
-    return subprocess.run(command, env=machine, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+def progress(step: int) -> str:
+    """What a start leaves that came to `step`: a line in metrics.jsonl."""
+    return f'mkdir -p run; echo \'{{"step": {step}, "loss": 1.0}}\' >> run/metrics.jsonl'
+
+
+def checkpoint(step: int) -> str:
+    folder = f"run/checkpoints/step-{step:08d}"
+    return f"mkdir -p {folder}; echo '{{}}' > {folder}/manifest.json"
+
+
+def launcher(folder: Path, plan: Sequence[str]) -> str:
+    """Beginning of a script that stands in for Python: if it is to run train/launch.py, it writes its arguments to
+    folder/starts.txt and does what the plan says of this start; after the plan it exits with 0."""
+    cases = "\n".join(f"{number}) {do};;" for number, do in enumerate(plan, 1))
+    return "\n".join(
+        [
+            '[[ "$*" == *train/launch.py* ]] && {',
+            f'echo "$*" >> "{folder}/starts.txt"',
+            f'cd "{folder}"; number=0; while read -r line; do number=$((number + 1)); done < starts.txt',
+            f"case $number in\n{cases}\nesac",
+            "exit 0; }",
+        ]
+    )

@@ -1,0 +1,417 @@
+"""train/job.py: what it starts, when it starts it again, requeues its Slurm job or stops, and what signals do.
+
+Its functions run here; the Python that it starts, srun and scontrol are scripts. Each start of the launcher does what
+the next entry of the plan says and writes its arguments down. tests/scripts has the same from run_training.sh on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.scripts.machine import ROOT, STOPPED, checkpoint, executable, launcher, progress
+from train import job
+from train.checkpoint.files import RunState
+from train.config.arguments import TrainingArguments, load_arguments
+from train.guard.signals import SIGNALS
+
+ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # as torchrun, or srun of several nodes
+# Until the signal that was sent has come: a trap runs between two commands.
+AWAIT = "while [[ ! $got ]]; do read -rt 0.05 < <(:) || true; done"
+NEVER = ("--resume_from_checkpoint", "never")
+
+
+class Machine:
+    """job.main in a folder with a launcher whose first start does plan[0], and so on; after the plan it exits with
+    0."""
+
+    def __init__(self, folder: Path, config: Path):
+        self.folder, self.config = folder, config
+        (folder / "run").mkdir()
+        executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/scontrol.txt"; echo node-a; echo node-b')
+        to_the_command = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
+        executable(folder / "bin/srun", f'echo "srun $*" >> "{folder}/srun.txt"; {to_the_command}')
+        self.plan()
+
+    def plan(self, *starts: str) -> None:
+        lines = [launcher(self.folder, starts), f'echo "$*" >> "{self.folder}/programs.txt"']
+        executable(self.folder / "python", "\n".join(lines))
+
+    def run(self, *arguments: str, **environment: str) -> int:
+        path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+        handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)}
+        options = ["--output_dir", "run", "--save_strategy", "no", *arguments]
+        try:
+            with mock.patch.dict(os.environ, path | environment):
+                return job.main([str(self.config), *options])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def written(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+    def starts(self) -> list[str]:
+        return self.written("starts.txt")
+
+    def programs(self) -> list[str]:
+        """What was started besides the launcher."""
+        return self.written("programs.txt")
+
+    def requeued(self) -> bool:
+        return self.written("scontrol.txt") == ["requeue 41234"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    sources = {"x": str(tmp_path / "x")}
+    path.write_text(json.dumps({"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 10}))
+    return path
+
+
+@pytest.fixture
+def machine(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    settings = "SLURM_ NNODES NODE_RANK MASTER_ NPROC HAS_GPU MAX_RESTARTS REQUEUE DEMO_PROMPT OMP_".split()
+    for name in [name for name in os.environ if name.startswith(tuple(settings))]:
+        monkeypatch.delenv(name)
+    yield Machine(tmp_path, config)
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def test_a_crash_is_followed_by_another_start_as_long_as_it_helps(
+    machine: Machine, capfd: pytest.CaptureFixture
+) -> None:
+    machine.plan(
+        f"{progress(3)}; exit 137", f"{checkpoint(5)}; exit 1", f"{progress(6)}; kill -9 $$", "exit 0"
+    )
+    assert machine.run(*NEVER) == 0
+    first, second, third, fourth = machine.starts()
+    assert first.endswith("never") and second.endswith("never"), "there is no checkpoint to go on from yet"
+    assert third.endswith("--resume_from_checkpoint never --resume_from_checkpoint auto")
+    said = capfd.readouterr().err
+    assert "ended with status 137; restart 1 of 3 from the beginning" in said
+    assert "ended with status 1; restart 2 of 3 from step-00000005" in said
+    assert "ended with status 137; restart 3 of 3 from step-00000005" in said, (
+        "the launcher itself was killed"
+    )
+
+
+def test_a_start_that_comes_no_further_is_the_last(machine: Machine, capfd: pytest.CaptureFixture) -> None:
+    machine.plan(f"{progress(7)}; exit 1", f"{progress(7)}; exit 9", "exit 0")
+    assert machine.run() == 9 and len(machine.starts()) == 2
+    assert "came no further than step 7" in capfd.readouterr().err
+
+
+def test_restarts_are_bounded(machine: Machine, capfd: pytest.CaptureFixture) -> None:
+    machine.plan(*[f"{progress(step)}; exit 134" for step in range(1, 9)])
+    assert machine.run(MAX_RESTARTS="2") == 134
+    assert len(machine.starts()) == 3
+    assert "not started again after 2 restarts (MAX_RESTARTS)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["exit 2", STOPPED])
+def test_what_another_start_would_not_help_is_not_started_again(
+    machine: Machine, end: str, capfd: pytest.CaptureFixture
+) -> None:
+    machine.plan(f"{checkpoint(4)}; {end}")
+    assert machine.run() == int(end.split()[-1])
+    assert len(machine.starts()) == 1
+    said = "stopped on request at step-00000004; the same command goes on" in capfd.readouterr().out
+    assert said == (end == STOPPED)
+
+
+def test_the_mark_of_an_earlier_stop_does_not_hide_a_crash(machine: Machine) -> None:
+    machine.plan(STOPPED, "exit 9")
+    assert [machine.run(), machine.run()] == [75, 9]
+
+
+# ---------------------------------------------------------------- Slurm
+
+SLURM = {"SLURM_JOB_ID": "41234"}
+
+
+@pytest.mark.parametrize("end", [STOPPED, ONLY_THE_MARK])
+def test_a_slurm_job_that_is_stopped_requeues_itself(
+    machine: Machine, end: str, capfd: pytest.CaptureFixture
+) -> None:
+    machine.plan(f"{checkpoint(4)}; {end}")
+    assert machine.run(**SLURM) == 75 and len(machine.starts()) == 1
+    assert machine.requeued()
+    assert "Slurm job 41234 is requeued and goes on from there" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("setting", [{"REQUEUE": "0"}, {"NODE_RANK": "1"}])
+def test_what_does_not_requeue(machine: Machine, setting: dict[str, str]) -> None:
+    machine.plan(STOPPED)
+    assert machine.run(**SLURM, **setting) == 75
+    assert not machine.requeued()
+
+
+def test_a_job_that_slurm_does_not_requeue(machine: Machine, capfd: pytest.CaptureFixture) -> None:
+    executable(machine.folder / "bin/scontrol", "exit 1")
+    machine.plan(STOPPED)
+    assert machine.run(**SLURM) == 75
+    assert "Slurm did not requeue job 41234: submit it again" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("before", [None, 9])
+def test_a_requeued_job_goes_on_from_its_own_checkpoint(machine: Machine, before: int | None) -> None:
+    """And not from one that was there before it, which its first start may not have come to set aside."""
+    machine.plan(STOPPED, f"rm -rf run/checkpoints; {checkpoint(4)}; {STOPPED}", "exit 0")
+    if before:
+        subprocess.run(["bash", "-ec", checkpoint(before)], check=True)
+    for restart in range(3):
+        machine.run(*NEVER, SLURM_RESTART_COUNT=str(restart), **SLURM)
+    first, second, third = machine.starts()
+    assert first.endswith("never") and second.endswith("never")
+    assert third.endswith("--resume_from_checkpoint never --resume_from_checkpoint auto")
+
+
+def test_a_requeued_job_that_never_began_begins_as_it_was_told(machine: Machine) -> None:
+    """The note is of a job before it."""
+    machine.plan(f"{checkpoint(4)}; {STOPPED}", "exit 0")
+    machine.run(**SLURM)
+    machine.run(*NEVER, SLURM_RESTART_COUNT="1", SLURM_JOB_ID="5")
+    assert machine.starts()[1].endswith("--resume_from_checkpoint never")
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_signals_reach_the_launcher(machine: Machine, name: str) -> None:
+    """It is waited for until its save is done, however many signals come."""
+    twice = f"kill -{name} $PPID; {AWAIT}; got=; kill -{name} $PPID; {AWAIT}"
+    machine.plan(f"trap 'got=1' {name}; {twice}; {checkpoint(4)}; {STOPPED}")
+    assert machine.run(**SLURM) == 75
+    assert machine.requeued() and len(machine.starts()) == 1
+    assert (machine.folder / "run/checkpoints/step-00000004/manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_srun_is_given_usr1(machine: Machine, name: str) -> None:
+    """SIGTERM could be meant for srun itself."""
+    machine.plan(f"trap 'got=1' USR1; kill -{name} $PPID; {AWAIT}; {STOPPED}")
+    assert machine.run(**SLURM, SLURM_NNODES="2") == 75
+    assert len(machine.written("srun.txt")) == 1
+
+
+def test_a_signal_before_there_is_a_launcher_is_remembered(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher gets it as it starts, and dies of it where it has not yet begun: that is a stop, too."""
+
+    def state(arguments: TrainingArguments) -> tuple[str, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "new", ""
+
+    monkeypatch.setattr(job, "run_state", state)
+    machine.plan("while true; do read -rt 1 < <(:) || true; done")
+    assert machine.run() == 75
+    assert len(machine.starts()) <= 1
+
+
+def test_a_crash_after_a_stop_was_asked_for_is_a_crash(machine: Machine) -> None:
+    machine.plan(f"trap 'got=1' USR1; kill -USR1 $PPID; {AWAIT}; {checkpoint(4)}; exit 9")
+    assert machine.run() == 9 and len(machine.starts()) == 1
+
+
+def test_an_interrupted_job_is_not_started_again(machine: Machine) -> None:
+    machine.plan(f"trap 'got=1' INT; kill -INT $PPID; {AWAIT}; {checkpoint(4)}; exit 9")
+    assert machine.run() == 130 and len(machine.starts()) == 1
+
+
+# ---------------------------------------------------------------- launchers
+
+
+def test_two_processes_on_a_cpu(machine: Machine) -> None:
+    machine.plan(
+        'echo "$OMP_NUM_THREADS $TOKENIZERS_PARALLELISM $PYTHONUNBUFFERED" > environment.txt; exit 7'
+    )
+    assert machine.run("--learning_rate", "1e-4") == 7
+    words = machine.starts()[0].split()
+    assert words[:4] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py"]
+    assert words[4] == str(machine.config) and words[-2:] == ["--learning_rate", "1e-4"]
+    cores = len(os.sched_getaffinity(0))
+    assert machine.written("environment.txt") == [f"{max(1, cores // 2)} false 1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"NPROC": "two"}, "NPROC=two"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR"),
+        ({"NNODES": "2"}, "NODE_RANK"),
+        ({"HAS_GPU": "1", "CUDA_VISIBLE_DEVICES": ""}, "torch sees none (CUDA_VISIBLE_DEVICES=)"),
+    ],
+)
+def test_wrong_settings(
+    machine: Machine, settings: dict[str, str], said: str, capfd: pytest.CaptureFixture
+) -> None:
+    assert machine.run(**settings) == 1
+    assert said in capfd.readouterr().err and not machine.starts()
+
+
+def test_process_count(machine: Machine) -> None:
+    machine.plan("exit 7", "exit 7")
+    assert machine.run(NPROC="3") == 7
+    python = machine.folder / "python"
+    executable(python, "[[ $1 == -c ]] && { echo 5; exit 0; }\n" + python.read_text())
+    assert machine.run(HAS_GPU="1") == 7
+    assert [start.split()[2] for start in machine.starts()] == ["3", "5"]
+
+
+def test_slurm_starts_one_launcher_a_node(machine: Machine) -> None:
+    machine.plan("exit 7")
+    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]", NPROC="8") == 7
+    (command,) = machine.written("srun.txt")
+    assert command.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ")
+    assert "train/launch.py --nproc 8 --nnodes 2 --master_addr node-a --master_port 21234" in command
+    assert f"{ROOT}/train/train.py {machine.config} " in command
+    assert machine.written("scontrol.txt") == ["show hostnames node-[a-b]"]
+
+
+@pytest.mark.parametrize("port", ["29500", "12345"])
+def test_nodes_without_slurm(machine: Machine, port: str) -> None:
+    machine.plan("exit 7")
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "4", "MASTER_ADDR": "node-a"}
+    assert machine.run(**nodes, MASTER_PORT="" if port == "29500" else port) == 7
+    (start,) = machine.starts()
+    assert f"--nnodes 2 --node_rank 1 --master_addr node-a --master_port {port}" in start
+
+
+# ---------------------------------------------------------------- the run, its data, and the demo
+
+
+def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def arguments(*overrides: str) -> TrainingArguments:
+        return load_arguments([str(config), "--output_dir", str(run), *overrides])
+
+    def state(*overrides: str) -> tuple[str, str]:
+        return job.run_state(arguments(*overrides))
+
+    def commit(step: int) -> None:
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        saved = RunState(step, 0, 0, 2, 1, arguments().resolve(2).to_dict(), {})
+        (folder / "run_state.json").write_text(json.dumps(vars(saved)))
+        (folder / "manifest.json").write_text("{}")
+
+    assert state() == ("new", "")
+    commit(5)
+    (run / "checkpoints" / "step-00000007").mkdir()  # died in its save: no manifest
+    assert state() == ("resume", "step-00000005")
+    assert state("--resume_from_checkpoint", "never") == ("new", "")
+    assert state("--resume_from_checkpoint", "elsewhere") == ("resume", "elsewhere")
+    commit(10)
+    assert state() == ("resume", "step-00000010"), "all steps done, but not exported"
+    (run / "hf").mkdir()
+    (run / "hf" / "exported_from.json").write_text('{"manifest_sha256": "that of another run"}')
+    assert state() == ("resume", "step-00000010"), "exported from another checkpoint"
+    digest = hashlib.sha256((run / "checkpoints/step-00000010/manifest.json").read_bytes()).hexdigest()
+    (run / "hf" / "exported_from.json").write_text(json.dumps({"manifest_sha256": digest}))
+    assert state() == ("finished", "step-00000010")
+    assert state("--logging_steps", "3") == ("finished", "step-00000010")
+    for change in (
+        "max_steps=20",
+        "learning_rate=1e-4",
+        "precision.compute=bf16",
+        "data.sources.text=elsewhere",
+    ):
+        assert state(f"--{change}") == ("resume", "step-00000010"), (
+            "train.py has to say what it makes of that"
+        )
+    assert state("--resume_from_checkpoint", "never") == ("new", "")
+
+
+def test_a_finished_run_is_not_trained(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(job, "run_state", lambda arguments: ("finished", "step-00000010"))
+    assert machine.run() == 0 and not machine.starts()
+    assert "run is finished (step-00000010), nothing to train" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--save_strategy", "steps"], "--precision fp8 --recipe current"),
+        (["--save_strategy", "steps", "--precision.recipe", "block"], "--precision fp8 --recipe block"),
+        (["--save_strategy", "steps", "--precision.compute", "fp16"], "--precision bf16 --recipe current"),
+        (["--save_strategy", "no"], None),
+    ],
+)
+def test_the_demo_needs_a_run_that_saves(machine: Machine, options: list[str], wanted: str | None) -> None:
+    demo: list[str] = []
+    with mock.patch.object(os, "execv", lambda path, command: demo.extend(command)):
+        assert machine.run(*options, DEMO_PROMPT="a b") == 0
+        assert machine.run(*options, NODE_RANK="1") == 0, "one node is enough for it"
+    assert len(machine.starts()) == 2
+    if wanted is None:
+        assert not demo
+    else:
+        assert demo[:4] == [sys.executable, f"{ROOT}/fp8_inference_demo/fp8_inference.py", "--model", "run"]
+        assert wanted in " ".join(demo) and demo[demo.index("--prompt") + 1] == "a b"
+
+
+def test_embedded_corpus_is_prepared_once(machine: Machine, capfd: pytest.CaptureFixture) -> None:
+    folder = machine.folder / "data/python-stdlib"
+    option = ("--data.sources.text", str(folder))
+    assert machine.run(*option) == 0
+    tokenizer, data = machine.programs()[-2:]
+    assert tokenizer.startswith(f"{ROOT}/train/train_tokenizer.py --input python-stdlib --vocab_size 4096 ")
+    made = f"{folder.parent}/tokenizer-4096"
+    assert data == (
+        f"{ROOT}/train/prepare_data.py --input python-stdlib --tokenizer {made} --output {folder} "
+        "--eval_fraction 0.05"
+    )
+    assert machine.programs()[0].startswith(f"{ROOT}/scripts/check_requirements.py ")
+    assert "data: preparing the embedded corpus" in capfd.readouterr().out and len(machine.starts()) == 1
+    (machine.folder / "programs.txt").unlink()
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    assert machine.run(*option) == 0
+    assert not machine.programs()
+
+
+def test_a_preparation_that_fails_or_is_stopped(machine: Machine) -> None:
+    option = ("--data.sources.text", str(machine.folder / "data/python-stdlib"))
+    for do, status in (
+        ("exit 3", 3),
+        ("kill -USR1 $PPID; while true; do read -rt 1 < <(:) || true; done", 75),
+    ):
+        executable(machine.folder / "python", f'[[ "$*" == *train_tokenizer* ]] || exit 0\n{do}')
+        assert machine.run(*option) == status
+    assert not machine.starts()
+
+
+def test_missing_corpus(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / job.EMBEDDED_CORPUS
+    arguments = load_arguments([str(config), "--data.sources.text", str(folder)])
+    assert job.missing_corpus(arguments) == folder
+    assert job.missing_corpus(load_arguments([str(config)])) is None, (
+        "the user's own data is not ours to make"
+    )
+
+
+def test_default_configuration_uses_the_embedded_corpus() -> None:
+    arguments = load_arguments([str(ROOT / "train_args" / "train_config_tiny.json")])
+    assert [Path(folder).name for folder in arguments.data.sources.values()] == [job.EMBEDDED_CORPUS]

@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+"""All that run_training.sh does once the environment is set up; its head has the usage, settings and exit statuses.
+
+    python train/job.py CONFIG [--key value]...                    the command line of train/train.py
+
+prepare the embedded corpus, if it is used and not there -> train: start, start again after a crash, requeue the Slurm
+job that was asked to stop -> generate a few lines from the result
+
+The ranks are the launcher's (train/launch.py). This process starts it and passes signals on to it: SIGTERM or SIGUSR1
+may come at any moment, also to Slurm's batch shell, in whose place this process runs. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)
+
+from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
+from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
+from train.guard.signals import SIGNALS, STOPPED
+from train.run_folder import RunFolder
+
+# train.py's status for what another start would not help
+NOT_AS_IT_IS = 2
+INTERRUPTED = 128 + signal.SIGINT
+# The name by which train_args/ and prepare_data.py know the Python standard library's own text.
+EMBEDDED_CORPUS = "python-stdlib"
+INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
+
+
+class JobError(RuntimeError):
+    """The job cannot be done with these settings; the message names the one to change."""
+
+
+def main(argv: list[str]) -> int:
+    try:
+        job = Job(argv)
+        for number in (*SIGNALS, signal.SIGINT):
+            signal.signal(number, job.pass_on)
+        return job.run()
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return NOT_AS_IT_IS
+    except JobError as error:
+        print(f"run_training.sh: {error}", file=sys.stderr)
+        return 1
+
+
+class Job:
+    """One start of run_training.sh with the command line `argv` of train.py."""
+
+    def __init__(self, argv: list[str]):
+        self.argv = list(argv)
+        self.max_restarts = whole_number("MAX_RESTARTS", "3", least=0)
+        self.slurm_job = setting("SLURM_JOB_ID")
+        self.first_node = setting("NODE_RANK", "0") == "0"
+        self.child: subprocess.Popen | None = None
+        self.command: list[str] = []  # the child's
+        self.stop_asked = self.interrupted = False
+
+    def run(self) -> int:
+        """Returns the exit status.
+
+        Raises ConfigurationError: train.py would refuse the command line. JobError: a setting is not what it should be.
+        """
+        self.arguments = load_arguments(self.argv)
+        self.folder = RunFolder(Path(str(self.arguments.output_dir)))
+        if self.slurm_job:
+            self.go_on_if_requeued()
+        processes = processes_per_node()
+        set_environment(processes)
+        if (corpus := missing_corpus(self.arguments)) and (status := self.prepare_once(corpus)):
+            return self.ended(status)
+        state, checkpoint = run_state(self.arguments)
+        if state == "finished":
+            say(
+                f"training: {self.folder.path} is finished ({checkpoint}), nothing to train. To start anew: "
+                "--resume_from_checkpoint never; elsewhere: --output_dir DIR"
+            )
+        else:
+            if state == "resume":
+                say(
+                    f"training: {self.folder.path} goes on from {checkpoint} "
+                    "(to start anew: --resume_from_checkpoint never)"
+                )
+            if status := self.train(launch_command(processes)):
+                return status
+        if self.first_node and self.arguments.save_strategy != "no":
+            self.generate()
+        return 0
+
+    # ---------------------------------------------------------------- programs and signals
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Handler of signals: what runs gets it too. Before anything runs it is remembered."""
+        if number == signal.SIGINT:
+            self.interrupted = True
+        else:
+            self.stop_asked = True
+        # not send_signal, which polls: a handler must not reap what call() is waiting for
+        if self.child is None or self.child.returncode is not None:
+            return
+        if number == signal.SIGTERM and self.command[0] == "srun":
+            number = signal.SIGUSR1  # srun passes it on to its tasks; SIGTERM could be meant for srun itself
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.child.pid, number)
+
+    def call(self, command: list[str]) -> int:
+        """Run a program to its end, however many signals arrive; returns its status, 128 + n if signal n ended it."""
+        self.command = command
+        try:
+            self.child = subprocess.Popen(command)
+        except OSError as error:
+            complain(f"{command[0]}: {error}")
+            return 127
+        if self.stop_asked or self.interrupted:  # before there was anybody to tell
+            self.pass_on(signal.SIGINT if self.interrupted else signal.SIGUSR1, None)
+        status = self.child.wait()
+        self.child = None
+        return status if status >= 0 else 128 - status
+
+    def ended(self, status: int) -> int:
+        """The exit status after a program that did not end with 0."""
+        if self.interrupted:
+            return INTERRUPTED
+        if status == STOPPED or (self.stop_asked and status in [128 + number for number in SIGNALS]):
+            return self.stopped()  # a signal ends what has not yet begun
+        return status
+
+    # ---------------------------------------------------------------- training
+
+    def train(self, launch: list[str]) -> int:
+        """Start it until it is done, stopped, or another start would not help; returns the exit status."""
+        restarts = 0
+        while True:
+            checkpoint, step = self.newest_checkpoint(), self.last_step()
+            status = self.start(launch)
+            if status == 0:
+                return 0
+            if status in (STOPPED, NOT_AS_IT_IS) or self.stop_asked or self.interrupted:
+                return self.ended(status)
+            how = f"training: ended with status {status}"
+            if self.newest_checkpoint() == checkpoint and self.last_step() <= step:
+                complain(f"{how} and came no further than step {step}; not started again")
+                return status
+            if restarts == self.max_restarts:
+                complain(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)")
+                return status
+            restarts += 1
+            self.go_on_from_own_checkpoint()
+            complain(f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}")
+
+    def start(self, launch: list[str]) -> int:
+        """Start the training once; returns its status, STOPPED also where the launcher has not said so."""
+        self.folder.stopped.unlink(missing_ok=True)
+        status = self.call([*launch, str(ROOT / "train/train.py"), *self.argv])
+        # srun makes one status of several nodes'; what rank 0 wrote is sure
+        return STOPPED if status and self.folder.stopped.is_file() else status
+
+    def stopped(self) -> int:
+        """The run was stopped on request: in a Slurm job, queue it again."""
+        at = f"training: stopped on request at {self.newest_name()}"
+        if self.slurm_job and self.first_node and setting("REQUEUE", "1") != "0":
+            if output_of(["scontrol", "requeue", self.slurm_job]) is not None:
+                say(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
+            else:
+                complain(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again")
+        else:
+            say(f"{at}; the same command goes on from there")
+        return STOPPED
+
+    # ---------------------------------------------------------------- how far the run has come
+
+    def newest_checkpoint(self) -> Path | None:
+        return next(reversed(committed(self.folder.checkpoints)), None)
+
+    def newest_name(self) -> str:
+        newest = self.newest_checkpoint()
+        return newest.name if newest else "the beginning"
+
+    def last_step(self) -> int:
+        """The last step in the run's metrics, 0 without any."""
+        try:
+            lines = self.folder.metrics.read_bytes()
+        except FileNotFoundError:
+            return 0
+        return max(map(int, re.findall(rb'^.*?"step": *(\d+)', lines, re.MULTILINE)), default=0)
+
+    def go_on_from_own_checkpoint(self) -> None:
+        """Another start of the same run must not do again what "--resume_from_checkpoint never" or a path asked for."""
+        if self.newest_checkpoint():
+            self.argv += ["--resume_from_checkpoint", "auto"]
+
+    def go_on_if_requeued(self) -> None:
+        """A requeued Slurm job has the command line of its first start. It goes on from what is new since then; an
+        older checkpoint was there before this job, which may have ended before it began anew."""
+        newest, note = self.newest_checkpoint(), self.folder.slurm_job
+        mine = f"{self.slurm_job} {newest} {identity(newest)}" if newest else self.slurm_job
+        noted = note.read_text() if note.is_file() else ""
+        if setting("SLURM_RESTART_COUNT", "0") != "0" and noted.split()[:1] == [self.slurm_job]:
+            if noted != mine:
+                self.go_on_from_own_checkpoint()
+                self.arguments = load_arguments(self.argv)
+        elif self.first_node:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            note.write_text(mine)
+
+    # ---------------------------------------------------------------- before and after
+
+    def prepare_once(self, corpus: Path) -> int:
+        """Prepare the embedded corpus; of several nodes that start on one shared folder, one does and the others
+        wait. Returns the status of what went wrong, 0 if nothing."""
+        corpus.parent.mkdir(parents=True, exist_ok=True)
+        with (corpus.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return 0 if (corpus / "manifest.json").is_file() else self.prepare(corpus)
+
+    def prepare(self, corpus: Path) -> int:
+        os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # what setup_env.sh goes by
+        if status := self.call(["bash", "-c", INSTALL]):
+            return status
+        say(f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}")
+        tokenizer, source = str(corpus.parent / "tokenizer-4096"), ("--input", EMBEDDED_CORPUS)
+        if not Path(tokenizer, "tokenizer_config.json").is_file():
+            size = ("--vocab_size", "4096")
+            if status := self.call(python("train/train_tokenizer.py", *source, *size, "--output", tokenizer)):
+                return status
+        # of about 600 files: enough of them for the evaluation to mean something
+        options = ("--tokenizer", tokenizer, "--output", str(corpus), "--eval_fraction", "0.05")
+        return self.call(python("train/prepare_data.py", *source, *options))
+
+    def generate(self) -> None:
+        """The demo, in the place of this process: its status and the signals are its own."""
+        folder, precision = str(self.folder.path), self.arguments.precision
+        # delayed scaling needs histories of amaxes that an exported model does not have
+        recipe = "block" if precision.recipe == "block" else "current"
+        compute = precision.compute if precision.compute in ("fp32", "fp8") else "bf16"
+        how = f"--precision {compute} --recipe {recipe} --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
+        prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "), "--ignore_eos")
+        demo = python("fp8_inference_demo/fp8_inference.py", "--model", folder, *how.split(), *prompt)
+        say(f"\ndemo: python fp8_inference_demo/fp8_inference.py --model {folder} --prompt ...")
+        os.execv(demo[0], demo)
+
+
+# ---------------------------------------------------------------- what the configuration says of the run
+
+
+def run_state(arguments: TrainingArguments) -> tuple[str, str]:
+    """("new", ""); ("resume", what it goes on from); ("finished", the last checkpoint): all steps done and exported,
+    and configured as now."""
+    if arguments.resume_from_checkpoint == "never":
+        return "new", ""
+    if arguments.resume_from_checkpoint != "auto":
+        return "resume", arguments.resume_from_checkpoint
+    folder = RunFolder(Path(str(arguments.output_dir)))
+    found = committed(folder.checkpoints)
+    if not found:
+        return "new", ""
+    done = found[-1].name >= name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
+    if done and is_configured_as(found[-1], arguments):
+        return "finished", found[-1].name
+    return "resume", found[-1].name  # train.py says what is different
+
+
+def is_configured_as(checkpoint: Path, arguments: TrainingArguments) -> bool:
+    """Whether `arguments` are of the run that wrote the checkpoint, and name the same data folders and model."""
+    try:
+        saved = read_state(checkpoint)
+        now = arguments.resolve(saved.world_size).to_dict()
+    except (CheckpointError, ConfigurationError):
+        return False
+    before = saved.train_config
+    same = before["data"]["sources"] == now["data"]["sources"] and before["model"] == now["model"]
+    return same and not resume_differences(before, now)
+
+
+def missing_corpus(arguments: TrainingArguments) -> Path | None:
+    """Folder of the embedded corpus, if it is a source and has no manifest, the last file that is written."""
+    for folder in map(Path, arguments.data.sources.values()):
+        if folder.name == EMBEDDED_CORPUS and not (folder / "manifest.json").is_file():
+            return folder
+    return None
+
+
+# ---------------------------------------------------------------- what the machine and its settings say
+
+
+def processes_per_node() -> int:
+    """NPROC, or the GPUs that torch sees, or 2."""
+    if setting("NPROC"):
+        return whole_number("NPROC", "", least=1)
+    if setting("HAS_GPU") != "1":
+        return 2
+    count = output_of([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"])
+    if not count or int(count) == 0:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+        raise JobError(f"there is a GPU, but torch sees none (CUDA_VISIBLE_DEVICES={visible})")
+    return int(count)
+
+
+def set_environment(processes: int) -> None:
+    """Of all programs started from here."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Each process would otherwise start a thread a core; with several of them that is many times slower.
+    threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.update(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
+
+
+def launch_command(processes: int) -> list[str]:
+    """What starts the ranks on all nodes that this job is responsible for, but for the script and its arguments.
+
+    Raises JobError: several nodes, and what they need to find each other is not given.
+    """
+    launch = python("train/launch.py", "--nproc", str(processes))
+    job, nodes, port = setting("SLURM_JOB_ID"), setting("NNODES"), setting("MASTER_PORT")
+    slurm_nodes = setting("SLURM_NNODES", "1")
+    if job and not nodes and int(slurm_nodes) > 1:
+        hosts = output_of(["scontrol", "show", "hostnames", setting("SLURM_JOB_NODELIST")])
+        if not hosts:
+            raise JobError(f"scontrol does not name the nodes of Slurm job {job}")
+        host, port = hosts.split()[0], port or str(20000 + int(job) % 20000)
+        where = f"(Slurm job {job}, rank 0 at {host}:{port})"
+        say(f"training: {slurm_nodes} nodes x {processes} processes {where}")
+        srun = f"srun --nodes={slurm_nodes} --ntasks={slurm_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()
+        return [*srun, *launch, "--nnodes", slurm_nodes, "--master_addr", host, "--master_port", port]
+    if whole_number("NNODES", "1", least=1) > 1:
+        rank, host = setting("NODE_RANK"), setting("MASTER_ADDR")
+        if not rank:
+            raise JobError("NNODES needs NODE_RANK too: 0 to NNODES - 1")
+        if not host:
+            raise JobError("NNODES needs MASTER_ADDR: the host of node 0")
+        say(f"training: node {rank} of {nodes}, {processes} processes")
+        mine = ["--nnodes", nodes, "--node_rank", rank, "--master_addr", host]
+        return [*launch, *mine, "--master_port", port or "29500"]
+    say(f"training: {processes} processes")
+    return [*launch, "--master_port", port] if port else launch
+
+
+def python(script: str, *options: str) -> list[str]:
+    """The command of a program of this repository."""
+    return [sys.executable, str(ROOT / script), *options]
+
+
+def setting(name: str, default: str = "") -> str:
+    """An environment variable; an empty one counts as not set."""
+    return os.environ.get(name) or default
+
+
+def whole_number(name: str, default: str, least: int) -> int:
+    text = setting(name, default)
+    if not re.fullmatch("[0-9]+", text) or int(text) < least:
+        raise JobError(f"{name}={text}: a whole number is expected, at least {least}")
+    return int(text)
+
+
+def output_of(command: list[str]) -> str | None:
+    """What a short program prints; None if it fails or is not there."""
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        complain(f"{command[0]}: {error}")
+        return None
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def complain(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
