@@ -32,7 +32,8 @@ import tokenizers
 from test_fp8.common import report
 from test_fp8.model.options import positive
 from train.data.format import SPLITS, DataError, read_manifest
-from train.prepare.corpus import Document, read_documents
+from train.prepare.corpus import read_documents
+from train.prepare.readers import Text
 
 PROGRAM = "test_fp8/bench_prepare.py"
 PREPARE = Path(__file__).resolve().parent.parent / "train/prepare_data.py"
@@ -45,7 +46,7 @@ def plain(inputs: Sequence[str], tokenizer_file: Path) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
-    texts = [item.text for item in read_documents(inputs) if isinstance(item, Document)]
+    texts = [item.text for item in read_documents(inputs) if isinstance(item, Text)]
     batches: list[list[str]] = [[]]
     size = 0
     for text in texts:
