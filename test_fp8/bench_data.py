@@ -20,7 +20,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +28,22 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
 from test_fp8.common.folders import make_folder, make_sparse_folder
-from test_fp8.model.options import positive
+from test_fp8.common.options import Options, positive
+from test_fp8.common.report import Result
 from train.data.format import DataError
-from train.data.stream import SampleStream, open_stream
+from train.files import drawing
 
-PROGRAM = "test_fp8/bench_data.py"
+if TYPE_CHECKING:
+    from train.data.stream import SampleStream
+
+OPTIONS = Options(__file__, __doc__)
+OPTIONS.add("--tokens", 1 << 27, "of the data that is read, 2 bytes each", type=positive)
+OPTIONS.add("--seq_length", 2048, "tokens of a sample", type=positive)
+OPTIONS.add("--batch_size", [1, 8, 32], "samples of a batch", type=positive, nargs="+")
+OPTIONS.add("--rounds", 3, "epochs that are timed; the median counts", type=positive)
+OPTIONS.add("--work_dir", None, "where the temporary folder is made, unless in the system's place", type=Path)
+OPTIONS.add_output("JSON and a plot")
+
 VOCABULARY = 32_000
 SHARD_TOKENS = 1 << 28  # what prepare_data.py writes by default
 CORPORA = {"6 B": 6 * 10**9, "600 B": 600 * 10**9}
@@ -43,9 +54,7 @@ READ_SAMPLES = 4096  # of the large corpus, in shards that are mostly not open
 # same for the large corpus and the small one, up to this many bytes.
 LEAST_TOKENS_PER_SECOND = 100e6
 MOST_MS = 10.0
-MOST_MORE_BYTES = (
-    200_000  # the ids of one block of the plan are 94 kB, and one block more or less may be held
-)
+MOST_MORE_BYTES = 200_000  # a block of the plan has 94 kB of ids, and one more or less may be held
 
 
 def make_source(folder: Path, tokens: int) -> Path:
@@ -67,33 +76,32 @@ def read_rates(stream: SampleStream, batch_size: int, rounds: int) -> list[float
     return rates
 
 
-def measure_reading(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_reading(folder: Path, options: argparse.Namespace) -> list[Result]:
+    from train.data.stream import open_stream
+
     results = []
     for mask in (False, True):
         stream = open_stream({"text": folder}, None, options.seq_length, seed=1, document_mask=mask)
         read_rates(stream, max(options.batch_size), 1)  # opens the shards
-        for batch_size in options.batch_size:
-            rates = read_rates(stream, batch_size, options.rounds)
-            results.append(
-                {
-                    "what": "read",
-                    "boundaries": mask,
-                    "batch_size": batch_size,
-                    "tokens_per_second": statistics.median(rates),
-                    "rounds": rates,
-                }
-            )
-            say(f"read, {'with' if mask else 'without'} boundaries, batches of {batch_size}: "
-                f"{results[-1]['tokens_per_second'] / 1e6:,.0f} M tokens/s")  # fmt: skip
+        for size in options.batch_size:
+            rates = read_rates(stream, size, options.rounds)
+            row = {"what": "read", "boundaries": mask, "batch_size": size}
+            results.append({**row, "tokens_per_second": statistics.median(rates), "rounds": rates})
+            say(f"read, {label(results[-1])}: {results[-1]['tokens_per_second'] / 1e6:,.0f} M tokens/s")
     return results
 
 
-def measure_corpus(folder: Path, name: str, tokens: int, seq_length: int) -> dict[str, Any]:
+def label(read: Result) -> str:
+    return f"{'with' if read['boundaries'] else 'without'} boundaries, batches of {read['batch_size']}"
+
+
+def measure_corpus(folder: Path, name: str, tokens: int, seq_length: int) -> Result:
     """Opening a corpus of two sources, its order at PLACES places and the memory for that, and reading from it."""
+    from train.data.stream import open_stream
+
     for source, share in (("web", 0.9), ("code", 0.1)):
-        make_sparse_folder(
-            folder / source, max(1, round(share * tokens / SHARD_TOKENS)), SHARD_TOKENS, VOCABULARY
-        )
+        shards = max(1, round(share * tokens / SHARD_TOKENS))
+        make_sparse_folder(folder / source, shards, SHARD_TOKENS, VOCABULARY)
     sources = {source: folder / source for source in ("web", "code")}
 
     def opened() -> SampleStream:
@@ -135,7 +143,7 @@ def measure_corpus(folder: Path, name: str, tokens: int, seq_length: int) -> dic
     return result
 
 
-def misses(results: Sequence[dict[str, Any]]) -> list[str]:
+def misses(results: Sequence[Result]) -> list[str]:
     """What is required and does not hold."""
     found = []
     for r in results:
@@ -155,47 +163,23 @@ def misses(results: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
-def plot(results: Sequence[dict[str, Any]], title: str, output: Path) -> None:
+def plot(results: Sequence[Result], title: str, output: Path) -> None:
     """Bars of tokens/s beside `output`, with a line at what is required."""
     rows = [r for r in results if r["what"] == "read"]
-    figure, axes = report.subplots(1, 1, figsize=(8, 0.4 * len(rows) + 1.4))
-    axis = axes[0, 0]
-    colors = ["tab:red" if r["boundaries"] else "tab:blue" for r in rows]
-    labels = [f"{'with' if r['boundaries'] else 'without'} boundaries, batch {r['batch_size']}" for r in rows]
-    axis.barh(range(len(rows)), [r["tokens_per_second"] / 1e6 for r in rows], color=colors)
-    axis.axvline(LEAST_TOKENS_PER_SECOND / 1e6, color="black", linestyle="--", linewidth=1)
-    axis.set_yticks(range(len(rows)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set(xlabel="million tokens/s of one process (dashed: required)", title=title)
-    axis.grid(axis="x", alpha=0.3)
-    report.save_plot(figure, output)
+    with drawing(output.with_suffix(".png"), figsize=(8, 0.4 * len(rows) + 1.4)) as (_, ((axis,),)):
+        colors = ["tab:red" if r["boundaries"] else "tab:blue" for r in rows]
+        speeds = [r["tokens_per_second"] / 1e6 for r in rows]
+        report.bars(axis, [label(r) for r in rows], speeds, color=colors)
+        axis.axvline(LEAST_TOKENS_PER_SECOND / 1e6, color="black", linestyle="--", linewidth=1)
+        axis.set(xlabel="million tokens/s of one process (dashed: required)", title=title)
 
 
 def say(line: str) -> None:
     print(line, flush=True)
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--tokens",
-        type=positive,
-        default=1 << 27,
-        help="of the data that is read (%(default)s, 2 bytes each)",
-    )
-    add("--seq_length", type=positive, default=2048, help="tokens of a sample (%(default)s)")
-    add("--batch_size", type=positive, nargs="+", default=[1, 8, 32], help="samples of a batch (1 8 32)")
-    add("--rounds", type=positive, default=3, help="epochs that are timed; the median counts (%(default)s)")
-    add("--work_dir", type=Path, help="where the temporary folder is made (the system's place)")
-    add("--output", type=report.output_file, metavar="FILE.json", help="write JSON and a plot")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
-    options = parse_arguments(argv)
+    options = OPTIONS.parse_args(argv)
     machine, versions = report.describe()
     say(f"{machine['cpu']}, one process, numpy {np.__version__}, torch {versions['torch']}; "
         f"samples of {options.seq_length} tokens")  # fmt: skip
@@ -210,10 +194,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     found = misses(results)
     if options.output:
-        words: list[object] = ["--tokens", options.tokens, "--seq_length", options.seq_length]
-        words += ["--batch_size", *options.batch_size, "--rounds", options.rounds]
-        command = report.command_line(PROGRAM, words)
-        report.write_json(options.output, command, results, numpy=np.__version__, misses=found)
+        more = {"numpy": np.__version__, "misses": found}
+        report.write_json(options.output, OPTIONS.command(options), results, **more)
         plot(results, f"reading prepared data, {machine['cpu']}", options.output)
     for line in found or ["everything required holds"]:
         say(line)

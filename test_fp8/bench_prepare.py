@@ -13,7 +13,6 @@ Exit status: 0; 1 when a preparation reaches less than 80 % of the tokenizer's r
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import subprocess
@@ -23,30 +22,40 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import tokenizers
 
 from test_fp8.common import report
-from test_fp8.model.options import positive
+from test_fp8.common.options import Options, positive
+from test_fp8.common.report import Result
 from train.data.format import SPLITS, DataError, read_manifest
-from train.prepare.corpus import read_documents
-from train.prepare.readers import Text
+from train.prepare.corpus import Document, read_documents
 
-PROGRAM = "test_fp8/bench_prepare.py"
+OPTIONS = Options(__file__, __doc__)
+OPTIONS.add(
+    "--tokenizer",
+    None,
+    "a folder with tokenizer.json and tokenizer_config.json",
+    type=Path,
+    required=True,
+)
+OPTIONS.add("--input", [sysconfig.get_paths()["purelib"]], "texts", nargs="+")
+OPTIONS.add("--workers", [1, 2], "of prepare_data.py, one after the other", type=positive, nargs="+")
+OPTIONS.add_output("JSON")
+
 PREPARE = Path(__file__).resolve().parent.parent / "train/prepare_data.py"
 LEAST_RATIO = 0.8
 BATCH_BYTES = 1 << 20
 
 
-def plain(inputs: Sequence[str], tokenizer_file: Path) -> dict[str, Any]:
+def plain(inputs: Sequence[str], tokenizer_file: Path) -> Result:
     """Encode all texts, which are in memory, in one thread."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
-    texts = [item.text for item in read_documents(inputs) if isinstance(item, Text)]
+    texts = [item.text for item in read_documents(inputs) if isinstance(item, Document)]
     batches: list[list[str]] = [[]]
     size = 0
     for text in texts:
@@ -62,7 +71,7 @@ def plain(inputs: Sequence[str], tokenizer_file: Path) -> dict[str, Any]:
             "tokens": tokens, "cpu_s": seconds, "tokens_per_core_second": tokens / seconds}  # fmt: skip
 
 
-def prepare(inputs: Sequence[str], tokenizer: Path, output: Path, workers: int) -> dict[str, Any]:
+def prepare(inputs: Sequence[str], tokenizer: Path, output: Path, workers: int) -> Result:
     """Run prepare_data.py.
 
     Raises:
@@ -83,7 +92,7 @@ def prepare(inputs: Sequence[str], tokenizer: Path, output: Path, workers: int) 
             "tokens_per_core_second": tokens / seconds}  # fmt: skip
 
 
-def misses(results: Sequence[dict[str, Any]]) -> list[str]:
+def misses(results: Sequence[Result]) -> list[str]:
     """What is required and does not hold."""
     base = results[0]["tokens_per_core_second"]
     return [
@@ -94,7 +103,7 @@ def misses(results: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def say(result: dict[str, Any], base: float) -> None:
+def say(result: Result, base: float) -> None:
     rate = result["tokens_per_core_second"]
     who = result["what"] + (f", {result['workers']} workers" if "workers" in result else "")
     wall = f", {result['wall_s']:.1f} s" if "wall_s" in result else ""
@@ -102,28 +111,8 @@ def say(result: dict[str, Any], base: float) -> None:
           f"{wall}: {rate / 1e6:.3f} M tokens/s and core, {rate / base:.0%}", flush=True)  # fmt: skip
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "--tokenizer", type=Path, required=True, help="a folder with tokenizer.json and tokenizer_config.json"
-    )
-    add("--input", nargs="+", default=[sysconfig.get_paths()["purelib"]], help="texts (site-packages)")
-    add(
-        "--workers",
-        type=positive,
-        nargs="+",
-        default=[1, 2],
-        help="of prepare_data.py, one after the other (1 2)",
-    )
-    add("--output", type=report.output_file, metavar="FILE.json", help="write JSON")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str]) -> int:
-    options = parse_arguments(argv)
+    options = OPTIONS.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as name:
             # without tokenizer.model beside them, prepare_data.py takes tokenizer.json, too
@@ -142,9 +131,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     found = misses(results)
     if options.output:
-        words = ["--tokenizer", "TOKENIZER", "--workers", *options.workers]
-        command = report.command_line(PROGRAM, words)
-        report.write_json(options.output, command, results, misses=found, tokenizers=tokenizers.__version__)
+        more = {"misses": found, "tokenizers": tokenizers.__version__}
+        report.write_json(options.output, OPTIONS.command(options), results, **more)
     for line in found:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if found else 0

@@ -27,22 +27,39 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.accounting import num_parameters
-from model.config import load_config
 from test_fp8.common import report
-from test_fp8.convergence.report import plot, print_table, settings_of, shown, training_of
-from test_fp8.convergence.rows import (
-    LOG,
-    PRESETS,
-    Plan,
-    make_plan,
-    parse_rows,
-    train_all,
-    with_baseline_first,
-)
+from test_fp8.common.options import Options, fraction, public
+from test_fp8.convergence.report import plot, print_table, settings_of, training_of
+from test_fp8.convergence.rows import LOG, PRESETS, Plan, chosen_rows, make_plan, train_all
 from test_fp8.convergence.trainings import Record, check_same_training, compared
 
-PROGRAM = "test_fp8/compare_convergence.py"
+OPTIONS = Options(__file__, __doc__)
+OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
+OPTIONS.add("--rows", list(PRESETS), "which of these", nargs="*", choices=list(PRESETS))
+OPTIONS.add_rows()
+OPTIONS.add("--baseline", "bf16", "the row that the others are compared with")
+OPTIONS.add("--noise_seed", None, "also train the baseline with this seed, as a yardstick", type=int)
+OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=fraction)
+OPTIONS.add("--max_steps", 300, "of each training", type=int)
+OPTIONS.add("--logging_steps", 5, "steps between points of a curve", type=int)
+OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)
+OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the trainings are kept", type=Path)
+OPTIONS.add_output("JSON and a plot")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; `training` is what follows --."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    arguments = OPTIONS.parse_args(argv[:split])
+    arguments.training = list(argv[split + 1 :])
+    return arguments
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command that repeats this comparison."""
+    return OPTIONS.command(
+        arguments, *(["--"] if arguments.training else []), *map(public, arguments.training)
+    )
 
 
 def compare(plans: Sequence[Plan], records: dict[str, list[Record]], tolerance: float) -> list[Record]:
@@ -55,81 +72,31 @@ def compare(plans: Sequence[Plan], records: dict[str, list[Record]], tolerance: 
             records[base.row.name],
             base.config["warmup_steps"],
             tolerance,
-            same_samples=not plan.row.measures_noise,
+            same_samples=not plan.measures_noise,
         )
-        if plan.row.measures_noise:
+        if plan.measures_noise:
             result["misses"] = []
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
         result |= {
-            "overrides": {key: shown(value) for key, value in plan.row.overrides.items()},
+            "overrides": {key: public(value) for key, value in plan.row.settings.items()},
             "settings": settings_of(plan.config),
-            "measures_noise": plan.row.measures_noise,
+            "measures_noise": plan.measures_noise,
             "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
         }
         results.append(result)
     return results
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; `training` is what follows --."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add(
-        "config", nargs="?", default="train_config_convergence", metavar="CONFIG", help="default: %(default)s"
-    )
-    add("--rows", nargs="*", choices=list(PRESETS), default=list(PRESETS), help="default: all of these")
-    add("--row", nargs="+", action="append", default=[], metavar=("NAME", "key=value"), help="one more row")
-    add("--baseline", default="bf16", help="the row that the others are compared with; default: %(default)s")
-    add("--noise_seed", type=int, help="also train the baseline with this seed, as a yardstick")
-    add("--tolerance", type=_fraction, default=0.005, help="of the evaluation loss; default: %(default)s")
-    add("--max_steps", type=int, default=300, help="default: %(default)s")
-    add("--logging_steps", type=int, default=5, help="steps between points of a curve; default: %(default)s")
-    add("--nproc", type=int, default=1, help="processes, a GPU each; default: %(default)s")
-    add("--work_dir", type=Path, default=Path("output/compare_convergence"), help="default: %(default)s")
-    add("--output", type=report.output_file, help="JSON report; the plot goes beside it as PNG")
-    arguments = parser.parse_args(argv[:split])
-    arguments.training = list(argv[split + 1 :])
-    return arguments
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: a fraction between 0 and 1 is expected, such as 0.005 for 0.5 %"
-        )
-    return value
-
-
-def command(arguments: argparse.Namespace) -> str:
-    """The command that repeats this comparison."""
-    options: list[object] = [shown(arguments.config), "--rows", *arguments.rows]
-    for name, *pairs in arguments.row:
-        options += ["--row", name, *map(shown, pairs)]
-    for key in ("baseline", "noise_seed", "tolerance", "max_steps", "logging_steps", "nproc"):
-        if getattr(arguments, key) is not None:
-            options += [f"--{key}", getattr(arguments, key)]
-    if arguments.training:
-        options += ["--", *map(shown, arguments.training)]
-    return report.command_line(PROGRAM, options)
-
-
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     try:
-        rows = with_baseline_first(
-            parse_rows(arguments.rows, arguments.row), arguments.baseline, arguments.noise_seed
-        )
-        plans = [make_plan(row, arguments) for row in rows]
+        plans = [make_plan(row, arguments) for row in chosen_rows(arguments)]
         for plan in plans:
-            overrides = [*plans[0].row.overrides, *plan.row.overrides]
+            overrides = [*plans[0].row.settings, *plan.row.settings]
             check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
+        from model.accounting import num_parameters
+        from model.config import load_config
+
         machine, versions = report.describe()
         training = training_of(plans[0].config)
         training["parameters"] = num_parameters(load_config(plans[0].config["model"]["config"]))

@@ -22,133 +22,94 @@ On a machine without a GPU, FP8 is the CPU reference on smaller shapes: it shows
 computes, and no speed can be read from it.
 """
 
+from __future__ import annotations
+
 import argparse
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-import torch
 
 from model.variants import VARIANTS
 from test_fp8.common import report
-from test_fp8.linear.bench import LAUNCHES, measure_shape
-from test_fp8.linear.ceilings import measure_ceilings
-from test_fp8.linear.shapes import (
-    CPU_ROWS_FRACTION,
-    CPU_WIDTH_FRACTION,
-    chosen_shapes,
-    model_names,
-    parse_shape,
+from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.linear import shapes, summary
+
+RECIPES = list(VARIANTS["te_linear"].recipes)
+
+OPTIONS = Options(__file__, __doc__, usage=argparse.SUPPRESS)
+OPTIONS.add(
+    "--shapes",
+    None,
+    "these instead of HARE's",
+    nargs="+",
+    type=shapes.parse_shape,
+    metavar="BATCHxROWSxIN:OUT",
 )
-from test_fp8.linear.summary import (
-    HEADER,
-    LEGEND,
-    fp8_against_bf16,
-    plot,
-    summary_lines,
-    table_row,
-)
+OPTIONS.add_flag("--sweep", "square Linears and the GEMMs of hare_1.1b too")
+OPTIONS.add("--models", [], "their GEMMs too", nargs="+", choices=shapes.model_names())
+OPTIONS.add("--recipes", RECIPES, "FP8 recipes", nargs="+", choices=RECIPES)
+OPTIONS.add_flag("--cached_weight", "FP8 weights are quantized while warming up, not in each forward")
+OPTIONS.add("--iterations", ByMachine(20, 3), "samples, at most", type=positive)
+OPTIONS.add_output("JSON and a plot")
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: a positive whole number is expected")
-    return int(text)
+def main(argv: Sequence[str]) -> int:
+    options = OPTIONS.parse_args(argv)
+    OPTIONS.settle(options)
+    import torch
 
+    from test_fp8.linear.bench import measure_shape
+    from test_fp8.linear.ceilings import measure_ceilings
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
-    )
-    parser.add_argument("--shapes", nargs="+", type=parse_shape, metavar="BATCHxROWSxIN:OUT")
-    parser.add_argument("--sweep", action="store_true", help="square Linears and the GEMMs of hare_1.1b too")
-    parser.add_argument("--models", nargs="+", choices=model_names(), default=[], help="their GEMMs too")
-    recipes = list(VARIANTS["te_linear"].recipes)
-    parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes, help="FP8 recipes")
-    parser.add_argument(
-        "--cached_weight",
-        action="store_true",
-        help="FP8 weights are quantized while warming up, not in each forward",
-    )
-    parser.add_argument("--iterations", type=positive, help="samples, at most; default: 20, without a GPU 3")
-    parser.add_argument(
-        "--output", type=report.output_file, metavar="FILE.json", help="write JSON and a plot"
-    )
-    return parser.parse_args()
-
-
-def main() -> int:
-    arguments = parse_arguments()
     gpu = torch.cuda.is_available()
-    iterations, warmup = arguments.iterations or (20 if gpu else 3), 2 if gpu else 1
-    models = arguments.models + ["hare_1.1b"] * arguments.sweep
-    shapes = chosen_shapes(arguments.shapes, arguments.sweep, models, shrink=not gpu)
-    names = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(arguments.recipes))]
-    print(report.headline(*report.describe()))
+    models = options.models + ["hare_1.1b"] * options.sweep
+    chosen = shapes.chosen_shapes(options.shapes, options.sweep, models, shrink=not gpu)
+    names = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(options.recipes))]
+    settings = {
+        "warmup": 2 if gpu else 1,
+        "iterations": options.iterations,
+        "cached_weight": options.cached_weight,
+    }
+    machine, versions = report.describe()
+    print(report.headline(machine, versions))
     if not gpu:
         print(
-            "No GPU: FP8 is the CPU reference, right in its results and slow; these times say nothing about FP8."
+            "No GPU: FP8 is the CPU reference, right in its results and slow; these times say nothing about FP8.\n"
+            f"Shapes not given by --shapes have 1/{shapes.CPU_ROWS_FRACTION} of their rows, those of models and the "
+            f"sweep also 1/{shapes.CPU_WIDTH_FRACTION} of their widths."
         )
-        print(f"Shapes not given by --shapes have 1/{CPU_ROWS_FRACTION} of their rows,", end=" ")
-        print(f"those of models and the sweep also 1/{CPU_WIDTH_FRACTION} of their widths.")
 
     # A stream of its own from the start: work on the default stream cannot be captured, nor what autograd built there.
-    stream = torch.cuda.Stream() if gpu else None
-    with torch.cuda.stream(stream):
+    results: list[report.Result] = []
+    with torch.cuda.stream(torch.cuda.Stream() if gpu else None):
         ceilings = measure_ceilings(10)
         for precision, ceiling in ceilings.items():
             print(f"ceiling {precision}: {ceiling['tflops']:.0f} TFLOP/s, matrices of {ceiling['size']}")
-        print(f"median of at most {iterations} samples\n{LEGEND}\n\n{HEADER}\n{'-' * len(HEADER)}")
-        results = []
-        for shape, what in shapes.items():
+        line = "-" * len(summary.HEADER)
+        print(f"median of at most {options.iterations} samples\n{summary.LEGEND}\n\n{summary.HEADER}\n{line}")
+        for shape, what in chosen.items():
             if gpu:
                 gc.collect()
                 torch.cuda.empty_cache()
-            results += measure_shape(
-                shape,
-                what,
-                names,
-                ceilings,
-                iterations=iterations,
-                warmup=warmup,
-                cached_weight=arguments.cached_weight,
-            )
-            print("\n".join(map(table_row, results[-len(names) * len(LAUNCHES) :])), flush=True)
+            found = measure_shape(shape, what, names, ceilings, **settings)
+            print("\n".join(map(summary.table_row, found)), flush=True)
+            results += found
 
-    summary = fp8_against_bf16(results)
-    print("\n" + "\n".join(summary_lines(summary)))
-    if arguments.output:
-        settings = {"warmup": warmup, "iterations": iterations, "cached_weight": arguments.cached_weight}
-        report.write_json(
-            arguments.output,
-            command(arguments, iterations),
-            results,
-            **settings,
-            ceilings=ceilings,
-            fp8_against_bf16=summary,
-        )
-        machine, _ = report.describe()
-        plot(results, ceilings, f"One Linear on {machine.get('gpu', machine['cpu'])}", arguments.output)
+    compared = summary.fp8_against_bf16(results)
+    print("\n" + "\n".join(summary.summary_lines(compared)))
+    if options.output:
+        more = {**settings, "ceilings": ceilings, "fp8_against_bf16": compared}
+        report.write_json(options.output, OPTIONS.command(options), results, **more)
+        title = f"One Linear on {machine.get('gpu', machine['cpu'])}"
+        summary.plot(results, ceilings, title, options.output)
     if not any(row.get("ran_fp8") for row in results):
         print("error: nothing ran in FP8; the reasons are in the table", file=sys.stderr)
         return 1
     return 0
 
 
-def command(arguments: argparse.Namespace, iterations: int) -> str:
-    options: list[object] = []
-    if arguments.shapes:
-        options += ["--shapes", *arguments.shapes]
-    if arguments.sweep:
-        options.append("--sweep")
-    if arguments.models:
-        options += ["--models", *arguments.models]
-    options += ["--recipes", *arguments.recipes, "--iterations", iterations]
-    if arguments.cached_weight:
-        options.append("--cached_weight")
-    return report.command_line("test_fp8/test_fp8.py", options)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,4 +1,5 @@
-"""What the programs of test_fp8/ share: timing, and reports that say where and with what they were measured.
+"""What the programs of test_fp8/ make of their results: a table, and a report that says where and with what they were
+measured.
 
 A report is a JSON file {"command", "date", "machine", "versions", ..., "results"} with a plot beside it, a PNG of the
 same stem. It names hardware and software, and nothing that names a host, a user or a path.
@@ -6,27 +7,25 @@ same stem. It names hardware and software, and nothing that names a host, a user
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import math
 import os
 import platform
 import re
-import shlex
 import subprocess
-import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from model.fp8 import te_backend
 from train.files import write_durably
 
-Key = TypeVar("Key", bound=Hashable)
+Result = dict[str, Any]
+"""What a report says of a row. It has a "reason" in place of figures where the row could not be measured."""
+
+Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
+"""Title -> (key of a result, or a function of it; format specification, which ends in < for a column of text)."""
 
 # Key in "versions" -> distribution. Named where installed; Transformer Engine is named by its backend.
 PACKAGES = {
@@ -38,45 +37,13 @@ PACKAGES = {
 }
 
 
-def timed_ms(step: Callable[[], Any]) -> float:
-    """Milliseconds of one call: on a GPU by CUDA events, from the call to the end of the last kernel; else by the
-    clock. The GPU is idle at the start, so that the time of launching is part of it wherever it is not hidden."""
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    before.record()
-    step()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after)
-
-
-def take_turns(
-    steps: Mapping[Key, Callable[[], Any]],
-    rounds: int,
-    before: Mapping[Key, Callable[[], Any]] | None = None,
-) -> dict[Key, list[float]]:
-    """Milliseconds of each step in each of `rounds` rounds; `before` is what must run, untimed, before some of them.
-
-    A round runs every step once, so that a clock that drifts meets all of them alike, and every second round runs
-    them in reverse, so that none always follows the same one.
-    """
-    before = before or {}
-    times: dict[Key, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
-            if name in before:
-                before[name]()
-            times[name].append(timed_ms(steps[name]))
-    return times
-
-
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
     """(machine, versions): processor, GPU, its memory and driver; Python, torch, CUDA, cuDNN, what runs FP8
     ("fp8"), and the packages that matter, where installed."""
+    import torch
+
+    from model.fp8 import te_backend
+
     machine: dict[str, Any] = {"cpu": _cpu_model(), "torch_threads": torch.get_num_threads()}
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": str(torch.__version__)}
     try:
@@ -135,12 +102,6 @@ def _cudnn(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def command_line(program: str, options: Iterable[object]) -> str:
-    """The command that repeats a run: `program` relative to the repository root, `options` resolved and without
-    the output file."""
-    return shlex.join(["python", program, *map(str, options)])
-
-
 def _finite(value: Any) -> Any:
     """`value` with null for every number that is not finite: JSON has no nan."""
     if isinstance(value, float):
@@ -173,34 +134,32 @@ def write_json(path: str | os.PathLike[str], command: str, results: Sequence[Any
     return path
 
 
-def subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
-    """matplotlib's (figure, array [rows, columns] of axes), drawn without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
+def measured(results: Sequence[Result]) -> list[Result]:
+    return [r for r in results if "reason" not in r]
 
 
-def save_plot(figure: Any, output: str | os.PathLike[str]) -> Path:
-    """Save `figure` as the PNG beside the JSON file `output`, and close it."""
-    from matplotlib import pyplot
+def table(results: Sequence[Result], columns: Columns) -> str:
+    """The results as lines of text, "-" for what is None or missing."""
+    lines = [list(columns)]
+    for r in results:
+        values = [r.get(get) if isinstance(get, str) else get(r) for get, _ in columns.values()]
+        forms = [form for _, form in columns.values()]
+        lines.append(["-" if v is None else format(v, form) for v, form in zip(values, forms, strict=True)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = ["<" if form.endswith("<") else ">" for _, form in columns.values()]
+    return "\n".join(
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
 
-    path = Path(output).with_suffix(".png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
 
-
-def output_file(text: str) -> Path:
-    """The argparse type of --output: a path that ends in .json, which leaves its stem to the plot.
-
-    Raises argparse.ArgumentTypeError, which argparse turns into a usage error: another ending.
-    """
-    if not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: a file that ends in .json is expected; the plot goes beside it, as a .png"
-        )
-    return Path(text)
+def bars(
+    axis: Any, labels: Sequence[str], values: Sequence[float], offset: float = 0.0, **options: Any
+) -> None:
+    """Horizontal bars from the top down, `offset` below their labels; `options` as axis.barh takes them."""
+    axis.barh([place + offset for place in range(len(labels))], values, **options)
+    axis.set_yticks(range(len(labels)), labels, fontsize=8)
+    axis.set_ylim(len(labels) - 0.4, -0.6)
+    axis.grid(axis="x", alpha=0.3)

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from test_fp8.common import report
-from test_fp8.convergence.trainings import ROW_KEYS, Record, is_under
+from test_fp8.common.rows import is_under
+from test_fp8.convergence.rows import ROW_KEYS
+from test_fp8.convergence.trainings import Record
 from train.config.strict_json import leaves
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from train.files import drawing
 
 # Keys that say where a run is kept and told of, not what it is.
 NOT_TRAINING = (
     "output_dir save_steps save_strategy save_total_limit resume_from_checkpoint report_to run_name "
     "wandb_project".split()
 )
-
-
-def shown(text: str) -> str:
-    """`text`, a value or key=value of the command line, without the folders of this machine: an absolute path is cut to
-    its part in the repository, or to its name."""
-    key, equals, value = text.rpartition("=")
-    path = Path(value)
-    if not path.is_absolute():
-        return text
-    inside = path.resolve().is_relative_to(ROOT)
-    return f"{key}{equals}{path.resolve().relative_to(ROOT) if inside else path.name}"
 
 
 def training_of(config: dict[str, Any]) -> Record:
@@ -54,26 +44,28 @@ def settings_of(config: dict[str, Any]) -> Record:
 
 def print_table(results: Sequence[Record], warmup_steps: int) -> None:
     """The results on the terminal; the first row is the baseline."""
-    columns = {
-        "row": [r["row"] for r in results],
-        "eval loss": [f"{r['eval_loss']:.4f}" for r in results],
-        "difference": ["-", *(f"{r['eval_difference_percent']:+.2f} %" for r in results[1:])],
-        "largest": ["-", *(_at_step(r, "difference_percent") for r in results[1:])],
-        "smoothed": ["-", *(_at_step(r, "smoothed_difference_percent") for r in results[1:])],
-        "rise": [f"{r['largest_rise_percent']:.1f} %" for r in results],
-        "grad norm": [_or_dash(r["largest_grad_norm"], ".2f") for r in results],
-        "x median": [_or_dash(r["largest_grad_norm_to_median"], ".1f") for r in results],
-        "skipped": [str(r["skipped_steps"]) for r in results],
-        "tokens/s": [f"{r['tokens_per_second']:,.0f}" for r in results],
-        "ratio": [f"{r['speed_to_baseline']:.2f}" for r in results],
-        "GiB": [_or_dash(r["memory_gib"], ".1f") for r in results],
+    base = results[0]
+
+    def to_base(get: Callable[[Record], str]) -> Callable[[Record], str]:
+        return lambda r: "-" if r is base else get(r)
+
+    columns: report.Columns = {
+        "row": ("row", ""),
+        "eval loss": ("eval_loss", ".4f"),
+        "difference": (to_base(lambda r: f"{r['eval_difference_percent']:+.2f} %"), ""),
+        "largest": (to_base(lambda r: _at_step(r, "difference_percent")), ""),
+        "smoothed": (to_base(lambda r: _at_step(r, "smoothed_difference_percent")), ""),
+        "rise": (lambda r: f"{r['largest_rise_percent']:.1f} %", ""),
+        "grad norm": ("largest_grad_norm", ".2f"),
+        "x median": ("largest_grad_norm_to_median", ".1f"),
+        "skipped": ("skipped_steps", ""),
+        "tokens/s": ("tokens_per_second", ",.0f"),
+        "ratio": ("speed_to_baseline", ".2f"),
+        "GiB": ("memory_gib", ".1f"),
     }
-    print()
-    for line in zip(*([title, *cells] for title, cells in columns.items()), strict=True):
-        widths = (max(len(title), *map(len, cells)) for title, cells in columns.items())
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print(
-        f"difference: to {results[0]['row']}; largest, smoothed: of the training loss. These, the rise of the loss "
+        f"\n{report.table(results, columns)}\n"
+        f"difference: to {base['row']}; largest, smoothed: of the training loss. These, the rise of the loss "
         f"over its minimum until then, and the gradient norm: after warmup (step {warmup_steps})."
     )
     for r in results:
@@ -81,7 +73,7 @@ def print_table(results: Sequence[Record], warmup_steps: int) -> None:
             print(f"{r['row']}: {r['fp8']}")
         if r["measures_noise"]:
             print(
-                f"{r['row']} differs from {results[0]['row']} in initial weights and in the order of samples: "
+                f"{r['row']} differs from {base['row']} in initial weights and in the order of samples: "
                 f"evaluation losses {abs(r['eval_difference_percent']):.2f} % apart, or less, may be so by chance."
             )
 
@@ -91,15 +83,16 @@ def _at_step(result: Record, kind: str) -> str:
     return f"{point['percent']:+.2f} % at {point['step']}" if point else "-"
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def plot(results: Sequence[Record], training: Record, tolerance: float, output: Path) -> Path:
     """Losses above, their differences to the baseline below, into the PNG beside `output`; returns its path."""
-    figure, axes = report.subplots(2, 1, figsize=(9, 8), sharex=True, height_ratios=[3, 2])
-    above, below = axes[:, 0]
-    warmup, allowed = training["warmup_steps"], tolerance * 100
+    path = output.with_suffix(".png")
+    with drawing(path, 2, figsize=(9, 8), sharex=True, height_ratios=[3, 2]) as (_, ((above,), (below,))):
+        _draw(above, below, results, training, tolerance * 100)
+    return path
+
+
+def _draw(above: Any, below: Any, results: Sequence[Record], training: Record, allowed: float) -> None:
+    warmup = training["warmup_steps"]
     inside = [allowed]  # what the lower axis must show; what happens in warmup must not flatten it
     for number, r in enumerate(results):
         curve, color = r["curves"], f"C{number}"
@@ -133,4 +126,3 @@ def plot(results: Sequence[Record], training: Record, tolerance: float, output: 
         xlabel="step (dotted: end of warmup); thick: smoothed, dots: evaluation",
         ylabel=f"difference to {results[0]['row']} (%)",
     )
-    return report.save_plot(figure, output)

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,22 +18,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.config import load_config
-from test_fp8.convergence.trainings import (
-    ROW_KEYS,
-    ComparisonError,
-    Record,
-    differences,
-    is_under,
-    read_metrics,
-    unfinished,
-)
+from test_fp8.common.options import ROOT
+from test_fp8.common.rows import Row, RowError, is_under, parse_rows
+from test_fp8.convergence.trainings import ComparisonError, Record, differences, read_metrics, unfinished
 from train.config.arguments import TrainingArguments, load_arguments
 from train.config.strict_json import leaves
-from train.data.stream import open_stream
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
+# What a row may override: how a step is computed. All else says what is trained, and on what.
+ROW_KEYS = (
+    "model.variant",
+    "model.attention_backend",
+    "model.compile",
+    "precision",
+    "speed",
+    "deepspeed",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "full_determinism",
+)
 PRESETS = {
     "bf16": {"precision.compute": "bf16"},
     **{
@@ -50,16 +53,6 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 @dataclass(frozen=True)
-class Row:
-    """A training: `overrides` are keys of the configuration with the text that the command line would have.
-    `measures_noise`: the baseline with another seed, which shows what a difference means, and is held to nothing."""
-
-    name: str
-    overrides: dict[str, str]
-    measures_noise: bool = False
-
-
-@dataclass(frozen=True)
 class Plan:
     """A row with its resolved configuration (what train_config.json will hold), command and folder."""
 
@@ -68,53 +61,29 @@ class Plan:
     command: list[str]
     folder: Path
 
+    @property
+    def measures_noise(self) -> bool:
+        """Whether it is the baseline with another seed, which shows what a difference means and is held to nothing."""
+        return "seed" in self.row.settings
 
-# ---------------------------------------------------------------- which rows
 
+def chosen_rows(options: argparse.Namespace) -> list[Row]:
+    """The rows of --rows and --row, the baseline first, and behind it its twin with another seed.
 
-def parse_rows(presets: Sequence[str], given: Sequence[Sequence[str]]) -> list[Row]:
-    """The rows of --rows and --row.
-
-    Raises ComparisonError: a name twice or one that cannot name a folder; what is no key=value; a key that a row may
-    not change.
+    Raises RowError: a bad --row; no row has the baseline's name.
     """
-    rows = [Row(name, PRESETS[name]) for name in presets]
-    for name, *pairs in given:
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ComparisonError(f"--row {name}: a name has letters, digits and _ - . only")
-        for pair in pairs:
-            key, equals, _ = pair.partition("=")
-            if not equals:
-                raise ComparisonError(
-                    f"--row {name} {pair}: key=value is expected; CONFIG comes before --row"
-                )
-            if not is_under(key, ROW_KEYS):
-                raise ComparisonError(
-                    f"--row {name} {pair}: a row may change {', '.join(ROW_KEYS)}; {key} would be another training. "
-                    f"For all rows: -- --{key} VALUE"
-                )
-        rows.append(Row(name, dict(pair.split("=", 1) for pair in pairs)))
-    names = [row.name for row in rows]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ComparisonError(f"row {', '.join(twice)} is given twice")
-    return rows
-
-
-def with_baseline_first(rows: list[Row], baseline: str, noise_seed: int | None) -> list[Row]:
-    """The rows, the baseline first, and behind it its twin with another seed.
-
-    Raises ComparisonError: no row has the baseline's name.
-    """
-    first = [row for row in rows if row.name == baseline]
+    rows = [Row(name, PRESETS[name]) for name in dict.fromkeys(options.rows)]
+    rows += parse_rows(options.row, options.rows, ROW_KEYS, "another training; for all rows: -- --KEY VALUE")
+    first = [row for row in rows if row.name == options.baseline]
     if not first:
         names = ", ".join(row.name for row in rows)
-        raise ComparisonError(
-            f"the baseline {baseline} is not among the rows {names}; --baseline names another"
+        raise RowError(
+            f"the baseline {options.baseline} is not among the rows {names}; --baseline names another"
         )
-    others = [row for row in rows if row.name != baseline]
-    if noise_seed is not None:
-        twin = {**first[0].overrides, "seed": str(noise_seed)}
-        first.append(Row(f"{baseline}_seed{noise_seed}", twin, measures_noise=True))
+    others = [row for row in rows if row.name != options.baseline]
+    if options.noise_seed is not None:
+        twin = {**first[0].settings, "seed": str(options.noise_seed)}
+        first.append(Row(f"{options.baseline}_seed{options.noise_seed}", twin))
     return first + others
 
 
@@ -126,23 +95,16 @@ def make_plan(row: Row, arguments: argparse.Namespace) -> Plan:
         f"--max_steps={arguments.max_steps}",
         f"--logging_steps={arguments.logging_steps}",
         *arguments.training,
-        *(f"--{key}={value}" for key, value in row.overrides.items()),
+        *(f"--{key}={value}" for key, value in row.settings.items()),
         f"--output_dir={folder}",
         "--save_strategy=no",
         "--resume_from_checkpoint=never",
     ]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nproc}"]
-    command = [
-        sys.executable,
-        *(launcher if arguments.nproc > 1 else []),
-        str(ROOT / "train/train.py"),
-        *options,
-    ]
+    launcher = [str(ROOT / "train/launch.py"), "--nproc", str(arguments.nproc)]
+    script = [*(launcher if arguments.nproc > 1 else []), str(ROOT / "train/train.py")]
+    command = [sys.executable, *script, *options]
     config = load_arguments(options).resolve(arguments.nproc).to_dict()
     return Plan(row, json.loads(json.dumps(config)), command, folder)
-
-
-# ---------------------------------------------------------------- running them
 
 
 def conditions(args: TrainingArguments, machine: Record, versions: Record) -> Record:
@@ -151,6 +113,9 @@ def conditions(args: TrainingArguments, machine: Record, versions: Record) -> Re
 
     Raises DataError, ValueError: there is no such data or model configuration.
     """
+    from model.config import load_config
+    from train.data.stream import open_stream
+
     source, stream = hashlib.sha256(), {}
     for path in sorted(p for folder in ("model", "train") for p in (ROOT / folder).rglob("*.py")):
         source.update(path.read_bytes())
@@ -188,16 +153,15 @@ def run(plan: Plan, now: Record) -> None:
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
     (plan.folder / CONDITIONS).unlink(missing_ok=True)
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES} | {
-        "PYTHONUNBUFFERED": "1"
-    }
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    environment["PYTHONUNBUFFERED"] = "1"
     log, start = plan.folder / LOG, time.perf_counter()
     with log.open("w", encoding="utf-8") as file:
         status = subprocess.run(
             plan.command, stdout=file, stderr=subprocess.STDOUT, env=environment
         ).returncode
     if status:
-        last = "\n  ".join(last_lines(log.read_text(encoding="utf-8", errors="replace")))
+        last = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
         raise ComparisonError(
             f"row {plan.row.name}: the training ended with status {status}; its last lines (all: {log}):\n  {last}"
         )
@@ -215,15 +179,6 @@ def not_as_planned(plan: Plan) -> dict[str, str]:
     left = json.loads((plan.folder / "train_config.json").read_text(encoding="utf-8"))
     to_the_run = [key for key, value in leaves(plan.config) if value is None]
     return {k: v for k, v in differences(plan.config, left).items() if not is_under(k, to_the_run)}
-
-
-def last_lines(log: str) -> list[str]:
-    """The last lines of a failed training, without the fifty that torchrun adds to them."""
-    lines = log.splitlines()
-    launcher = [
-        i for i, line in enumerate(lines) if "torch/distributed/elastic/" in line and "exitcode" in line
-    ]
-    return lines[: launcher[0] if launcher else None][-LAST_LINES:]
 
 
 def train_all(plans: Sequence[Plan], machine: Record, versions: Record) -> dict[str, list[Record]]:

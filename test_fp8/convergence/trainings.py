@@ -12,24 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from test_fp8.common.rows import is_under
 from train.config.strict_json import leaves
 
 Record = dict[str, Any]
 
-# What a row may override: how a step is computed. All else says what is trained, and on what.
-ROW_KEYS = (
-    "model.variant",
-    "model.attention_backend",
-    "model.compile",
-    "precision",
-    "speed",
-    "deepspeed",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "full_determinism",
-)
 # Follow from per_device_train_batch_size and the tokens of a step.
 DERIVED = ("per_device_eval_batch_size", "gradient_accumulation_steps")
 SMOOTHED_POINTS = 9  # of the moving mean, the point itself in the middle
@@ -40,11 +27,6 @@ class ComparisonError(ValueError):
 
 
 # ---------------------------------------------------------------- the same training?
-
-
-def is_under(key: str, allowed: Sequence[str]) -> bool:
-    """Whether the dotted `key` is one of `allowed` or lies in one of them."""
-    return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:

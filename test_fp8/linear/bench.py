@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from model.fp8.precision import PrecisionError
-from test_fp8.common import report
-from test_fp8.linear.cases import ERROR_LIMITS, GEMMS, PARTS, Case, Part, Tensors, as_graphs
-from test_fp8.linear.shapes import Shape
+from test_fp8.common import timing
+from test_fp8.common.report import Result
+from test_fp8.linear.cases import ERROR_LIMITS, Case, Part, Tensors, as_graphs
+from test_fp8.linear.shapes import GEMMS, LAUNCHES, PARTS, Shape
 
-LAUNCHES = ("eager", "graph")
 # fp32 runs at some 50 TFLOP/s: steps of more than this would take most of the time of a sweep.
 FP32_LIMIT_FLOP = 2e12
 # A sample on a GPU is so many calls that forward + backward is about this many FLOP, 3 ms in bf16 and 5 in fp32,
@@ -24,9 +24,6 @@ SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
 SECONDS_A_SHAPE, MIN_SAMPLES = 1.5, 5
 # Part of the free memory that a shape may take by estimate.
 MEMORY_FRACTION = 0.9
-
-Rows = dict[tuple[str, str], dict[str, Part]]
-"""(precision, launch) -> its parts."""
 
 
 def calls_a_sample(shape: Shape, name: str) -> int:
@@ -56,12 +53,13 @@ def checked(part: Part, tensors: Tensors, limit: float, errors: dict[str, float]
 
 
 class ShapeBench:
-    """All rows of a shape: `rows` that run, `errors` and `reasons` by (precision, launch), `cases` by precision."""
+    """All rows of a shape: the `parts` of those that run, `errors` and `reasons` by (precision, launch), `cases` by
+    precision."""
 
     def __init__(self, shape: Shape, names: list[str], warmup: int, cached_weight: bool):
         self.shape = shape
         self.calls = {name: calls_a_sample(shape, name) for name in names}
-        self.rows: Rows = {}
+        self.parts: dict[tuple[str, str], dict[str, Part]] = {}
         self.errors: dict[tuple[str, str], dict[str, float]] = {}
         self.reasons: dict[tuple[str, str], str] = {}
         self.cases: dict[str, Case] = {}
@@ -119,7 +117,7 @@ class ShapeBench:
                     ready = {k: checked(as_graphs(p, pool), tensors, limit, errors) for k, p in parts.items()}
                 else:
                     ready = {k: checked(p, tensors, limit, errors) for k, p in parts.items()}
-                self.rows[name, launch], self.errors[name, launch] = ready, errors
+                self.parts[name, launch], self.errors[name, launch] = ready, errors
                 self.cases[name] = case
         except (PrecisionError, RuntimeError, ValueError, AssertionError) as error:
             self._give_up([name], LAUNCHES[LAUNCHES.index(launch) :], first_line(error))
@@ -127,19 +125,19 @@ class ShapeBench:
     def measure(self, iterations: int) -> dict[tuple[str, str, str], list[float]]:
         """Milliseconds of one call by (precision, launch, part), `iterations` samples, or fewer if they take long. What
         fails as late as here, for want of memory, fails for all rows."""
-        parts = {(*row, name): part for row, parts in self.rows.items() for name, part in parts.items()}
+        parts = {(*row, name): part for row, parts in self.parts.items() for name, part in parts.items()}
         steps = {key: part.work for key, part in parts.items()}
         before = {key: part.before for key, part in parts.items() if part.before}
         try:
             start = time.perf_counter()
-            report.take_turns(steps, 1, before)  # for its length; the last to warm up
+            timing.take_turns(steps, 1, before)  # for its length; the last to warm up
             seconds = time.perf_counter() - start
             if torch.cuda.is_available():
                 iterations = min(iterations, max(MIN_SAMPLES, int(SECONDS_A_SHAPE / max(seconds, 1e-9))))
-            times = report.take_turns(steps, iterations, before)
+            times = timing.take_turns(steps, iterations, before)
         except RuntimeError as error:
-            self.reasons |= dict.fromkeys(self.rows, first_line(error))
-            self.rows.clear()
+            self.reasons |= dict.fromkeys(self.parts, first_line(error))
+            self.parts.clear()
             return {}
         return {key: [ms / self.calls[key[0]] for ms in samples] for key, samples in times.items()}
 
@@ -153,7 +151,7 @@ def measure_shape(
     iterations: int,
     warmup: int,
     cached_weight: bool,
-) -> list[dict[str, Any]]:
+) -> list[Result]:
     """One result for each precision of `names` and launch; what cannot run has a "reason" instead of figures."""
     bench = ShapeBench(shape, names, warmup, cached_weight)
     times = bench.measure(iterations)
@@ -161,10 +159,10 @@ def measure_shape(
     results = []
     for name in names:
         for launch in LAUNCHES:
-            row: dict[str, Any] = {"what": what, "shape": str(shape), **shape._asdict()}
+            row: Result = {"what": what, "shape": str(shape), **shape._asdict()}
             row |= {"precision": name, "launch": launch}
             results.append(row)
-            if (name, launch) not in bench.rows:
+            if (name, launch) not in bench.parts:
                 row["reason"] = bench.reasons[name, launch]
                 continue
             row |= {"ran_fp8": bench.cases[name].ran_fp8, "calls_a_sample": bench.calls[name]}

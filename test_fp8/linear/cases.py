@@ -27,8 +27,6 @@ from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from test_fp8.linear.shapes import Shape
 
-PARTS = ("step", "forward", "dgrad", "wgrad")
-GEMMS = {"step": 3, "forward": 1, "dgrad": 1, "wgrad": 1}
 # Relative errors to float32 above which a result is wrong, not rounded. bf16 rounds to 8 bits: 2e-3 each for two
 # operands and the result. e4m3 has 4 and e5m2 3 bits: 0.03 and 0.05 for an operand that its scale fits.
 ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from test_fp8.common.report import take_turns
+from test_fp8.common.timing import take_turns
 
 SIZES = {"fp32": [4096, 8192], "bf16": [4096, 8192, 16384], "fp8": [4096, 8192, 16384]}
 # A sample is as many products as come to this: 7 ms in bf16, 4 in FP8, 20 in float32.

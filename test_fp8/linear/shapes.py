@@ -6,12 +6,15 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
+from model.config import CONFIGS
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE, FP8_TRAIN_ROW_MULTIPLE
 
-CONFIGS = Path(__file__).resolve().parent.parent.parent / "model" / "configs"
+# What is timed of a Linear, and how: see cases.py.
+PARTS = ("step", "forward", "dgrad", "wgrad")
+GEMMS = {"step": 3, "forward": 1, "dgrad": 1, "wgrad": 1}
+LAUNCHES = ("eager", "graph")
 
 # The shapes of HARE's microbenchmark.
 HARE_SHAPES = [

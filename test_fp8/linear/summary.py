@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from test_fp8.common.report import save_plot, subplots
-from test_fp8.linear.cases import PARTS
+from test_fp8.common.report import Result, measured
+from test_fp8.linear.shapes import PARTS
+from train.files import drawing
 
-Row = dict[str, Any]
 COLORS = {
     "fp32": "tab:gray",
     "bf16": "tab:blue",
@@ -27,7 +26,7 @@ LEGEND = """ms, TFLOP/s, share of the measured ceiling of the row's own precisio
 same way: forward + backward. Then TFLOP/s of each GEMM with its quantization, and errors relative to float32."""
 
 
-def table_row(row: Row) -> str:
+def table_row(row: Result) -> str:
     start = f"{row['shape']:<20} {row['precision']:<12} {row['launch']:<6}"
     if "reason" in row:
         return f"{start} not run: {row['reason']}"
@@ -47,11 +46,7 @@ def table_row(row: Row) -> str:
     return f"{start} {' '.join(columns)}"
 
 
-def measured(results: Iterable[Row]) -> list[Row]:
-    return [row for row in results if "reason" not in row]
-
-
-def fp8_against_bf16(results: list[Row]) -> list[Row]:
+def fp8_against_bf16(results: list[Result]) -> list[Result]:
     """For each FP8 precision and launch: at how many shapes forward + backward is faster than bf16 launched the same
     way ("faster" of "shapes"), the "median_speed_to_bf16" over them, and for the square Linears "from_width_by_rows",
     the smallest width from which on FP8 was faster at every measured one; None: not even at the widest."""
@@ -88,7 +83,7 @@ def from_width(speeds: dict[int, float]) -> int | None:
     return found
 
 
-def summary_lines(summary: list[Row]) -> list[str]:
+def summary_lines(summary: list[Result]) -> list[str]:
     lines = ["FP8 against bf16 launched the same way, forward + backward:"]
     for s in summary:
         lines.append(
@@ -104,7 +99,7 @@ def summary_lines(summary: list[Row]) -> list[str]:
     return lines
 
 
-def plot(results: list[Row], ceilings: dict[str, Any], title: str, output: Path) -> Path | None:
+def plot(results: list[Result], ceilings: dict[str, Any], title: str, output: Path) -> None:
     """TFLOP/s of forward + backward as a PNG beside `output`: a row of panels for each launch; square Linears by width,
     a panel for each number of rows, and bars for the other shapes. None where there is nothing to draw."""
     rows = measured(results)
@@ -112,43 +107,39 @@ def plot(results: list[Row], ceilings: dict[str, Any], title: str, output: Path)
     row_counts = sorted({r["batch"] * r["rows"] for r in rows if "square" in r["what"]})
     others = list(dict.fromkeys(r["shape"] for r in rows if r["what"] != ["square"]))
     if not rows:
-        return None
+        return
     ratios = [1.0] * len(row_counts) + ([max(2.0, len(others) / 3.5)] if others else [])
-    figure, axes = subplots(
-        len(launches),
-        len(ratios),
-        figsize=(2.7 * sum(ratios) + 2, 3.2 * len(launches) + 0.8),
-        width_ratios=ratios,
-        sharey=True,
-    )
-    for line, launch in zip(axes, launches, strict=True):
-        of_launch = [r for r in rows if r["launch"] == launch]
-        for axis, count in zip(line, row_counts, strict=False):
-            squares = [r for r in of_launch if "square" in r["what"] and r["batch"] * r["rows"] == count]
-            _lines_by_width(axis, squares)
-            axis.set_title(f"square, {count} rows, {launch}", fontsize=9)
-        if others:
-            _bars_by_shape(line[-1], [r for r in of_launch if r["shape"] in others], others)
-            line[-1].set_title(f"batch x rows x in : out, {launch}", fontsize=9)
-        for axis in line:
-            axis.grid(alpha=0.3)
-            for precision in ("bf16", "fp8"):
-                if precision in ceilings:
-                    color = COLORS.get(precision, COLORS["fp8-delayed"])
-                    axis.axhline(ceilings[precision]["tflops"], color=color, linestyle=":", linewidth=1)
-        line[0].set_ylabel("TFLOP/s, forward + backward")
-    # one legend for all panels, as any of them may lack a precision
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8
-    )
-    figure.suptitle(title + ("; dotted: measured ceilings of bf16 and FP8" if ceilings else ""), fontsize=10)
-    return save_plot(figure, output)
+    size: dict[str, Any] = {"figsize": (2.7 * sum(ratios) + 2, 3.2 * len(launches) + 0.8)}
+    size |= {"width_ratios": ratios, "sharey": True}
+    with drawing(output.with_suffix(".png"), len(launches), len(ratios), **size) as (figure, axes):
+        for line, launch in zip(axes, launches, strict=True):
+            of_launch = [r for r in rows if r["launch"] == launch]
+            for axis, count in zip(line, row_counts, strict=False):
+                squares = [r for r in of_launch if "square" in r["what"] and r["batch"] * r["rows"] == count]
+                _lines_by_width(axis, squares)
+                axis.set_title(f"square, {count} rows, {launch}", fontsize=9)
+            if others:
+                _bars_by_shape(line[-1], [r for r in of_launch if r["shape"] in others], others)
+                line[-1].set_title(f"batch x rows x in : out, {launch}", fontsize=9)
+            for axis in line:
+                axis.grid(alpha=0.3)
+                for precision in ("bf16", "fp8"):
+                    if precision in ceilings:
+                        color = COLORS.get(precision, COLORS["fp8-delayed"])
+                        axis.axhline(ceilings[precision]["tflops"], color=color, linestyle=":", linewidth=1)
+            line[0].set_ylabel("TFLOP/s, forward + backward")
+        # one legend for all panels, as any of them may lack a precision
+        handles: dict[str, Any] = {}
+        for axis in axes.flat:
+            handles |= {label: h for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        where = {"loc": "outside lower center", "ncols": len(handles), "fontsize": 8}
+        figure.legend(handles.values(), handles.keys(), **where)
+        figure.suptitle(
+            title + ("; dotted: measured ceilings of bf16 and FP8" if ceilings else ""), fontsize=10
+        )
 
 
-def _lines_by_width(axis: Any, rows: list[Row]) -> None:
+def _lines_by_width(axis: Any, rows: list[Result]) -> None:
     for precision in dict.fromkeys(r["precision"] for r in rows):
         points = sorted((r["inputs"], r["step"]["tflops"]) for r in rows if r["precision"] == precision)
         axis.plot(*zip(*points, strict=True), "o-", color=COLORS[precision], label=precision, markersize=3)
@@ -158,7 +149,7 @@ def _lines_by_width(axis: Any, rows: list[Row]) -> None:
     axis.set_xlabel("width", fontsize=8)
 
 
-def _bars_by_shape(axis: Any, rows: list[Row], shapes: list[str]) -> None:
+def _bars_by_shape(axis: Any, rows: list[Result], shapes: list[str]) -> None:
     precisions = list(dict.fromkeys(r["precision"] for r in rows))
     thickness = 0.8 / max(1, len(precisions))
     for i, precision in enumerate(precisions):

@@ -5,32 +5,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from model.fp8.precision import PrecisionError
 from model.proof import ProofError
-from test_fp8.model.rows import BASELINE, Row
-from test_fp8.model.same_model import DifferentModel
-from test_fp8.model.timing import mean_pass_ms
+from test_fp8.common.report import Result, measured
+from test_fp8.common.rows import Row
+from test_fp8.common.same_model import DifferentModel
+from test_fp8.common.timing import mean_pass_ms
+from test_fp8.model.rows import BASELINE, Setting
 from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
 from train.config.arguments import TrainingArguments
 
-Result = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 # Errors whose message says all that there is to say.
 EXPLAINED = (DifferentModel, ProofError, PrecisionError, NotHere)
-
-
-class Setting(NamedTuple):
-    """What the fastest of is chosen for each row."""
-
-    micro_batch: int
-    attention: str  # as asked for
-
-    def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch}, attention {self.attention}:"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -131,7 +122,7 @@ def results_of(
     """
     results = [_result(one, proofs, optimizer_ms, flops_per_token) for one in series]
     for measure in dict.fromkeys(r["measure"] for r in results):
-        _add_ratios([r for r in results if r["measure"] == measure and "reason" not in r])
+        _add_ratios([r for r in measured(results) if r["measure"] == measure])
     return results
 
 
@@ -161,8 +152,8 @@ def _result(
         "measure": series.measure,
         "variant": arguments.model.variant,
         "compute": arguments.precision.compute,
-        "configuration": {**series.row.settings, **series.row.texts},
-        "automatic": "precision.auto" in (*series.row.settings, *series.row.texts),
+        "configuration": dict(series.row.settings),
+        "automatic": "precision.auto" in series.row.settings,
         "tried": _tried(series),
     }
     if setting is None:

@@ -1,24 +1,28 @@
-"""The rows of `bench_model.py`: which there are, and how each is configured, in keys of the training configuration."""
+"""The rows of `bench_model.py`: which there are, and the training configuration that each is measured with."""
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from model.speed import SpeedConfig
+from model.variants import VARIANTS
+from test_fp8.common.options import ByMachine
+from test_fp8.common.rows import Row, RowError, parse_rows
 from train.config.arguments import TrainingArguments
-from train.config.strict_json import set_override
 
+MEASURES = ("bare", "step")
+COMPUTED = ("bf16", "fp8")  # what same_model.py has tolerances for
 # What a row may change: how the same model is computed, and nothing else. --row takes these keys.
 ROW_KEYS = (
     "model.variant",
     "model.compile",
     "model.attention_backend",
-    "precision.",
-    "speed.",
+    "precision",
+    "speed",
     "gradient_checkpointing",
 )
 
@@ -28,31 +32,14 @@ ALL_OFF = {f"speed.{key}": value for key, value in asdict(SpeedConfig.off()).ite
 EAGER, GRAPH = {"speed.cuda_graphs": False}, {"speed.cuda_graphs": True}
 
 
-class RowError(ValueError):
-    """Rows that cannot be had; the message names them and what there is."""
+class Setting(NamedTuple):
+    """What the fastest of is chosen for each row."""
 
+    micro_batch: int
+    attention: str  # as asked for
 
-@dataclass(frozen=True)
-class Row:
-    """`settings`: dotted keys of the training configuration -> JSON values. `texts`: the same as the command line gave
-    them."""
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-    def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """The training configuration `base`, a JSON object, with this row's settings.
-
-        Raises ValueError: a key that goes through something that is no object.
-        """
-        raw: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in base.items()}
-        for key, value in self.settings.items():
-            section, _, name = key.rpartition(".")
-            (raw.setdefault(section, {}) if section else raw)[name] = value
-        for key, text in self.texts.items():
-            set_override(raw, TrainingArguments, key, text)
-        return raw
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch}, attention {self.attention}:"
 
 
 def _fp8(recipe: str) -> dict[str, Any]:
@@ -64,13 +51,10 @@ def _presets() -> dict[str, Row]:
         BASELINE: {"model.variant": "hf", "model.compile": False, **BF16},
         "hf_bf16_compiled": {"model.variant": "hf", "model.compile": True, **BF16},
     }
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in VARIANTS["torchao"].recipes:
         settings[f"torchao_{recipe}"] = {"model.variant": "torchao", **_fp8(recipe)}
-    for variant in ("te_linear", "te_layer"):
-        kinds = {
-            "bf16": BF16,
-            **{f"fp8_{recipe}": _fp8(recipe) for recipe in ("delayed", "current", "block")},
-        }
+    for variant in (v.name for v in VARIANTS.values() if v.te):
+        kinds = {"bf16": BF16, **{f"fp8_{recipe}": _fp8(recipe) for recipe in VARIANTS[variant].recipes}}
         # what changes numerics, and so is no default
         kinds["fp8_delayed_fp8_head"] = {**_fp8("delayed"), "precision.bf16_modules": []}
         if variant == "te_layer":
@@ -133,24 +117,57 @@ def select(patterns: Sequence[str], rows: Mapping[str, Row], option: str) -> lis
     return [row for name, row in rows.items() if name in wanted]
 
 
-def parse_row(name: str, pairs: Sequence[str]) -> Row:
-    """The row of `--row NAME key=value ...`.
+def all_rows(options: argparse.Namespace) -> dict[str, Row]:
+    """The rows of the table and of --row by name. Raises RowError: a bad --row; no such row in --rows, --step_rows."""
+    added = parse_rows(options.row, PRESETS, ROW_KEYS, "another model or batch")
+    rows = PRESETS | {row.name: row for row in added}
+    for key in ("rows", "step_rows"):
+        if not isinstance(patterns := getattr(options, key), ByMachine):
+            select(patterns, rows, f"--{key}")
+    return rows
 
-    Raises RowError: the name of another row or one with other characters than letters, digits and _ - .; what is no
-    key=value; a key that a row may not change.
-    """
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise RowError(f"--row {name}: a name has letters, digits and _ - . only")
-    if name in PRESETS:
-        raise RowError(f"--row {name}: there is such a row already; choose another name")
-    for pair in pairs:
-        key, equals, _ = pair.partition("=")
-        if not equals:
-            raise RowError(f"--row {name} {pair}: key=value is expected")
-        if not any(
-            key == allowed or (allowed[-1] == "." and key.startswith(allowed)) for allowed in ROW_KEYS
-        ):
-            raise RowError(
-                f"--row {name} {pair}: a row may change {', '.join(ROW_KEYS)}; {key} would make another model or batch"
-            )
-    return Row(name, texts=dict(pair.split("=", 1) for pair in pairs))
+
+def chosen_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> list[tuple[str, Row]]:
+    """(measure, row) of all that is measured; `rows` are `all_rows`. Raises RowError: nothing."""
+    added = [name for name in rows if name not in PRESETS]
+    chosen = {"bare": select([*options.rows, *added], rows, "--rows")}
+    in_steps = select([*options.step_rows, *added], rows, "--step_rows")
+    chosen["step"] = [row for row in chosen["bare"] if row in in_steps]
+    if "bare" not in options.measure and not chosen["step"]:
+        raise RowError("--step_rows: none of them is in --rows, so there is nothing to measure")
+    found = [(measure, row) for measure in MEASURES if measure in options.measure for row in chosen[measure]]
+    if not found:
+        raise RowError("there is nothing to measure; name rows with --rows or --row")
+    return found
+
+
+def settings_of(row: Row, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
+    """What the first round tries: every micro-batch, smallest first, with every attention that the row can have; with
+    the resolved configuration of each. Raises RowError, ConfigurationError: it is not allowed."""
+    settings = {}
+    for attention in options.attention:
+        for micro_batch in sorted(options.micro_batch):
+            base = {
+                "model": {"config": options.config, "attention_backend": attention},
+                "data": {"sources": {"random tokens": "none"}},
+                "precision": {},
+                "speed": {},
+                "max_steps": 1000,
+                "max_seq_length": options.seq_length,
+                "per_device_train_batch_size": micro_batch,
+                "gradient_accumulation_steps": options.accumulation,
+                "full_determinism": options.deterministic,
+                "seed": options.seed,
+                # where precision.auto looks for an earlier choice: nowhere
+                "output_dir": "nowhere",
+                "resume_from_checkpoint": "never",
+            }
+            arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}").resolve(1)
+            if (compute := arguments.precision.compute) not in COMPUTED:
+                raise RowError(
+                    f"row {row.name}: precision.compute is {compute}; what is compared is {' and '.join(COMPUTED)}"
+                )
+            if not VARIANTS[arguments.model.variant].te or arguments.precision.auto:
+                arguments.model.attention_backend = "auto"
+            settings[Setting(micro_batch, arguments.model.attention_backend)] = arguments
+    return settings

@@ -24,9 +24,8 @@ from model.fp8.precision import Precision, fp8_modules
 from model.graphs import use_cuda_graphs
 from model.proof import attention_of, prove
 from model.variants import VARIANTS
-from test_fp8.common import report
-from test_fp8.model.same_model import DifferentModel, Reference, check_same_model, loss_error
-from test_fp8.model.timing import Laps, enqueue_ms, synchronize, times_in
+from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
+from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -237,7 +236,7 @@ class Visitor:
         prepare_s = time.perf_counter() - start
         error = self._error(loss if documents is None else whole_rows(model, input_ids, labels), arguments)
         passes(1)
-        count = times_in(self.seconds, report.timed_ms(lambda: passes(1)), MIN_PASSES, MAX_PASSES)
+        count = times_in(self.seconds, timed_ms(lambda: passes(1)), MIN_PASSES, MAX_PASSES)
         launch_ms = enqueue_ms(lambda: passes(1))  # whose work keeps the GPU busy when the first lap begins
         laps = Laps()
         laps.mark()
@@ -316,4 +315,4 @@ def optimizer_ms(weights: Mapping[str, Tensor], arguments: TrainingArguments, sa
         torch._foreach_zero_(gradients)
 
     step()  # allocates AdamW's moments
-    return [report.timed_ms(step) for _ in range(samples)]
+    return [timed_ms(step) for _ in range(samples)]

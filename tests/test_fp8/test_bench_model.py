@@ -17,13 +17,20 @@ from model import build, conversion
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from test_fp8 import bench_model
+from test_fp8.common.rows import Row, RowError, parse_rows
+from test_fp8.common.same_model import (
+    DifferentModel,
+    Reference,
+    check_same_model,
+    loss_error,
+    weight_problems,
+)
+from test_fp8.common.timing import Laps, mean_pass_ms
 from test_fp8.model import rows as bench_rows
 from test_fp8.model import visit as bench_visit
-from test_fp8.model.report import table
-from test_fp8.model.results import OUT_OF_MEMORY, Series, Setting, results_of
-from test_fp8.model.rows import PRESETS, Row, RowError, parse_row, select
-from test_fp8.model.same_model import DifferentModel, Reference, check_same_model, loss_error, weight_problems
-from test_fp8.model.timing import Laps, mean_pass_ms
+from test_fp8.model.report import lines
+from test_fp8.model.results import OUT_OF_MEMORY, Series, results_of
+from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
 from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
 from tests.conftest import random_ids, small_config
 from train.config.arguments import TrainingArguments
@@ -137,7 +144,8 @@ def test_rows_are_chosen_by_pattern_in_the_order_of_the_table() -> None:
 
 
 def test_a_row_of_ones_own() -> None:
-    row = parse_row("mine", ["model.variant=te_linear", "precision.bf16_modules=[]", "speed.main_grad=false"])
+    pairs = ["model.variant=te_linear", "precision.bf16_modules=[]", "speed.main_grad=false"]
+    (row,) = parse_rows([["mine", *pairs]], PRESETS, ROW_KEYS, "another model or batch")
     arguments = configured(row)
     assert (arguments.model.variant, arguments.precision.bf16_modules) == ("te_linear", [])
     assert arguments.speed.main_grad is False and arguments.speed.fused_rope is True
@@ -148,7 +156,7 @@ def test_a_row_of_ones_own() -> None:
         ("mine", "learning_rate=1", "another model or batch"),
     ):
         with pytest.raises(RowError, match=complaint):
-            parse_row(name, [pair])
+            parse_rows([[name, pair]], PRESETS, ROW_KEYS, "another model or batch")
 
 
 # ---------------------------------------------------------------- settings, speeds, ratios
@@ -264,7 +272,7 @@ def test_what_precision_auto_gave_bf16_is_not_the_bf16_to_beat() -> None:
     results = results_of([auto, bf16], proofs_of([auto, bf16]), [], 1.0)
     assert [r["best_bf16"] for r in results] == [False, True]
     assert results[0]["ratio_to_best_bf16"] == pytest.approx(10 / 9)
-    assert "te_layer_auto chose: compute bf16, cuda_graphs False" in table(results)
+    assert "bare te_layer_auto chose: compute bf16, cuda_graphs False" in lines(results)
 
 
 # ---------------------------------------------------------------- the program

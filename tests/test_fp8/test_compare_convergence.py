@@ -10,9 +10,10 @@ import pytest
 
 from model.config import load_config
 from test_fp8 import compare_convergence
+from test_fp8.common.options import public
+from test_fp8.common.rows import Row, RowError
 from test_fp8.convergence import rows as convergence_rows
-from test_fp8.convergence.report import shown
-from test_fp8.convergence.rows import Row, last_lines, parse_rows, with_baseline_first
+from test_fp8.convergence.rows import chosen_rows
 from test_fp8.convergence.trainings import (
     ComparisonError,
     check_same_training,
@@ -158,42 +159,42 @@ def test_unfinished(records: list[dict], reason: str) -> None:
     [
         (["a/b", "precision.recipe=block"], "a name has letters"),
         (["x", "precision.recipe"], "key=value is expected"),
-        (["x", "learning_rate=1"], "learning_rate would be another training"),
+        (
+            ["x", "learning_rate=1"],
+            "learning_rate would make another training; for all rows: -- --learning_rate VALUE",
+        ),
         (["x", "data.sources.text=y"], "another training"),
         (["x", "precisions=1"], "another training"),
-        (["bf16", "precision.recipe=block"], "row bf16 is given twice"),
+        (["bf16", "precision.recipe=block"], "there is such a row already"),
     ],
 )
 def test_rows_that_are_refused(given: list[str], words: str) -> None:
-    with pytest.raises(ComparisonError, match=words):
-        parse_rows(["bf16"], [given])
+    with pytest.raises(RowError, match=words):
+        rows_of("--rows", "bf16", "--row", *given)
+
+
+def rows_of(*options: str) -> list[Row]:
+    return chosen_rows(compare_convergence.parse_arguments(options))
 
 
 def test_rows() -> None:
-    rows = parse_rows(["delayed", "bf16"], [["lm_head", "precision.bf16_modules=[]"]])
-    rows = with_baseline_first(rows, "bf16", noise_seed=7)
+    row = ["--row", "lm_head", "precision.bf16_modules=[]"]
+    rows = rows_of("--rows", "delayed", "bf16", *row, "--noise_seed", "7")
     assert [row.name for row in rows] == ["bf16", "bf16_seed7", "delayed", "lm_head"]
-    assert rows[1] == Row("bf16_seed7", {"precision.compute": "bf16", "seed": "7"}, measures_noise=True)
-    assert rows[2].overrides == {"precision.compute": "fp8", "precision.recipe": "delayed"}
-    with pytest.raises(ComparisonError, match="baseline fp16 is not among the rows bf16"):
-        with_baseline_first(parse_rows(["bf16"], []), "fp16", None)
+    assert rows[1] == Row("bf16_seed7", {"precision.compute": "bf16", "seed": "7"})
+    assert rows[2].settings == {"precision.compute": "fp8", "precision.recipe": "delayed"}
+    with pytest.raises(RowError, match="baseline fp16 is not among the rows bf16"):
+        rows_of("--rows", "bf16", "--baseline", "fp16")
 
 
 def test_reports_name_no_folder_of_the_machine() -> None:
-    assert shown("/somewhere/else/run.json") == "run.json"
-    assert shown("--deepspeed=/somewhere/zero.json") == "--deepspeed=zero.json"
-    assert shown(str(ROOT / "train_args/train_config_fp8.json")) == "train_args/train_config_fp8.json"
+    assert public("/somewhere/else/run.json") == "run.json"
+    assert public("--deepspeed=/somewhere/zero.json") == "--deepspeed=zero.json"
+    assert public(str(ROOT / "train_args/train_config_fp8.json")) == "train_args/train_config_fp8.json"
     assert (
-        shown("train_config_fp8") == "train_config_fp8"
-        and shown("precision.margin=1") == "precision.margin=1"
+        public("train_config_fp8") == "train_config_fp8"
+        and public("precision.margin=1") == "precision.margin=1"
     )
-
-
-def test_the_last_lines_are_the_trainings_own() -> None:
-    lines = [f"line {i}" for i in range(30)]
-    assert last_lines("\n".join(lines)) == lines[-20:]
-    torchrun = ["E1 torch/distributed/elastic/x.py:1] failed (exitcode: 1) local_rank: 0", *["noise"] * 30]
-    assert last_lines("\n".join([*lines, *torchrun])) == lines[-20:]
 
 
 # ---------------------------------------------------------------- the program, with real trainings
@@ -281,7 +282,7 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
     def reason(*options: str, **versions: str) -> str | None:
         limits = ["--max_steps", "6", "--logging_steps", "2", "--work_dir", str(work)]
         arguments = compare_convergence.parse_arguments([str(config), *limits, *rows, *options])
-        plan = convergence_rows.make_plan(parse_rows(["delayed"], [])[0], arguments)
+        plan = convergence_rows.make_plan(rows_of("--rows", "bf16", "delayed")[1], arguments)
         now = json.loads((work / "delayed" / "conditions.json").read_text())["conditions"]
         return convergence_rows.why_to_run(plan, {**now, "versions": {**now["versions"], **versions}})
 
@@ -316,10 +317,11 @@ def test_errors_come_before_any_training(
     assert not (tmp_path / "work").exists()
 
 
-def test_several_processes_are_started_by_torchrun(config: Path) -> None:
+def test_several_processes_are_started_by_the_launcher(config: Path) -> None:
     arguments = compare_convergence.parse_arguments([str(config), "--nproc", "2"])
-    plan = convergence_rows.make_plan(parse_rows(["bf16"], [])[0], arguments)
-    assert ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] == plan.command[1:5]
+    plan = convergence_rows.make_plan(chosen_rows(arguments)[0], arguments)
+    scripts = [str(ROOT / "train" / name) for name in ("launch.py", "train.py")]
+    assert plan.command[1:5] == [scripts[0], "--nproc", "2", scripts[1]]
     assert plan.config["gradient_accumulation_steps"] == 1  # 256 tokens = 2 ranks x 2 samples x 64
 
 
@@ -328,7 +330,7 @@ def test_the_shipped_comparison_is_large_and_long_enough() -> None:
     from model.accounting import num_parameters
 
     arguments = compare_convergence.parse_arguments([])
-    configs = [convergence_rows.make_plan(row, arguments).config for row in parse_rows(arguments.rows, [])]
+    configs = [convergence_rows.make_plan(row, arguments).config for row in chosen_rows(arguments)]
     assert {c["precision"]["recipe"] for c in configs} == {"delayed", "current", "block"}
     for c in configs:
         assert num_parameters(load_config(c["model"]["config"])) >= 300e6

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from test_fp8 import compare_gradients
+from test_fp8.model import gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +20,7 @@ def test_figures_of_a_gradient_that_is_too_short() -> None:
     torch.manual_seed(0)
     exact = [{"a": torch.randn(8, 8), "b": torch.randn(8)} for _ in range(3)]
     short = [{name: 0.9 * g for name, g in batch.items()} for batch in exact]
-    row = compare_gradients.compare("short", short, exact)
+    row = gradients.compare("short", short, exact)
     assert row["error_of_batch"] == pytest.approx(0.1, rel=1e-5)
     assert row["error_of_sum"] == pytest.approx(0.1, rel=1e-5)
     assert row["along"] == pytest.approx(0.9, rel=1e-5)
@@ -30,7 +31,7 @@ def test_chance_averages_out_in_the_sum() -> None:
     torch.manual_seed(0)
     exact = [{"a": torch.ones(64, 64)} for _ in range(16)]
     noisy = [{"a": g["a"] + torch.randn(64, 64)} for g in exact]
-    row = compare_gradients.compare("noisy", noisy, exact)
+    row = gradients.compare("noisy", noisy, exact)
     assert row["error_of_batch"] == pytest.approx(1.0, rel=0.05)
     assert row["error_of_sum"] == pytest.approx(0.25, rel=0.05)
 

@@ -132,7 +132,7 @@ def test_a_row_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     assert {r["reason"] for r in measured(["bf16"])} == {"out of luck"}
     assert rows[0]["step"] and rows[2]["step"]
     monkeypatch.undo()
-    monkeypatch.setattr(linear_bench.report, "take_turns", fail)
+    monkeypatch.setattr(linear_bench.timing, "take_turns", fail)
     assert measured(["bf16"])[0]["reason"] == "out of luck"
 
 
@@ -193,6 +193,6 @@ def test_where_fp8_overtakes_bf16(tmp_path: Path) -> None:
     text = "\n".join(summary_lines([summary]))
     assert "1024 rows: from width 2048 on" in text and "64 rows: never" in text
     assert from_width({512: 2.0, 1024: 1.5}) == 512
-    drawn = plot(results, {"fp8": {"tflops": 1400.0}}, "title", tmp_path / "x.json")
-    assert drawn == tmp_path / "x.png" and drawn.is_file()
-    assert plot([{"reason": "no"}], {}, "title", tmp_path / "y.json") is None
+    plot(results, {"fp8": {"tflops": 1400.0}}, "title", tmp_path / "x.json")
+    plot([{"reason": "no"}], {}, "title", tmp_path / "y.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from test_fp8.common import report
+from test_fp8.common import report, timing
+from test_fp8.common.options import Options, output_file, positive
+from train.files import drawing
 
 
 def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> None:
@@ -27,11 +29,11 @@ def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> No
 
 def test_written_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "r.json"
-    command = report.command_line("test_fp8/x.py", ["--steps", 3, "--name", "two words"])
-    report.write_json(path, command, [{"loss": float("nan"), "ok": (1.5, float("inf"))}], tolerance=0.1)
+    report.write_json(
+        path, "python test_fp8/x.py", [{"loss": float("nan"), "ok": (1.5, float("inf"))}], tolerance=0.1
+    )
     written = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert list(written) == ["command", "date", "machine", "versions", "tolerance", "results"]
-    assert written["command"] == "python test_fp8/x.py --steps 3 --name 'two words'"
     assert written["results"] == [{"loss": None, "ok": [1.5, None]}]
     assert written["tolerance"] == 0.1
     assert str(tmp_path) not in path.read_text()
@@ -49,26 +51,51 @@ def test_steps_take_turns() -> None:
     def noted(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    times = report.take_turns({"a": noted("a"), "b": noted("b")}, 3, before={"b": noted("before b")})
+    times = timing.take_turns({"a": noted("a"), "b": noted("b")}, 3, before={"b": noted("before b")})
     assert order == ["a", "before b", "b", "before b", "b", "a", "a", "before b", "b"]
     assert [len(samples) for samples in times.values()] == [3, 3]
 
 
 def test_time_is_in_milliseconds_and_without_what_runs_before() -> None:
-    times = report.take_turns({"x": lambda: time.sleep(0.01)}, 1, before={"x": lambda: time.sleep(0.2)})
+    times = timing.take_turns({"x": lambda: time.sleep(0.01)}, 1, before={"x": lambda: time.sleep(0.2)})
     assert 10 <= times["x"][0] < 150
 
 
-def test_the_plot_lies_beside_the_json(tmp_path: Path) -> None:
-    figure, axes = report.subplots(1, 2)
-    assert axes.shape == (1, 2)
-    axes[0, 0].plot([1, 2], [3, 4])
-    path = report.save_plot(figure, tmp_path / "results" / "r.json")
-    assert path == tmp_path / "results" / "r.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_a_plot_makes_its_folder(tmp_path: Path) -> None:
+    with drawing(tmp_path / "results" / "r.png", 1, 2) as (_, axes):
+        assert axes.shape == (1, 2)
+        report.bars(axes[0, 0], ["a", "b"], [3, 4])
+    assert (tmp_path / "results" / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_has_a_dash_for_what_is_missing() -> None:
+    columns: report.Columns = {"row": ("row", "<"), "x": ("x", ".1f"), "twice": (lambda r: 2 * r["n"], "d")}
+    text = report.table([{"row": "long name", "x": 1.26, "n": 4}, {"row": "b", "n": 10}], columns)
+    assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
 
 
 def test_output_must_be_json() -> None:
-    assert report.output_file("a/b.json") == Path("a/b.json")
+    assert output_file("a/b.json") == Path("a/b.json")
     with pytest.raises(argparse.ArgumentTypeError, match="b.png"):
-        report.output_file("a/b.png")
+        output_file("a/b.png")
+
+
+def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
+    """Also with what --row has; without what was not asked for, where the output goes, and folders of the machine."""
+    options = Options("/somewhere/test_fp8/x.py", "What it does.")
+    options.add("config", "tiny", "the model", nargs="?")
+    options.add("--steps", 5, "of training, 100 %", type=positive)
+    options.add("--sizes", [], "in tokens", type=positive, nargs="+")
+    options.add("--names", ["a"], "of rows", nargs="*")
+    options.add("--data", None, "prepared", type=Path)
+    options.add_rows()
+    options.add_flag("--all", "of them")
+    options.add_output("JSON")
+    given = [str(tmp_path / "model.json"), "--names", "--data", str(tmp_path / "text"), "--output", "x.json"]
+    given += ["--row", "a", "key=two words", f"data={tmp_path}/b", "--row", "b", "x=1", "--all"]
+    assert options.command(options.parse_args(given), "--", 1) == (
+        "python test_fp8/x.py model.json --steps 5 --names --data text --row a 'key=two words' data=b --row b x=1 "
+        "--all -- 1"
+    )
+    assert options.command(options.parse_args([])) == "python test_fp8/x.py tiny --steps 5 --names a"
+    assert "100 %; default: 5\n" in options.format_help() and "in tokens\n" in options.format_help()

@@ -1,19 +1,57 @@
-"""Clocks of `bench_model.py`: laps that do not wait for the GPU, and the host's time to enqueue."""
+"""Clocks: single calls, calls that take turns, laps that do not wait for the GPU, and the host's time to enqueue."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def timed_ms(step: Callable[[], Any]) -> float:
+    """Milliseconds of one call: on a GPU by CUDA events, from the call to the end of the last kernel; else by the
+    clock. The GPU is idle at the start, so that the time of launching is part of it wherever it is not hidden."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e3
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    before.record()
+    step()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
+
+
+def take_turns(
+    steps: Mapping[Key, Callable[[], Any]],
+    rounds: int,
+    before: Mapping[Key, Callable[[], Any]] | None = None,
+) -> dict[Key, list[float]]:
+    """Milliseconds of each step in each of `rounds` rounds; `before` is what must run, untimed, before some of them.
+
+    A round runs every step once, so that a clock that drifts meets all of them alike, and every second round runs
+    them in reverse, so that none always follows the same one.
+    """
+    before = before or {}
+    times: dict[Key, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
+            if name in before:
+                before[name]()
+            times[name].append(timed_ms(steps[name]))
+    return times
 
 
 class Laps:

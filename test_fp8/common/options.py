@@ -1,0 +1,117 @@
+"""The command lines of test_fp8/: types, defaults that differ without a GPU, and the command that repeats a run. All of
+it without torch, so that --help and a bad argument are answered at once."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NOT_REPEATED = ("output", "work_dir")
+
+
+class ByMachine(NamedTuple):
+    """A default that is settled once torch is there."""
+
+    gpu: Any
+    cpu: Any
+
+
+class Options(argparse.ArgumentParser):
+    """The options of the program `file`, whose docstring `text` is the help."""
+
+    def __init__(self, file: str, text: str | None, **options: Any):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.program = f"test_fp8/{Path(file).name}"
+        self.flags: dict[str, str] = {}  # key -> flag, "" where there is none
+
+    def add(self, name: str, default: Any, help: str, **options: Any) -> None:
+        """An option, or with a name without -- what stands alone; its `default` is shown."""
+        values = default if isinstance(default, ByMachine) else (default,)
+        shown = ", without a GPU ".join(
+            " ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values
+        )
+        if default is not None and default is not False and default != []:
+            help += f"; default: {shown}"
+        action = self.add_argument(name, default=default, help=help.replace("%", "%%"), **options)
+        self.flags[action.dest] = name if name.startswith("-") else ""
+
+    def add_flag(self, name: str, help: str) -> None:
+        self.add(name, False, help, action="store_true")
+
+    def add_rows(self) -> None:
+        """--row NAME key=value ..., see common/rows.py."""
+        self.add("--row", [], "one more row", nargs="+", action="append", metavar=("NAME", "key=value"))
+
+    def add_output(self, what: str) -> None:
+        self.add("--output", None, f"write {what}", type=output_file, metavar="FILE.json")
+
+    def settle(self, options: argparse.Namespace) -> None:
+        """Put what holds on this machine in the place of each `ByMachine`."""
+        import torch
+
+        for key, value in vars(options).items():
+            if isinstance(value, ByMachine):
+                setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
+
+    def words(self, options: argparse.Namespace) -> list[str]:
+        """The command line that repeats a run with `options`, without where its output goes and without folders of this
+        machine."""
+        words: list[object] = []
+        for key, flag in self.flags.items():
+            value, before = getattr(options, key), [flag] if flag else []
+            if key in NOT_REPEATED or value is None or value is False or value == self.get_default(key) == []:
+                continue
+            lists = value if isinstance(value, list) else [] if value is True else [value]
+            for items in lists if lists and isinstance(lists[0], list) else [lists]:
+                words += [*before, *map(public, items)]
+        return [str(word) for word in words]
+
+    def command(self, options: argparse.Namespace, *more: object) -> str:
+        """`words` as one line, with `more` behind."""
+        return shlex.join(["python", self.program, *self.words(options), *map(str, more)])
+
+
+def public(value: object) -> str:
+    """A value or key=value of a command line without folders of this machine: of a Path the name, of text that is an
+    absolute path its part in the repository, or its name."""
+    if isinstance(value, Path):
+        return value.name
+    key, equals, text = str(value).rpartition("=")
+    path = Path(text)
+    if not path.is_absolute():
+        return str(value)
+    inside = path.resolve().is_relative_to(ROOT)
+    return f"{key}{equals}{path.resolve().relative_to(ROOT) if inside else path.name}"
+
+
+def _checked(
+    convert: Callable[[str], Any], allowed: Callable[[Any], bool], expected: str
+) -> Callable[[str], Any]:
+    """An argparse type: what `convert` makes of a text, if that is `allowed`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
+        return value
+
+    return parse
+
+
+positive = _checked(int, lambda n: n > 0, "a positive whole number is expected")
+seconds = _checked(float, lambda s: 0 <= s < 1e3, "seconds are expected, such as 1.5")
+fraction = _checked(
+    float, lambda x: 0 < x < 1, "a fraction between 0 and 1 is expected, such as 0.005 for 0.5 %"
+)
+output_file = _checked(
+    Path,
+    lambda path: path.suffix == ".json",
+    "a file that ends in .json is expected; the plot goes beside it, as a .png",
+)

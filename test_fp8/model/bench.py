@@ -1,0 +1,147 @@
+"""All rows of `bench_model.py`: configured, visited in rounds, and what they have in common."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.accounting import flops_per_token, num_parameters
+from model.build import build_model
+from model.config import load_config
+from model.fp8.precision import Precision
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from test_fp8.common.report import Result
+from test_fp8.common.rows import Row
+from test_fp8.common.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
+from test_fp8.model.results import EXPLAINED, Series, results_of
+from test_fp8.model.rows import MEASURES, Setting, settings_of
+from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
+from train.autotune import resolve_auto
+
+OPTIMIZER_SAMPLES = 8
+
+
+class Bench:
+    """All of `rows` (`chosen_rows`): their configurations, then `prepare`, `run`, and at any time `results`.
+
+    Raises ValueError (RowError, ConfigurationError): sizes that the model or FP8 cannot take, rows that cannot be.
+    """
+
+    def __init__(self, options: argparse.Namespace, rows: Sequence[tuple[str, Row]]):
+        self.options = options
+        self.config = load_config(options.config)
+        length, longest = options.seq_length, self.config.max_position_embeddings
+        if length % FP8_TRAIN_ROW_MULTIPLE or length > longest:
+            raise ValueError(
+                f"--seq_length {length}: a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to the model's "
+                f"max_position_embeddings {longest} is expected"
+            )
+        self.series = [Series(row, measure, settings_of(row, options)) for measure, row in rows]
+        self.optimizer_ms: list[float] = []
+        self.finished = dict.fromkeys(options.measure, 0)  # rounds
+
+    def prepare(self) -> None:
+        """The batch, and what transformers' model in bf16 makes of it."""
+        options = self.options
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        generator = torch.Generator().manual_seed(options.seed)
+        samples, tokens = max(options.micro_batch), options.seq_length
+        ids = torch.randint(self.config.vocab_size, (samples, tokens + 1), generator=generator).to(device)
+        batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        model = build_model(self.config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
+        self.visitor = Visitor(Reference.of(model, *batch), batch, options.seconds, options.document_length)
+
+    def run(self) -> Iterator[None]:
+        """Measure; yields after each round, when `results` has news."""
+        for measure in MEASURES:
+            series = [s for s in self.series if s.measure == measure]
+            for turn in range(self.options.rounds if series else 0):
+                if measure == "step":
+                    self._time_optimizer(series)
+                for one in series if turn % 2 == 0 else reversed(series):
+                    self._visit(one, turn)
+                self.finished[measure] += 1
+                yield
+
+    def _time_optimizer(self, series: Sequence[Series]) -> None:
+        arguments = next(iter(series[0].settings.values()))
+        try:
+            weights = self.visitor.reference.weights
+            self.optimizer_ms += optimizer_ms(weights, arguments, OPTIMIZER_SAMPLES)
+        except torch.OutOfMemoryError:
+            print("the optimizer alone: out of memory; what DeepSpeed adds is not known")
+
+    def _visit(self, series: Series, turn: int) -> None:
+        """All settings of `series` that this round has for it; of those that were fastest bare the first that fits."""
+        bare = next((s for s in self.series if (s.row, s.measure) == (series.row, "bare")), None)
+        bare = bare if series.measure == "step" else None
+        series.failed = series.failed or (bare.failed if bare else None)
+        for setting in [] if series.failed else series.candidates(turn, bare):
+            label = f"{series.measure:<4} {series.row.name:<38} {setting}"
+            try:
+                self._tune(series, setting)
+                visit = self.visitor.visit(series.settings[setting], series.measure)
+            except Exception as error:  # whatever it is, the other rows go on
+                if series.refuse(setting, error) and not isinstance(error, EXPLAINED):
+                    traceback.print_exc()
+                print(f"{label} {series.reasons[setting]}", flush=True)
+                if series.failed:
+                    return
+                continue
+            series.visits.setdefault(setting, []).append((turn, visit))
+            rate = series.tokens_per_second(setting, [visit])
+            print(
+                f"{label} {rate:>11,.0f} tokens/s, loss {visit.loss:.5f}, {visit.attention}, visit of "
+                f"{visit.seconds:.1f} s{left_behind(visit)}",
+                flush=True,
+            )
+            if bare:
+                return
+
+    def _tune(self, series: Series, setting: Setting) -> None:
+        """Where the row leaves the choice to precision.auto, have it chosen, once for both measures."""
+        if not series.settings[setting].precision.auto:
+            return
+        free_memory()
+        arguments, record = resolve_auto(series.settings[setting], 1, print)
+        for one in self.series:
+            if one.row == series.row:
+                one.settings[setting] = arguments
+                one.choices[setting] = asdict(record.choice) | {"why": record.why} if record else {}
+
+    def results(self) -> list[Result]:
+        return results_of(self.series, self.visitor.proofs, self.optimizer_ms, self.flops())
+
+    def flops(self) -> float:
+        return flops_per_token(self.config, self.options.seq_length)
+
+    def conditions(self) -> dict[str, Any]:
+        """What all rows have in common, for the report."""
+        options = self.options
+        return {
+            "model": Path(options.config).name,
+            "parameters": num_parameters(self.config),
+            "gflop_per_token": self.flops() / 1e9,
+            "seq_length": options.seq_length,
+            "document_length": options.document_length,
+            "accumulation": options.accumulation,
+            "rounds": options.rounds,
+            "rounds_finished": self.finished,
+            "deterministic": options.deterministic,
+            "seed": options.seed,
+            "loss_tolerance": LOSS_TOLERANCE,
+            "logits_tolerance": LOGITS_TOLERANCE,
+            "optimizer_ms": self.optimizer_ms,
+        }
+
+
+def left_behind(visit: Visit) -> str:
+    """A remark where earlier visits have not given back their memory, which then counts for this one."""
+    much = (visit.before_gib or 0) > 0.5
+    return f", {visit.before_gib:.1f} GiB were allocated before it" if much else ""

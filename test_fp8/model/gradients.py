@@ -1,0 +1,113 @@
+"""What `compare_gradients.py` measures: the gradient of the same samples at the same weights, in two precisions."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.build import build_model
+from model.config import load_config
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from test_fp8.common.report import Result
+from train.data.stream import Batch, open_stream
+
+FLOAT32 = {"compute": "fp32", "backend": "reference"}
+Batches = Sequence[Batch]
+
+
+def gradients(
+    how: Mapping[str, Any], config: Any, init_from: Path | None, batches: Batches
+) -> tuple[float, list[dict[str, Tensor]]]:
+    """Mean loss, and what each micro-batch adds to the gradient, float32 by parameter name: te_layer with the precision
+    `how`."""
+    precision = Precision(PrecisionConfig(**how))
+    model = build_model(
+        config, "te_layer", precision, seed=42, init_from=str(init_from) if init_from else None
+    )
+    model.train()
+    on_device = [batch.to(precision.device) for batch in batches]
+    calibrate(model, precision, on_device[0].input_ids, on_device[0].labels, len(on_device))
+    loss, found = 0.0, []
+    for ids, labels, _ in on_device:
+        model.zero_grad(set_to_none=True)
+        out = model(ids, labels=labels).loss
+        (out / len(on_device)).backward()  # as accumulation scales it, and calibration has assumed
+        loss += out.item() / len(on_device)
+        found.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
+    return loss, found
+
+
+def compare(name: str, own: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]) -> Result:
+    """The figures of a row, see compare_gradients.py."""
+    of_batch = [_error([g[k] - r[k] for k in r], list(r.values())) for g, r in zip(own, exact, strict=True)]
+    g, r = ({key: sum(batch[key] for batch in batches) for key in batches[0]} for batches in (own, exact))
+    by_matrix = {key: _error([g[key] - r[key]], [r[key]]) for key in r if r[key].dim() == 2}
+    worst = max(by_matrix, key=by_matrix.__getitem__)
+    squares = sum(float((t.double() ** 2).sum()) for t in r.values())
+    return {
+        "row": name,
+        "error_of_batch": sum(of_batch) / len(of_batch),
+        "error_of_sum": _error([g[k] - r[k] for k in r], list(r.values())),
+        "along": sum(float((g[k].double() * r[k].double()).sum()) for k in r) / squares,
+        "worst": by_matrix[worst],
+        "worst_matrix": worst,
+    }
+
+
+def _error(differences: list[Tensor], of: list[Tensor]) -> float:
+    norms = [float(torch.stack([t.double().norm() for t in ts]).norm()) for ts in (differences, of)]
+    return norms[0] / norms[1]
+
+
+def read_batches(options: argparse.Namespace, vocabulary: int) -> Batches:
+    """Samples of --data in the order of training; random tokens without it."""
+    size = options.micro_batch
+    if options.data is None:
+        ids = torch.randint(
+            vocabulary,
+            (options.batches * size, options.seq_length + 1),
+            generator=torch.Generator().manual_seed(42),
+        )
+        return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.split(size)]
+    stream = open_stream({"data": options.data}, None, options.seq_length, seed=42)
+    stream.check_vocabulary(vocabulary)
+    return [stream.batch(index * size, size) for index in range(options.batches)]
+
+
+def read_config(options: argparse.Namespace) -> Any:
+    """The configuration of --init_from, else of --config. Raises ValueError, which names the option."""
+    folder = options.init_from
+    if folder and not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise ValueError(
+            f"--init_from: {str(folder)!r} {what}; give a Hugging Face folder, such as a run's output/RUN/hf"
+        )
+    try:
+        return load_config(str(folder or options.config))
+    except ValueError as error:
+        option = "--init_from" if folder else "--config"
+        raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
+
+
+def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
+    """One result for each of `rows`, name -> keys of the section "precision". Raises ValueError, OSError: bad input."""
+    config = read_config(options)
+    batches = read_batches(options, config.vocab_size)
+    exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
+    print(f"float32: loss {exact_loss:.4f}", flush=True)
+    for name, how in rows.items():
+        loss, own = gradients(how, config, options.init_from, batches)
+        result = {**compare(name, own, exact), "loss_difference": loss - exact_loss}
+        del own
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        yield result

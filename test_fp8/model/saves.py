@@ -1,0 +1,105 @@
+"""What `bench_save.py` measures: steps of a model in a DeepSpeed engine, alone and during a save."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from model.build import build_model
+from model.config import load_config
+from model.fp8 import te_backend
+from model.fp8.precision import Precision
+from test_fp8.common.report import Result
+from test_fp8.common.timing import synchronize
+from train.checkpoint.files import RunState, read_manifest
+from train.checkpoint.save import Saver
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
+from train.engine.step import MicroStep, build_engine
+from train.guard.signals import StopVote
+
+WARM_UP_STEPS = 3
+
+
+class Training:
+    """Steps of a model, and the time that each takes."""
+
+    def __init__(self, options: argparse.Namespace):
+        raw = {
+            "model": {"config": options.config},
+            "data": {"sources": {"none": "none"}},
+            "max_steps": 10**6,
+            "max_seq_length": options.seq_length,
+            "per_device_train_batch_size": options.micro_batch,
+            "gradient_accumulation_steps": options.accumulation,
+            "deepspeed": f"ds_config_zero{options.stage}.json",
+        }
+        world = dist.get_world_size()
+        args = TrainingArguments.from_dict(raw).resolve(world)
+        self.config, self.precision = load_config(options.config), Precision(args.precision)
+        te_backend.choose_attention_backend(args.model.attention_backend)
+        model = build_model(self.config, args.model.variant, self.precision, seed=1, speed=args.speed)
+        self.engine = build_engine(model, args, resolve_ds_config(args, world)[0])
+        self.micro_step = MicroStep(self.engine, self.precision, args)
+        self.accumulation = options.accumulation
+        self.ids = torch.randint(
+            self.config.vocab_size, (options.micro_batch, options.seq_length), device=self.engine.device
+        )
+        self.vote = StopVote()
+        self.state = RunState(0, 0, 0, world, options.stage, args.to_dict(), {})
+
+    def step(self) -> float:
+        """Take a step; its seconds."""
+        start = time.perf_counter()
+        for index in range(self.accumulation):
+            self.micro_step(Batch(self.ids, self.ids), index)
+        synchronize()
+        self.state.step += 1
+        return time.perf_counter() - start
+
+
+def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> Result:
+    """`steps` steps, a save, and steps until it is committed."""
+    alone = [training.step() for _ in range(steps)]
+    start = time.perf_counter()
+    saver.begin(training.state, background)
+    begin_s = time.perf_counter() - start
+    during = []
+    while training.vote.stop_or(saver.busy)[1]:
+        during.append(training.step())
+    saved = saver.finish()
+    assert saved is not None
+    return {
+        "background": background,
+        "begin_s": begin_s,
+        "waited_s": saved.waited_s,
+        "save_s": saved.seconds,
+        "gigabytes": sum(size for size, _ in read_manifest(saved.path).values()) / 1e9,
+        "steps_alone_s": alone,
+        "steps_during_s": during,
+    }
+
+
+def measure(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[Result]:
+    """The saves of all rounds, with `lost_s` of each."""
+    training = Training(options)
+    saver = Saver(training.engine, folder, training.precision, 1, say)
+    for _ in range(WARM_UP_STEPS):
+        training.step()
+    found = []
+    for index in range(options.rounds + 1):  # the first in the background is no measure of the others
+        for background in (False, True):
+            found.append({"first": index == 0, **measure_save(training, saver, background, options.steps)})
+    step_s = statistics.median(t for save in found for t in save["steps_alone_s"])
+    for save in found:
+        slower_s = sum(t - step_s for t in save["steps_during_s"])
+        save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
+        save["gigabytes_per_s"] = save["gigabytes"] / save["save_s"]
+    return found
