@@ -19,6 +19,8 @@ from torch import Tensor
 from model.te_reference import tensor_core
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# On a CPU looking an FP8 value up takes a fifth of the time of torch's conversion: of a training step, a third.
+VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8_MAX}
 NAN_BYTE = 0x7F
 """The NaN that the hardware's casts write, in both formats."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -35,8 +37,19 @@ def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = FP8_MAX[dtype]
     scaled = x.float() * scale
     data = scaled.clamp(-limit, limit).to(dtype)
-    data.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_BYTE)
+    nan = scaled.isnan()
+    if nan.any():
+        data.view(torch.uint8).masked_fill_(nan, NAN_BYTE)
     return data
+
+
+def values_of(data: Tensor) -> Tensor:
+    """FP8 -> float32, laid out in memory as `data` is."""
+    if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
+        return values_of(data.t()).t()
+    if not (data.is_cpu and data.is_contiguous()):
+        return data.float()
+    return VALUES[data.dtype].index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -191,7 +204,7 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     """FP8 [M, N] and its inverse scales (one, or one a tile in any of the three layouts) -> values in
     `dtype`.
     """
-    values = data.float()
+    values = values_of(data)
     if scale_inv.dim() == 0:
         return (values * scale_inv).to(dtype)
     block = tuple(
@@ -226,5 +239,5 @@ def fp8_matmul(
     if tensor_core.emulating():
         return tensor_core.matmul(a, a_scale_inv, b, b_scale_inv, fast=fast).to(out_dtype)
     if a_scale_inv.dim() == 0:
-        return (a.float() @ b.float().t()).mul_(a_scale_inv * b_scale_inv).to(out_dtype)
+        return (values_of(a) @ values_of(b).t()).mul_(a_scale_inv * b_scale_inv).to(out_dtype)
     return (dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()).to(out_dtype)

@@ -17,6 +17,7 @@ from model.te_reference.quantize import (
     quantize_per_tensor,
     scale_from_amax,
     update_delayed_scaling,
+    values_of,
 )
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,6 +74,16 @@ def test_nan_loses_its_sign_and_zero_keeps_it(dtype):
     assert as_bytes(quantize_per_tensor(x, torch.tensor(3.0), dtype).rows).tolist() == expected
     rows, _ = quantize_blocks(x[None], (1, 128), dtype)
     assert as_bytes(rows).tolist() == [expected]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_values_are_those_of_the_conversion(dtype):
+    """All 256 bytes to the bit, NaN too, in the memory layout that it would have: sums over it keep their order."""
+    data = torch.arange(256, dtype=torch.uint8).view(dtype).repeat(3).view(32, 24)
+    for layout in (data, data.t(), data[:, ::2], data.view(4, 8, 24), data[:0], data[3]):
+        found, expected = values_of(layout), layout.float()
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+        assert found.stride() == expected.stride()
 
 
 def test_per_tensor_multiplies_in_float32_and_returns_the_inverse_scale():
