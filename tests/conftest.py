@@ -1,11 +1,19 @@
-"""Fixtures shared by all tests: small models, and markers that name the capability a test needs."""
+"""Fixtures shared by all tests: small models; what the markers mean (tests/README.md); nothing stays behind."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from multiprocessing import util as multiprocessing_util
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +21,7 @@ import torch.distributed as dist
 from transformers import MistralConfig
 
 from model.fp8 import te_backend
+from tests import programs
 
 
 def small_config(**changes: object) -> MistralConfig:
@@ -85,6 +94,12 @@ def process_group(only_process_group: dict[str, str]) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tested code starts through subprocess in this process is forked (tests.programs)."""
+    monkeypatch.setattr(subprocess, "Popen", programs.Popen)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is."""
     devices = torch.cuda.device_count()
@@ -101,3 +116,123 @@ def pytest_collection_finish() -> None:
     """What the imports made stays: DeepSpeed collects garbage six times an engine, which would walk over all of it."""
     gc.collect()
     gc.freeze()
+
+
+# ---------------------------------------------------------------- who starts a process says so
+
+
+class Starts:
+    """An audit hook: a test that starts a process has the marker `process`, one that starts a Python of its own, not a
+    fork by tests.programs, the marker `interpreter`. What libraries start (git, a compiler) counts as nothing."""
+
+    item: pytest.Item | None = None
+    fixture: Any = None
+
+    def __init__(self) -> None:
+        self.by_fixture: dict[int, str] = {}  # fixtures that started a process, and the marker for it
+
+    def __call__(self, event: str, values: tuple) -> None:
+        if event not in ("tests.programs", "subprocess.Popen", "os.fork") or self.item is None:
+            return
+        marker = "process"
+        if event == "subprocess.Popen":
+            program = os.fspath(values[0])
+            if programs.__file__ in values[1]:
+                return
+            if program == sys.executable and programs.can_fork():
+                marker = "interpreter"
+            elif not (
+                program.startswith(str(programs.ROOT)) or os.path.basename(program) in ("bash", "deepspeed")
+            ):
+                return
+        if self.fixture is not None:
+            self.by_fixture[id(self.fixture)] = marker
+        self.check(self.item, marker, f"{event} {values[:2]}"[:300])
+
+    def check(self, item: pytest.Item, marker: str, what: str) -> None:
+        if not item.get_closest_marker(marker) and not (
+            marker == "process" and item.get_closest_marker("interpreter")
+        ):
+            raise AssertionError(f"{item.nodeid} has no marker {marker!r} and starts a process: {what}")
+
+
+starts = Starts()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    starts.item = item
+    result = yield
+    starts.item = None
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Iterator[None]:
+    before, starts.fixture = starts.fixture, fixturedef
+    try:
+        return (yield)
+    finally:
+        starts.fixture = before
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Also where the process was started for another test, whose fixture this one shares."""
+    for found in item._fixtureinfo.name2fixturedefs.values():  # type: ignore[attr-defined]
+        if (marker := starts.by_fixture.get(id(found[-1]))) is not None:
+            starts.check(item, marker, f"by its fixture {found[-1].argname}")
+
+
+# ---------------------------------------------------------------- what a run may not leave behind
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for the temporary files of this run and all that it starts; the server of programs listens there."""
+    sys.addaudithook(starts)
+    spawn = multiprocessing_util.spawnv_passfds
+
+    def audited(path: Any, arguments: list, descriptors: list) -> int:
+        sys.audit("subprocess.Popen", os.fsdecode(path), arguments)
+        return spawn(path, arguments, descriptors)
+
+    multiprocessing_util.spawnv_passfds = audited
+    if hasattr(config, "workerinput"):
+        return
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # where pytest keeps what failed tests left
+    folder = tempfile.mkdtemp(prefix="tests-")
+    (Path(folder) / "tmp").mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = f"{folder}/tmp"
+    os.environ[programs.SOCKET] = f"{folder}/programs:{os.getpid()}"
+    config.stash[RUN] = Path(folder), time.time()
+
+
+RUN = pytest.StashKey[tuple[Path, float]]()
+BOUND_TO_STAY = ("torchinductor_*", "pymp-*")
+
+
+def left_behind(folder: Path, since: float) -> list[Path]:
+    """Temporary files of this run, and shared memory made since that no process has."""
+    mine = [p for p in (folder / "tmp").iterdir() if not any(p.match(name) for name in BOUND_TO_STAY)]
+    held = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            held |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue
+    return mine + [p for p in Path("/dev/shm").glob("*") if p.stat().st_ctime > since and str(p) not in held]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if RUN not in session.config.stash:
+        return
+    folder, since = session.config.stash[RUN]
+    programs.stop()
+    found = left_behind(folder, since)
+    for path in found:
+        print(f"\nleft behind by this run: {path}")
+    if found and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    shutil.rmtree(folder, ignore_errors=True)

@@ -15,6 +15,7 @@ from transformers import MistralForCausalLM, PreTrainedTokenizerFast
 from fp8_inference_demo import fp8_inference, generation
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from tests import programs
 from tests.conftest import small_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,7 @@ def load(folder: Path, compute: str, **options: object) -> generation.Generator:
 
 def run_demo(*arguments: str | Path, typed: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "fp8_inference_demo" / "fp8_inference.py"), *map(str, arguments)]
-    return subprocess.run(command, input=typed, capture_output=True, text=True, encoding="utf-8", timeout=240)
+    return programs.run(command, input=typed, capture_output=True, text=True, encoding="utf-8", timeout=240)
 
 
 def check_greedy(folder: Path, device: str) -> None:
@@ -109,12 +110,14 @@ def check_fp8(folder: Path, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.process
 def test_fp8_generates_one_token_at_a_time(folder: Path, recipe: str) -> None:
     check_fp8(folder, recipe)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.process
 def test_fp8_generates_one_token_at_a_time_on_a_gpu(folder: Path, recipe: str) -> None:
     check_fp8(folder, recipe)
 
@@ -169,6 +172,7 @@ def test_incomplete_bytes_come_out_at_the_end() -> None:
     assert stream.rest() == tokenizer.decode(half)
 
 
+@pytest.mark.process
 def test_prompts_line_by_line(folder: Path) -> None:
     arguments = ("--model", folder, "--precision", "bf16", "--max_new_tokens", "3")
     run = run_demo(*arguments, typed="def main\nreturn the\n")
@@ -177,6 +181,7 @@ def test_prompts_line_by_line(folder: Path) -> None:
     assert run.stderr.count("prefill") == 2
 
 
+@pytest.mark.process
 def test_prompt_file_and_run_folder(folder: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text(UNICODE_TEXT, encoding="utf-8")
@@ -213,6 +218,7 @@ def copy_without(folder: Path, target: Path, *names: str) -> Path:
     return target
 
 
+@pytest.mark.process
 def test_missing_folder(tmp_path: Path) -> None:
     run = run_demo("--model", tmp_path / "nowhere", "--prompt", "x")
     assert run.returncode == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tests import programs
 from tests.train.runs import ROOT
 
 
@@ -24,7 +25,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `script` on so many ranks to their end; standard error is in stdout."""
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(ROOT / script)]
-    return subprocess.run(
+    return programs.run(
         [*command, *arguments],
         env=clean_environment(**environment),
         stdout=subprocess.PIPE,
@@ -46,7 +47,7 @@ def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dic
             assert launched.returncode == 0, launched.stdout[-6000:]
             output += launched.stdout
     else:
-        done = subprocess.run(
+        done = programs.run(
             [sys.executable, str(ROOT / script), str(folder), str(file)],
             capture_output=True,
             text=True,

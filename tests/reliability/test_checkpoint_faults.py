@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.train.runs import ROOT, metrics, run
 from train.checkpoint import load as checkpoint
 from train.checkpoint import save
@@ -37,7 +38,7 @@ def ranks(scenario: str, folder: Path, *options: object, before: tuple[str, ...]
     command = [sys.executable, str(ROOT / "tests/reliability/save_ranks.py"), scenario, str(folder)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    done = programs.run(
         [*before, *command, *map(str, options)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,6 +68,7 @@ def saved(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("trials", by_form(1, 100))
+@pytest.mark.process
 def test_a_bit_flipped_in_any_file_is_found_and_the_file_named(saved: Path, trials: int) -> None:
     """Each file of a checkpoint, its manifest too; `trials` random bits of each."""
     chance, root = random.Random(0), saved / "checkpoints"
@@ -102,6 +104,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(
     "kind", ["flipped", *(pytest.param(k, marks=pytest.mark.reliability) for k in list(DAMAGE)[1:])]
 )
+@pytest.mark.process
 def test_all_ranks_fall_back_to_the_previous_one(saved: Path, kind: str) -> None:
     """They load it, and their next steps give what they gave before; a `latest` that is garbage means nothing."""
     pattern, damage, message = DAMAGE[kind]
@@ -117,6 +120,7 @@ def test_all_ranks_fall_back_to_the_previous_one(saved: Path, kind: str) -> None
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("latest", ["", "step-00000002", "step-00000099", "\x00\xff"])
+@pytest.mark.process
 def test_deepspeeds_latest_plays_no_role(saved: Path, latest: str) -> None:
     (saved / "checkpoints/latest").write_text(latest)
     assert [r["report"]["loaded"] for r in ranks("load", saved)["ranks"]] == ["step-00000003"] * 2
@@ -130,6 +134,7 @@ def test_deepspeeds_latest_plays_no_role(saved: Path, latest: str) -> None:
         pytest.param(("--blocking",), 50, id="blocking", marks=FULL),
     ],
 )
+@pytest.mark.process
 def test_all_ranks_killed_in_a_save_lose_no_commit(
     tmp_path: Path, options: tuple[str, ...], trials: int
 ) -> None:
@@ -141,6 +146,7 @@ def test_all_ranks_killed_in_a_save_lose_no_commit(
 
 
 @pytest.mark.parametrize("trials", by_form(1, 50))
+@pytest.mark.process
 def test_a_save_in_which_a_slow_rank_is_killed_never_commits(tmp_path: Path, trials: int) -> None:
     report = ranks("kill_one", tmp_path, "--trials", trials, "--seed", 1)
     assert report["trials"] == trials
@@ -152,7 +158,7 @@ def small_disk(folder: Path) -> tuple[str, ...]:
     """The command that mounts a small tmpfs at `folder`, for one process and its children; skips where none can be."""
     command = ("unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m tmpfs "{folder}" && exec "$@"', "sh")
     try:
-        subprocess.run([*command, "true"], check=True, capture_output=True)
+        programs.run([*command, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs unshare and the right to mount a tmpfs in a namespace of its own")
     return command
@@ -166,6 +172,7 @@ def small_disk(folder: Path) -> tuple[str, ...]:
         *(pytest.param(("--stage", stage), marks=pytest.mark.reliability) for stage in (0, 2, 3)),
     ],
 )
+@pytest.mark.interpreter
 def test_a_full_disk_is_named_and_leaves_the_previous_one(
     tmp_path: Path, options: tuple[object, ...]
 ) -> None:
@@ -211,15 +218,17 @@ assert [int(text.split(b",")[0].rstrip(b"}")) for text in steps] == list(range(1
 """
 
 
+@pytest.mark.interpreter  # behind `unshare`
 def test_metrics_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     """Real ENOSPC on a tmpfs; the run goes on, and loses no line."""
     command = [*small_disk(tmp_path), sys.executable, "-c", METRICS_ON_A_FULL_DISK, str(tmp_path), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = programs.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-999:] + done.stderr
     assert done.stdout.count("metrics.jsonl cannot be written: [Errno 28]") == 1
     assert done.stdout.count("could be written again; no line is missing") == 1
 
 
+@pytest.mark.process
 def test_a_save_that_hangs_ends_the_run_when_it_is_waited_for(tmp_path: Path) -> None:
     """And not before: steps that are taken meanwhile are no hang."""
     report = ranks("hang", tmp_path)

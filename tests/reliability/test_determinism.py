@@ -44,6 +44,7 @@ def whole_run(settings: dict, output_dir: Path, spoiled: dict[str, str]) -> tupl
         pytest.param(FULL, 100, id="full", marks=[pytest.mark.reliability, pytest.mark.timeout(3600)]),
     ],
 )
+@pytest.mark.process
 def test_a_run_is_a_function_of_its_configuration(
     data: Path, small_model: Path, tmp_path: Path, combinations: list[tuple[str, int]], steps: int
 ) -> None:

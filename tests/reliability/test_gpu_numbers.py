@@ -68,17 +68,20 @@ def check_skips(config: str, folder: Path, ranks: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.process
 def test_what_is_not_finite_changes_nothing(config: str, tmp_path: Path) -> None:
     check_skips(config, tmp_path / "skips", 1)
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.process
 def test_what_is_not_finite_on_one_of_two_gpus_changes_nothing_on_either(config: str, tmp_path: Path) -> None:
     check_skips(config, tmp_path / "skips", 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True], ids=["launched", "graphs"])
+@pytest.mark.process
 def test_a_rollback_computes_what_a_resume_computes(
     base: dict[str, Any], tmp_path: Path, graphs: bool
 ) -> None:
@@ -89,6 +92,7 @@ def test_a_rollback_computes_what_a_resume_computes(
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.process
 def test_replicas_on_two_gpus(base: dict[str, Any], tmp_path: Path) -> None:
     """No alarm in 30 steps of delayed scaling, whose scales and histories are compared, too; a flipped bit is one."""
 

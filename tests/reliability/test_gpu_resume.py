@@ -48,6 +48,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs
 
 
+@pytest.mark.process
 def test_two_gpus_go_on_bit_by_bit(runs: Runs) -> None:
     """The curve, and with the last gradient norm the gradients of the last step."""
     whole, resumed = (curve(runs.folder / name / "run") for name in ("two", "two_to_two"))
@@ -56,6 +57,7 @@ def test_two_gpus_go_on_bit_by_bit(runs: Runs) -> None:
     assert differing(runs.state("two_to_two", "loaded"), runs.state("two", "kept")) == []
 
 
+@pytest.mark.process
 def test_one_gpu_goes_on_where_two_stopped(runs: Runs) -> None:
     expected = runs.state("two", "kept")
     assert any(key.startswith("FP8") for key in expected)

@@ -24,6 +24,7 @@ def run_with(fault: str, timeout_s: float = TIMEOUT_S, **environment: str) -> tu
     return done.returncode, done.stdout, ended - float(at[1])
 
 
+@pytest.mark.process
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     status, output, seconds = run_with("hang")
     assert status == 1
@@ -36,6 +37,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     assert output.count("no step was finished") == 1, "told once"
 
 
+@pytest.mark.process
 def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same() -> None:
     status, output, seconds = run_with("hang_in_c")
     assert status == 1 and seconds < TIMEOUT_S + 10
@@ -44,6 +46,7 @@ def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.process
 def test_a_stopped_process_is_named(rank: int) -> None:
     """Rank 0 keeps the store through which the ranks tell each other where they are."""
     status, output, seconds = run_with("stopped", FAULTY_RANK=str(rank))
@@ -52,6 +55,7 @@ def test_a_stopped_process_is_named(rank: int) -> None:
     assert "launch: rank" in output
 
 
+@pytest.mark.process
 def test_a_killed_rank_ends_the_job() -> None:
     status, output, seconds = run_with("killed", timeout_s=600.0)
     assert status == 128 + 9
@@ -59,12 +63,14 @@ def test_a_killed_rank_ends_the_job() -> None:
     assert "launch: rank 1 was killed by SIGKILL" in output
 
 
+@pytest.mark.process
 def test_no_false_alarm_in_a_clean_run() -> None:
     done = launch(2, RANKS, "none", "2.0")
     assert done.returncode == 0 and "all 1000 steps" in done.stdout
     assert "hang_timeout_s" not in done.stdout and "is slow" not in done.stdout
 
 
+@pytest.mark.process
 def test_a_slow_rank_is_named() -> None:
     done = launch(3, RANKS, "slow", "60")
     assert done.returncode == 0, done.stdout

@@ -82,6 +82,7 @@ def check_steps(found: dict[str, Any], what: tuple) -> None:
     assert found["count"] == len(found["steps"]) - 3
 
 
+@pytest.mark.process
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
     """Neither weights nor optimizer nor FP8 state, bit by bit; and the step after it is a step again."""
     check_skips(tmp_path, SKIPS)
@@ -89,12 +90,14 @@ def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(tmp_path: Path) -
 
 @pytest.mark.reliability
 @pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
+@pytest.mark.process
 def test_what_is_not_finite_changes_nothing_in_any_precision(tmp_path: Path) -> None:
     check_skips(tmp_path, MORE_SKIPS)
 
 
 @pytest.mark.reliability
 @pytest.mark.timeout(1200)  # ranks of gloo spin: more of them than cores take their time
+@pytest.mark.process
 def test_what_is_not_finite_on_one_of_four_ranks_changes_nothing_on_any(tmp_path: Path) -> None:
     check_skips(tmp_path, SKIPS, ranks=4)
 
@@ -276,12 +279,14 @@ def check_rollback(folder: Path) -> None:
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.process
 def test_a_rollback_at_other_stages(base: dict[str, Any], tmp_path: Path, stage: int) -> None:
     for ranks in run_cases(tmp_path / "results", list(rollback_cases(base, tmp_path, stage).values())):
         assert ranks == [{"error": None}] * 2
     check_rollback(tmp_path)
 
 
+@pytest.mark.process
 def test_a_crash_does_not_forget_what_a_rollback_left_out(base: dict[str, Any], tmp_path: Path) -> None:
     """The run crashes in the second step after it went back, before its next save."""
     cases = rollback_cases({**base, "per_device_train_batch_size": 2}, tmp_path, ranks=1)
@@ -338,6 +343,7 @@ def runs(
     return {name: (folder / name, ranks) for name, ranks in zip(cases, found, strict=True)}
 
 
+@pytest.mark.process
 def test_a_skipped_step_is_recorded_with_its_samples(runs: dict, base: dict) -> None:
     folder, ranks = runs["nan"]
     assert [rank["error"] for rank in ranks] == [None, None]
@@ -355,6 +361,7 @@ def test_a_skipped_step_is_recorded_with_its_samples(runs: dict, base: dict) -> 
     ) in said
 
 
+@pytest.mark.process
 def test_max_skipped_steps_in_a_row_end_the_run(runs: dict) -> None:
     folder, ranks = runs["stops"]
     for rank in ranks:
@@ -362,6 +369,7 @@ def test_max_skipped_steps_in_a_row_end_the_run(runs: dict) -> None:
     assert [line["step"] for line in metrics(folder) if "skipped" in line] == [2, 3, 4]
 
 
+@pytest.mark.process
 def test_a_spike_is_flagged_at_the_next_log_line(runs: dict) -> None:
     folder, ranks = runs["spike"]
     assert [rank["error"] for rank in ranks] == [None, None]
@@ -373,12 +381,14 @@ def test_a_spike_is_flagged_at_the_next_log_line(runs: dict) -> None:
     assert loss["loss"] > loss["threshold"] and loss["first_sample"] == 36 and loss["samples"] == 2
 
 
+@pytest.mark.process
 def test_a_rollback_leaves_the_samples_out_and_computes_what_a_resume_computes(runs: dict) -> None:
     for name in ("rollback", "rollback_resumed", "to_16", "reference"):
         assert runs[name][1] == [{"error": None}] * 2
     check_rollback(runs["nan"][0].parent)
 
 
+@pytest.mark.process
 def test_a_flipped_weight_is_caught_at_the_next_check(runs: dict) -> None:
     for name, step in (("flip", 4), ("flip_zero0", 4)):
         _, ranks = runs[name]
@@ -391,6 +401,7 @@ def test_a_flipped_weight_is_caught_at_the_next_check(runs: dict) -> None:
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.process
 def test_a_flipped_weight_of_one_of_four_replicas_is_caught(
     base: dict[str, Any], tmp_path: Path, stage: int
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, metrics, run
@@ -92,6 +93,7 @@ def test_a_run_that_saves_nothing_stops_too(
     assert not (Path(settings["output_dir"]) / "checkpoints").exists()
 
 
+@pytest.mark.process
 def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     done = launch(3, "tests/reliability/meeting_ranks.py", "asked", "60")
     assert done.returncode == signals.STOPPED, done.stdout
@@ -110,13 +112,14 @@ def test_a_signal_when_nothing_is_noted_on_a_full_disk(
     assert signals.requested() == "SIGTERM"
 
 
+@pytest.mark.process
 def test_a_signal_does_not_change_why_a_rank_ends() -> None:
     """While it lets rank 0 speak first."""
     code = "from train import signals; signals.install(); from train.train import fail; print('fails', flush=True); "
     code += "fail('it cannot be done', 2)"
     environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while process.stdout.readline() != "fails\n":
             assert process.poll() is None
@@ -146,6 +149,7 @@ def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> No
         ("import os; assert os.environ['WORLD_SIZE'] == '2' and os.environ['MASTER_PORT']", 0),
     ],
 )  # fmt: skip
+@pytest.mark.process
 def test_the_launcher_ends_with_the_status_of_the_ranks(tmp_path: Path, script: str, status: int) -> None:
     (tmp_path / "ranks.py").write_text(script)
     start = time.monotonic()
@@ -153,6 +157,7 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(tmp_path: Path, script: 
     assert time.monotonic() - start < 9
 
 
+@pytest.mark.process
 def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "import os, signal, sys, time\n"
@@ -162,7 +167,7 @@ def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_p
     )
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py"]
     for number, status in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
-        with subprocess.Popen(command, cwd=tmp_path, env=clean_environment()) as process:
+        with programs.Popen(command, cwd=tmp_path, env=clean_environment()) as process:
             ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
             while not all(path.exists() for path in ready):
                 assert process.poll() is None

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
 
@@ -27,10 +28,11 @@ def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
     (folder / "start.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{START}")
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(folder / "start.py")]
     environment = clean_environment(TORCH_EXTENSIONS_DIR=str(folder / "ops"))
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.usefixtures("process_group")  # for which the op was built
+@pytest.mark.process
 def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
     """Torch's builder leaves it when it is killed, and waits for ever for one that it finds."""
     built = Path(cpp_extension._get_build_directory(OP, verbose=False))
@@ -48,6 +50,7 @@ def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
     reason="needs a machine without CUDA and with /dev/shm, where DeepSpeed then shares memory",
 )
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.process
 def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     """66 MB of each rank, until the machine is restarted."""
     (tmp_path / "start.py").write_text(
@@ -69,6 +72,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
 @pytest.mark.reliability
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("builds_s", [0.0, 1.0, 5.0])
+@pytest.mark.interpreter
 def test_a_start_after_one_that_was_killed_while_it_built(tmp_path: Path, builds_s: float) -> None:
     lock = tmp_path / "ops" / OP / "lock"
     with start(tmp_path, ranks=1) as process:

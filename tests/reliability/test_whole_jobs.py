@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.scripts.machine import executable
@@ -75,7 +76,7 @@ class Job:
         log = self.folder / f"job-{restart}.txt"
         environment = self.environment | {"SLURM_RESTART_COUNT": str(restart)}
         with log.open("w") as out:
-            job = subprocess.Popen(
+            job = programs.Popen(
                 [str(ROOT / "run_training.sh"), str(self.config)],
                 env=environment,
                 cwd=self.folder,
@@ -110,6 +111,7 @@ def uninterrupted(folder: Path, settings: dict, ranks: int) -> Path:
         pytest.param(20, marks=[pytest.mark.reliability, pytest.mark.timeout(3600)]),
     ],
 )  # fmt: skip
+@pytest.mark.process
 def test_preemptions_in_a_requeue_loop(settings: dict, tmp_path: Path, preemptions: int) -> None:
     """Two ranks, ZeRO 1, FP8, a stand-in scontrol, signals at random moments from the launch to the second step and
     again a little later: the weights of the uninterrupted run, each sample once."""
@@ -154,6 +156,7 @@ def pid_of_rank(config: Path, rank: int) -> int:
 
 @pytest.mark.reliability
 @pytest.mark.timeout(900)
+@pytest.mark.process
 def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_path: Path) -> None:
     """Four ranks, one killed: the others end within 10 s, run_training.sh starts again from the last checkpoint, and
     the weights are those of the run in which nobody died."""

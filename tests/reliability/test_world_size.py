@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import programs
 from tests.conftest import small_config
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics
@@ -80,7 +80,7 @@ class Runs:
         self.write()
         script = ROOT / "tests/reliability/world_size_ranks.py"
         command = [sys.executable, str(script), str(self.folder / "runs.json")]
-        done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
+        done = programs.run(command, capture_output=True, text=True, env=clean_environment())
         self.said = done.stdout
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return self
@@ -159,6 +159,7 @@ def short(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Run
     return runs.start()
 
 
+@pytest.mark.process
 def test_two_ranks_and_one(short: Runs) -> None:
     short.check("two", "two_to_one", SCALES_MOVE)
     short.check("one", "one_to_two", SCALES_MOVE)
@@ -167,6 +168,7 @@ def test_two_ranks_and_one(short: Runs) -> None:
     assert "in 1 micro-batches a rank instead of 2; random generators of ranks 1 to 1 begin" in short.said
 
 
+@pytest.mark.process
 def test_what_comes_after_is_a_run_as_any_other(short: Runs) -> None:
     """Its checkpoint verifies, and is exported."""
     folder = short.folder / "one_to_two/run"
@@ -230,6 +232,7 @@ def no_shapes(content: dict) -> None:
         ),
     ],
 )
+@pytest.mark.process
 def test_files_that_lack_something_are_named(
     short: Runs, written: Path, name: str, damage: Callable[[dict], None] | None, message: str
 ) -> None:
@@ -245,6 +248,7 @@ def test_files_that_lack_something_are_named(
         repartition.check(saved, {key: t.numel() for key, t in weights.items()}, written)
 
 
+@pytest.mark.process
 def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(written: Path) -> None:
     file = written / "rank_00001.pt"
     content = torch.load(file, weights_only=True)
@@ -280,6 +284,7 @@ CONFIGURATIONS = [
 @pytest.mark.reliability
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision, deepspeed", CONFIGURATIONS)
+@pytest.mark.process
 def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: dict, deepspeed: dict) -> None:
     runs = Runs(tmp_path, {**base, "precision": precision, "deepspeed": deepspeed})
     runs.whole("two", 2, 4)
@@ -297,6 +302,7 @@ def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: di
 
 
 @pytest.mark.reliability
+@pytest.mark.process
 def test_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
     runs = Runs(tmp_path, {**base, "precision": BF16})
     moves = [(0, 1, 2), (1, 0, 2), (1, 2, 2), (2, 1, 2), (1, 3, 2), (3, 1, 2), (3, 0, 1), (2, 3, 4)]
@@ -315,6 +321,7 @@ def test_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
     "stage, option",
     [(2, {"round_robin_gradients": True}), (2, {"parameter_alignment": True}), (3, {"sub_group_size": 9000})],
 )
+@pytest.mark.process
 def test_other_orders_of_the_flat_weights(
     base: dict[str, Any], tmp_path: Path, stage: int, option: dict
 ) -> None:
@@ -333,6 +340,7 @@ def test_other_orders_of_the_flat_weights(
 
 
 @pytest.mark.reliability
+@pytest.mark.process
 def test_a_rollback_to_a_checkpoint_of_another_number_of_ranks(base: dict[str, Any], tmp_path: Path) -> None:
     runs = Runs(tmp_path, {**base, "precision": DELAYED, "spike_window": 16, "on_spike": "rollback"})
     runs.whole("two", 2, 4, max_steps=18, save_steps=0)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from test_fp8 import bench_data
 from test_fp8.common.folders import make_folder, make_sparse_folder
+from tests import programs
 from train.data.format import read_manifest, verify_shard
 from train.data.stream import open_stream
 
@@ -51,11 +52,12 @@ def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
     assert sum(path.stat().st_blocks for path in sparse.iterdir()) * 512 < 1_000_000
 
 
+@pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """On small data; a loaded machine may miss what is required, which the exit status then says."""
     command = [sys.executable, str(ROOT / "test_fp8/bench_data.py"), "--tokens", "2000000", "--rounds", "1"]
     command += ["--batch_size", "8", "--output", str(tmp_path / "data.json"), "--work_dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = programs.run(command, capture_output=True, text=True)
     written = json.loads((tmp_path / "data.json").read_text())
     assert done.returncode == bool(written["misses"]), done.stdout + done.stderr
     assert written["command"] == (

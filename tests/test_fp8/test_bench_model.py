@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from test_fp8.model.report import lines
 from test_fp8.model.results import OUT_OF_MEMORY, Series, results_of
 from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
 from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
+from tests import programs
 from tests.conftest import random_ids, small_config
 from train.config.arguments import TrainingArguments
 
@@ -366,7 +366,7 @@ def run_program(folder: Path) -> None:
     command = [sys.executable, str(ROOT / "test_fp8" / "bench_model.py"), "--config", "tiny", "--rounds", "1"]
     command += ["--rows", "hf_bf16", "te_layer_fp8_delayed", "--accumulation", "2", "--seq_length", "64"]
     command += ["--step_rows", "*", "--micro_batch", "2", "--seconds", "0", "--output", str(output)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    run = programs.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     assert str(folder) not in output.read_text(), "a report must not hold the machine's paths"
     assert output.with_suffix(".png").stat().st_size > 10_000
@@ -389,10 +389,12 @@ def run_program(folder: Path) -> None:
     assert results["bare", names[1]]["loss"] == pytest.approx(results["step", names[1]]["loss"], rel=1e-3)
 
 
+@pytest.mark.process
 def test_program(tmp_path: Path) -> None:
     run_program(tmp_path)
 
 
 @pytest.mark.gpu
+@pytest.mark.process
 def test_program_on_a_gpu(tmp_path: Path) -> None:
     run_program(tmp_path)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from test_fp8 import bench_save
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,13 +27,14 @@ def test_the_first_saves_do_not_count() -> None:
     assert bench_save.ratio(results) == pytest.approx(0.1)
 
 
+@pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """Two ranks of a tiny model; a loaded machine may lose more than is allowed, which the exit status then says."""
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
     command += [str(ROOT / "test_fp8/bench_save.py"), "--rounds", "1", "--steps", "2"]
     command += ["--work_dir", str(tmp_path), "--output", str(tmp_path / "save.json")]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
+    done = programs.run(command, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
     assert (tmp_path / "save.json").exists(), done.stdout + done.stderr
     written = json.loads((tmp_path / "save.json").read_text())
     assert done.returncode == int(written["lost"] >= 0.15)

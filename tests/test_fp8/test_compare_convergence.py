@@ -234,6 +234,8 @@ def program(config: Path, work_dir: Path, *options: str) -> int:
     return compare_convergence.main([str(config), *limits, *options])
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("forked")
 def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """Two trainings; then reused, with one more that fails, against a tolerance that cannot be met, and changed."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"

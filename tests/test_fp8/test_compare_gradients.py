@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 
 from test_fp8 import compare_gradients
 from test_fp8.model import gradients
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,10 +36,11 @@ def test_chance_averages_out_in_the_sum() -> None:
     assert row["error_of_sum"] == pytest.approx(0.25, rel=0.05)
 
 
+@pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "test_fp8/compare_gradients.py"), "--rows", "bf16", "current_e4m3"]
     command += ["--batches", "2", "--seq_length", "32", "--output", str(tmp_path / "g.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = programs.run(command, capture_output=True, text=True, check=True)
     written = json.loads((tmp_path / "g.json").read_text())
     bf16, fp8 = written["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2

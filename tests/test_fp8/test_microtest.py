@@ -14,6 +14,7 @@ from test_fp8.linear.bench import measure_shape
 from test_fp8.linear.cases import Case, Tensors
 from test_fp8.linear.shapes import Shape, chosen_shapes, model_shapes
 from test_fp8.linear.summary import fp8_against_bf16, from_width, plot, summary_lines
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ["delayed", "current", "block"]
@@ -22,7 +23,7 @@ PRECISIONS = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in RECIPES)]
 
 def microtest(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "test_fp8" / "test_fp8.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return programs.run(command, capture_output=True, text=True, timeout=240)
 
 
 def check_report(folder: Path, launches: list[str]) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def check_report(folder: Path, launches: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.process
 def test_report(tmp_path: Path) -> None:
     report = check_report(tmp_path, ["eager"])
     graphs = [r for r in report["results"] if r["launch"] == "graph" and r["shape"] == "2x8x32:64"]
@@ -67,6 +69,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.process
 def test_report_on_a_gpu(tmp_path: Path) -> None:
     report = check_report(tmp_path, ["eager", "graph"])
     ceilings = report["ceilings"]
@@ -76,6 +79,7 @@ def test_report_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.process
 def test_a_shape_that_does_not_fit_says_so() -> None:
     rows = measure_shape(
         Shape(1, 2**24, 16384, 16384), [], ["bf16"], {}, iterations=1, warmup=1, cached_weight=False
@@ -83,6 +87,7 @@ def test_a_shape_that_does_not_fit_says_so() -> None:
     assert all("GiB of GPU memory are free" in row["reason"] for row in rows)
 
 
+@pytest.mark.process
 def test_nothing_in_fp8_is_an_error() -> None:
     run = microtest("--shapes", "1x1x32:32", "--iterations", "1", "--recipes", "current")
     assert run.returncode == 1
@@ -90,6 +95,7 @@ def test_nothing_in_fp8_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("shape", ["8x8x8", "0x8x16:16", "8x8x16-16"])
+@pytest.mark.process
 def test_bad_shape(shape: str) -> None:
     run = microtest("--shapes", shape)
     assert run.returncode == 2

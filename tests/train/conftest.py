@@ -1,16 +1,14 @@
 """A small corpus and a tokenizer trained on it, made once a session; what a short whole run needs."""
 
+import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from model.config import load_config
-from tests.train.runs import ROOT
 from train.files import sha256_file
 from train.import_megatron import main as import_megatron
 from train.prepare_data import main as prepare_data
@@ -68,24 +66,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = [
         "--input",
         os.path.dirname(json.__file__),
-        os.path.dirname(subprocess.__file__) + "/argparse.py",
+        argparse.__file__,
     ]
-    tools = [
-        ["train_tokenizer.py", *source, "--vocab_size", "512", "--output", str(folder / "tokenizer")],
-        [
-            "prepare_data.py",
-            *source,
-            "--tokenizer",
-            str(folder / "tokenizer"),
-            "--output",
-            str(folder / "text"),
-        ],
-    ]
-    tools[1] += ["--eval_fraction", "0.2"]
-    for tool in tools:
-        subprocess.run(
-            [sys.executable, str(ROOT / "train" / tool[0]), *tool[1:]], check=True, capture_output=True
-        )
+    tokenizer = str(folder / "tokenizer")
+    assert train_tokenizer([*source, "--vocab_size", "512", "--output", tokenizer]) == 0
+    split = ["--eval_fraction", "0.2", "--workers", "1"]
+    assert prepare_data([*source, "--tokenizer", tokenizer, "--output", str(folder / "text"), *split]) == 0
     return folder / "text"
 
 

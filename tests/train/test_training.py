@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import mistral_base
 from model.proof import ProofError
+from tests import programs
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
 from train.checkpoint.files import identity
@@ -133,6 +134,7 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.interpreter
 def test_two_gpus_under_deepspeed(settings: dict, tmp_path: Path) -> None:
     check_two_ranks(settings, tmp_path)
 
@@ -140,6 +142,7 @@ def test_two_gpus_under_deepspeed(settings: dict, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
 )
+@pytest.mark.interpreter
 def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
     check_two_ranks(settings, tmp_path)
 
@@ -165,7 +168,7 @@ def check_two_ranks(settings: dict, tmp_path: Path) -> None:
         ]
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        return subprocess.run(command + list(arguments), capture_output=True, text=True, env=environment)
+        return programs.run(command + list(arguments), capture_output=True, text=True, env=environment)
 
     first = launch()
     assert first.returncode == 0, first.stdout + first.stderr
@@ -277,7 +280,7 @@ def test_resume_with_another_configuration_is_refused(settings: dict, data: Path
     other = tmp_path / "other"
     source = ["--input", os.path.dirname(json.__file__), "--tokenizer", str(data / "tokenizer")]
     tool = [sys.executable, str(ROOT / "train/prepare_data.py"), *source, "--output", str(other)]
-    subprocess.run([*tool, "--eval_fraction", "0.3"], check=True, capture_output=True)
+    programs.run([*tool, "--eval_fraction", "0.3"], check=True, capture_output=True)
     with pytest.raises(CheckpointError, match="data.sources.text.shards_sha256"):
         run(settings, data={"sources": {"text": str(other)}})
     run(settings, logging_steps=3)  # what does not change the numbers may change
@@ -350,6 +353,7 @@ def test_a_finished_checkpoint_of_another_folder_is_exported(settings: dict, tmp
     assert not RunFolder(tmp_path).is_exported(identity(last))
 
 
+@pytest.mark.process
 def test_the_export_command(settings: dict, tmp_path: Path) -> None:
     """It gives what the run exported, and refuses a checkpoint that is not whole."""
     output_dir = run(settings)
@@ -357,7 +361,7 @@ def test_the_export_command(settings: dict, tmp_path: Path) -> None:
 
     def export(*arguments: Path) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / "train/export.py"), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True)
+        return programs.run(command, capture_output=True, text=True)
 
     done = export(path, tmp_path / "out")
     assert done.returncode == 0, done.stderr

@@ -247,6 +247,7 @@ def _reduce_worker(rank, rendezvous, results):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.interpreter
 def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
     with mp.Manager() as manager:
         results = manager.dict()

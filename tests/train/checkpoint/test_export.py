@@ -46,6 +46,7 @@ def test_nothing_is_listed_where_there_is_nothing(
     )
 
 
+@pytest.mark.interpreter
 def test_libraries_do_not_talk_over_the_answer(tmp_path: Path) -> None:
     """transformers imports torchao, which warns on a machine without its CUDA libraries."""
     command = [sys.executable, str(ROOT / "train/export.py"), str(tmp_path / "no"), str(tmp_path / "out")]

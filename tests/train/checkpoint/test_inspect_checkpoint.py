@@ -94,6 +94,7 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert status == 1 and "holds no checkpoint" in out
 
 
+@pytest.mark.interpreter
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     make(tmp_path, 10)
     program = (

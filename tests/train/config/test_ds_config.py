@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
 
+from tests import programs
 from train.config.arguments import CONFIG_FOLDER, REPOSITORY, ConfigurationError, TrainingArguments
 from train.config.ds_config import KNOWN_KEYS, SECTION_KEYS, UNSUPPORTED_KEYS, resolve_ds_config
 
@@ -200,7 +200,7 @@ def deepspeed_result():
         port = free.getsockname()[1]
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-c", DEEPSPEED_SCRIPT],
         input=json.dumps(configs), env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
@@ -209,6 +209,7 @@ def deepspeed_result():
     return json.loads(lines[0].removeprefix("RESULT"))
 
 
+@pytest.mark.process
 def test_known_keys_are_the_ones_that_deepspeed_reads(deepspeed_result):
     read = set(deepspeed_result["read"])
     ours = KNOWN_KEYS | UNSUPPORTED_KEYS.keys()
@@ -218,6 +219,7 @@ def test_known_keys_are_the_ones_that_deepspeed_reads(deepspeed_result):
     assert SECTION_KEYS.keys() <= KNOWN_KEYS
 
 
+@pytest.mark.process
 def test_every_shipped_configuration_trains_in_deepspeed(deepspeed_result):
     runs = deepspeed_result["runs"]
     assert {name.removeprefix("ds_config_") for name in runs} == {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.train.conftest import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
@@ -58,7 +59,7 @@ def children_of(pid: int) -> list[int]:
 def kill_a_worker(command: list[str], moment: float) -> tuple[int, float, str]:
     """Run `command`, kill one of its workers `moment` seconds after they began: (status, seconds from the kill to the
     end, what it said)."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = programs.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while process.poll() is None and not children_of(process.pid):
         time.sleep(0.02)
     time.sleep(moment)
@@ -72,7 +73,7 @@ def kill_a_worker(command: list[str], moment: float) -> tuple[int, float, str]:
 def check_kills(tmp_path: Path, command: Callable[..., list[str]], large: Path, moments: list[float]) -> int:
     """That each kill is noticed and the next run ends with the same bytes; returns how many hit a worker at work."""
     options = ("--tasks", 8, "--workers", 2, "--shard_tokens", 100_000, "--eval_fraction", 0.1)
-    assert subprocess.run(command(tmp_path / "whole", large, *options), timeout=120).returncode == 0
+    assert programs.run(command(tmp_path / "whole", large, *options), timeout=120).returncode == 0
     expected, hits = contents(tmp_path / "whole"), 0
     for number, moment in enumerate(moments):
         out = tmp_path / str(number)
@@ -82,23 +83,26 @@ def check_kills(tmp_path: Path, command: Callable[..., list[str]], large: Path, 
             assert "a worker process died" in said and "Run the same command again" in said
             assert not (out / "manifest.json").exists()
             hits += 1
-            assert subprocess.run(command(out, large, *options), timeout=120).returncode == 0
+            assert programs.run(command(out, large, *options), timeout=120).returncode == 0
         assert contents(out) == expected
     return hits
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_noticed_and_the_rerun_mends_it(tmp_path, command, large):
     assert check_kills(tmp_path, command, large, [0.9]) == 1
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_twenty_kills_at_random_moments(tmp_path, command, large):
     random.seed(1)
     assert check_kills(tmp_path, command, large, [random.uniform(0, 2.5) for _ in range(20)]) >= 10
 
 
+@pytest.mark.process
 def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
-    process = subprocess.Popen(command(tmp_path / "out", large, "--tasks", 8, "--workers", 2))
+    process = programs.Popen(command(tmp_path / "out", large, "--tasks", 8, "--workers", 2))
     while not (workers := children_of(process.pid)):
         assert process.poll() is None
         time.sleep(0.02)
@@ -164,6 +168,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 
+@pytest.mark.process
 def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys):
     folder = slurm()
     assert prepare(tmp_path / "local", corpus, tasks=3) == 0
@@ -187,6 +192,7 @@ def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys
     assert f"export PYTHONPATH={ROOT}" in script and "launch_pickled_pipeline" in script
 
 
+@pytest.mark.process
 def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, capsys):
     folder = slurm({"1000": [1]})
     out = tmp_path / "out"
@@ -205,6 +211,7 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
     assert data_of(out) == contents(tmp_path / "local")
 
 
+@pytest.mark.process
 def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, capsys):
     """Too many dropped documents fail the last job, far from the user: the same command then says so."""
     slurm()
@@ -245,11 +252,12 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_ray_gives_the_same_bytes(tmp_path, command, corpus):
     pytest.importorskip("ray", reason="the package ray is not installed")
     options = ("--tasks", 3, "--workers", 2)
     for name, executor in (("local", "local"), ("ray", "ray")):
-        done = subprocess.run(command(tmp_path / name, corpus, *options, "--executor", executor), timeout=300)
+        done = programs.run(command(tmp_path / name, corpus, *options, "--executor", executor), timeout=300)
         assert done.returncode == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     assert len(decoded(tmp_path / "ray")) == read_manifest(tmp_path / "ray").documents["out"] - len(

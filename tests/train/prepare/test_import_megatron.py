@@ -260,6 +260,7 @@ def test_counts_in_a_manifest_are_checked(tmp_path, run_import):
             read_manifest(tmp_path / "out")
 
 
+@pytest.mark.interpreter
 def test_as_a_command_without_the_packages_of_preparation(tmp_path, tokenizer_dir):
     prefix = write_dataset(tmp_path / "a", random_documents(20))
     script = ROOT / "train" / "import_megatron.py"

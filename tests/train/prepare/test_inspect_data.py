@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from tests import programs
 from tests.train.conftest import corpus_texts, write_jsonl
 from tests.train.runs import ROOT
 from train.data.documents import Lengths, histogram_table, pieces, read_lengths
@@ -440,6 +440,7 @@ def test_bad_options(tmp_path, options):
     assert error.value.code == 2
 
 
+@pytest.mark.process
 def test_as_a_command_on_a_terminal_without_unicode(tmp_path, prepare):
     path = write_jsonl(tmp_path / "a.jsonl", ["dernière 日本 😀 " * 30])
     assert prepare(tmp_path / "out", path, eval_fraction=0) == 0
@@ -451,6 +452,6 @@ def test_as_a_command_on_a_terminal_without_unicode(tmp_path, prepare):
         "50",
     ]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    done = programs.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "derni\\xe8re \\u65e5" in done.stdout

@@ -3,7 +3,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import sentencepiece
 import zstandard
 
+from tests import programs
 from tests.train.conftest import corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
@@ -226,6 +226,7 @@ def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle_seed": 7}])
+@pytest.mark.interpreter
 def test_bytes_do_not_depend_on_workers(tmp_path, prepare, corpus, options):
     options = {"eval_fraction": 0.1, "shard_tokens": 3000, "tasks": 3, **options}
     for workers in (1, 2):
@@ -347,6 +348,7 @@ def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare,
     assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
 
 
+@pytest.mark.process
 def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
     """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
     doing again what was done."""
@@ -360,7 +362,7 @@ def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, mo
     options = {"shard_tokens": 2000, "tasks": 2}
     for name, value in {**options, "workers": 1}.items():
         arguments += [f"--{name}", str(value)]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], timeout=120)
+    done = programs.run([sys.executable, "-c", code, *arguments], timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert (out / "train_00001_00001.ds").exists() and not (out / "manifest.json").exists()
     assert prepare(tmp_path / "fresh", corpus, **options) == 0

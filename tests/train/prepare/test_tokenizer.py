@@ -103,6 +103,7 @@ def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
     )
 
 
+@pytest.mark.interpreter
 def test_a_python_without_the_packages_says_what_to_do():
     """-IS: without the installed packages."""
     command = [sys.executable, "-IS", str(ROOT / "train" / "train_tokenizer.py"), "--help"]
