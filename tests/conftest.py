@@ -121,6 +121,9 @@ def pytest_collection_finish() -> None:
 # ---------------------------------------------------------------- who starts a process says so
 
 
+PYTHON = sys.executable  # which a test may replace
+
+
 class Starts:
     """An audit hook: a test that starts a process has the marker `process`, one that starts a Python of its own, not a
     fork by tests.programs, the marker `interpreter`. What libraries start (git, a compiler) counts as nothing."""
@@ -139,7 +142,7 @@ class Starts:
             program = os.fspath(values[0])
             if programs.__file__ in values[1]:
                 return
-            if program == sys.executable and programs.can_fork():
+            if program == PYTHON and programs.can_fork():
                 marker = "interpreter"
             elif not (
                 program.startswith(str(programs.ROOT)) or os.path.basename(program) in ("bash", "deepspeed")

@@ -230,6 +230,11 @@ def _become(
     """In a fork: be what `python args...` is; streams: the descriptors to have as 0, 1, 2, where not -1."""
     status = 1
     try:
+        for number in signal.valid_signals():  # as an exec does
+            if callable(signal.getsignal(number)):
+                signal.signal(
+                    number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                )
         if new_session:
             os.setsid()
         for own, fd in enumerate(streams):

@@ -115,8 +115,8 @@ def test_a_signal_when_nothing_is_noted_on_a_full_disk(
 @pytest.mark.process
 def test_a_signal_does_not_change_why_a_rank_ends() -> None:
     """While it lets rank 0 speak first."""
-    code = "from train.guard import signals; signals.install(); from train.train import fail; print('fails', flush=True); "
-    code += "fail('it cannot be done', 2)"
+    code = "from train.guard import signals; signals.install(); from train.train import fail; "
+    code += "print('fails', flush=True); fail('it cannot be done', 2)"
     environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", code]
     with programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:

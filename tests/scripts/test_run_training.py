@@ -17,6 +17,8 @@ import pytest
 
 from tests.scripts.machine import ROOT, STOPPED, checkpoint, executable, launcher, progress
 
+pytestmark = pytest.mark.process
+
 
 class Script:
     """run_training.sh on a machine whose launcher does plan[0] in its first start, and so on."""

@@ -15,6 +15,8 @@ from tests.scripts.machine import ROOT, executable
 sys.path.insert(0, str(ROOT / "scripts"))
 import check_requirements
 
+pytestmark = pytest.mark.process
+
 
 def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """setup_env in a copy of the repository's root."""
@@ -133,6 +135,7 @@ def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) ->
     assert check_requirements.installed_version("torch") == "2.13.0"
 
 
+@pytest.mark.interpreter
 def test_skipped_gpu_tests_fail_the_run(tmp_path: Path) -> None:
     test = tmp_path / "test_x.py"
     command = [

@@ -29,6 +29,8 @@ ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # as torchrun, or srun o
 AWAIT = "while [[ ! $got ]]; do read -rt 0.05 < <(:) || true; done"
 NEVER = ("--resume_from_checkpoint", "never")
 
+pytestmark = pytest.mark.process
+
 
 class Machine:
     """job.main in a folder with a launcher whose first start does plan[0], and so on; after the plan it exits with
