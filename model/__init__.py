@@ -1,14 +1,6 @@
-"""The models, their precision, and where their FP8 comes from."""
+"""A Mistral, its variants and their FP8: config.py and variants.py say what a model may be, build.py makes it, proof.py
+shows what it runs on.
 
-import logging
-from functools import partial
-
-
-def _is_not(beginning: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(beginning)
-
-
-# transformers imports torchao wherever it is installed, and torchao then warns of each of its CUDA libraries that the
-# machine cannot load (float8 training uses none of them), and torch of how torchao registers two enums.
-logging.getLogger("torchao").addFilter(partial(_is_not, "Failed to load"))
-logging.getLogger("torch.utils._pytree").addFilter(partial(_is_not, "<enum "))
+It imports nothing of train/. Without torch, for who checks arguments: config, variants, speed, accounting and
+fp8/recipes; transformers' model class is imported only where it is used (hf_baseline).
+"""

@@ -31,7 +31,8 @@ from test_fp8.common import report
 from test_fp8.common.options import Options, positive
 from test_fp8.common.report import Result
 from train.data.format import SPLITS, DataError, read_manifest
-from train.prepare.corpus import Document, read_documents
+from train.prepare.corpus import read_documents
+from train.prepare.readers import Text
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add(
@@ -55,7 +56,7 @@ def plain(inputs: Sequence[str], tokenizer_file: Path) -> Result:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
-    texts = [item.text for item in read_documents(inputs) if isinstance(item, Document)]
+    texts = [item.text for item in read_documents(inputs) if isinstance(item, Text)]
     batches: list[list[str]] = [[]]
     size = 0
     for text in texts:

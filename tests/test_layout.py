@@ -24,7 +24,7 @@ ONLY_IN = {
         "train/engine/step.py",
         "train/checkpoint/load.py",
     },
-    "sentencepiece": {"train/train_tokenizer.py", "train/prepare/encoder.py"},
+    "sentencepiece": {"train/train_tokenizer.py", "train/prepare/tokenizer.py", "train/data/encoder.py"},
     "datasets": {"train/prepare/corpus.py"},
     "ray": {"train/prepare/executors.py"},
     "dill": {"train/prepare/executors.py"},
@@ -32,7 +32,7 @@ ONLY_IN = {
     "datatrove": {"train/prepare_data.py"}
     | {
         f"train/prepare/{name}.py"
-        for name in "blocks ngrams dedup executors filters job minhash steps tally words".split()
+        for name in "blocks ngrams dedup executors filters preparation steps tally".split()
     },
 }
 

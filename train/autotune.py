@@ -14,7 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from model import accounting
-from model.autotune import Record, Task, asked_of, autotune, circumstances_of, differences, versions_of
+from model.autotune.measure import autotune
+from model.autotune.record import Record, asked_of, circumstances_of, differences, versions_of
+from model.autotune.task import Task
 from model.config import load_config
 from model.fp8.recipes import RECIPES
 from train.checkpoint.load import committed

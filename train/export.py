@@ -17,15 +17,10 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-# first of all: model/__init__.py filters warnings that torchao gives when transformers imports it
-from model.fp8.precision import DTYPES
-
-# isort: split
 import torch
 from transformers import MistralConfig
-from transformers import MistralForCausalLM as TransformersMistral
-from transformers.utils import logging as transformers_logging
 
+from model.fp8.precision import DTYPES
 from train.checkpoint import load as checkpoint
 from train.data.format import TOKENIZER_FOLDER
 from train.run_folder import EXPORTED_FROM
@@ -60,12 +55,16 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
 
 def _write_model(path: Path, out: Path) -> None:
     """config.json and weights, in the dtype of training."""
+    # here: it takes seconds, which a run, whose ranks import this file, has at its end and not at its start
+    from transformers import MistralForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     state = checkpoint.read_state(path)
     config = MistralConfig.from_dict(state.model_config)
     weights = checkpoint.read_hf_weights(path, config)
     dtype = DTYPES[state.train_config["precision"]["compute"]]
     with torch.device("meta"):
-        model: Any = TransformersMistral(config)
+        model: Any = MistralForCausalLM(config)
     missing, unexpected = model.load_state_dict(
         {name: tensor.to(dtype) for name, tensor in weights.items()}, strict=False, assign=True
     )

@@ -9,259 +9,13 @@ Ends with status 1 when a file is damaged, with 2 when there is nothing to inspe
 """
 
 import argparse
-import dataclasses
 import io
 import os
-import random
-import re
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from train.data.documents import Lengths, histogram_table, pieces, plot_histogram, read_lengths
-from train.data.format import (
-    MANIFEST_NAME,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    DataError,
-    Manifest,
-    Shard,
-    check_sizes,
-    check_tokenizer,
-    read_manifest,
-    verify_shard,
-)
-from train.data.source import TokenSource
-from train.prepare.encoder import TextEncoder
-
-SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
-PROGRESS_INTERVAL_S = 5.0
-# What a terminal would obey, as an escape sequence in the text of a corpus; tabs stay.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-
-
-def describe(folder: Path, manifest: Manifest) -> str:
-    """The manifest as text: its values, the documents, the splits and the shards."""
-    lines = [str(folder)]
-    for field in dataclasses.fields(manifest):
-        if field.name not in ("documents", "shards"):
-            lines += _value_lines(field.name, getattr(manifest, field.name))
-    if manifest.text_key is None:
-        lines.append("\ntoken ids that were imported from the inputs, not text that was prepared")
-    lines += _document_lines(manifest.documents)
-    splits = {split: manifest.split_shards(split) for split in SPLITS}
-    lines += _size_lines("split", {**splits, "all": manifest.shards})
-    parts: dict[str, list[Shard]] = {}
-    for shards in splits.values():
-        parts |= {shard.name: [shard] for shard in shards[:SHOWN_ITEMS]}
-        if rest := shards[SHOWN_ITEMS:]:
-            parts[f"... to {rest[-1].name}"] = rest
-    return "\n".join(lines + _size_lines("shard", parts))
-
-
-def _document_lines(counts: dict[str, Any]) -> list[str]:
-    """The manifest's counts of documents: the totals, those dropped by reason, and whatever else was counted."""
-    dropped = counts["dropped"]
-    totals = counts["in"], counts["out"], sum(dropped.values())
-    lines = ["\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals)]
-    lines += [f"{count:>13,}  {reason}" for reason, count in sorted(dropped.items(), key=lambda x: -x[1])]
-    for name, value in counts.items():
-        if name not in ("in", "out", "dropped"):
-            parts = value if isinstance(value, dict) else {"": value}
-            lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
-    return lines
-
-
-def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
-    """A table of what each part, some shards, holds."""
-    width = max(len(name) for name in [title, *parts])
-    lines = [f"\n{title:<{width}}  {'shards':>8}  {'documents':>14}  {'tokens':>18}  {'bytes':>20}"]
-    for name, shards in parts.items():
-        sums = [sum(getattr(s, key) for s in shards) for key in ("documents", "tokens", "bytes")]
-        lines.append("{:<{}}  {:>8,}  {:>14,}  {:>18,}  {:>20,}".format(name, width, len(shards), *sums))
-    return lines
-
-
-def _value_lines(name: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        more = [f"and {len(value) - SHOWN_ITEMS:,} more"] if len(value) > SHOWN_ITEMS else []
-        shown = [*map(str, value[:SHOWN_ITEMS]), *more]
-        return [f"  {'' if i else name:<17} {item}" for i, item in enumerate(shown)]
-    counted = name in ("vocab_size", "text_bytes")
-    text = "none" if value is None else format(value, ",") if counted else value
-    return [f"  {name:<17} {text}"]
-
-
-def ignored_files(folder: Path, manifest: Manifest) -> list[str]:
-    """What lies in the folder and is not of the manifest's data: nothing reads it."""
-    listed = {MANIFEST_NAME, TOKENIZER_FOLDER}
-    for shard in manifest.shards:
-        listed |= {shard.name, shard.name + ".index"}
-    found = [p.name + "/" * p.is_dir() for p in folder.iterdir() if p.name not in listed]
-    tokenizer = folder / TOKENIZER_FOLDER
-    if tokenizer.is_dir():
-        others = (p.name for p in tokenizer.iterdir() if p.name not in manifest.tokenizer_files)
-        found += [f"{TOKENIZER_FOLDER}/{name}" for name in others]
-    return sorted(found)
-
-
-# A shard, and the lengths of its documents or what is wrong with it.
-Examined = tuple[Shard, Lengths | None, str]
-
-
-def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> Iterator[Examined]:
-    """Check every shard, in the manifest's order: its size and its index, with `verify` also hashes and token ids.
-
-    Every few seconds it says on stderr how far it is.
-    """
-
-    def check(shard: Shard) -> Examined:
-        try:
-            check_sizes(folder, shard)
-            lengths = read_lengths(folder, shard)
-            if verify:
-                verify_shard(folder, manifest, shard)
-        except (DataError, OSError) as error:
-            return shard, None, str(error)
-        return shard, lengths, ""
-
-    last_s, size = time.monotonic(), 0
-    with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy leave Python's lock free
-        for number, examined in enumerate(pool.map(check, manifest.shards), start=1):
-            yield examined
-            size += examined[0].bytes
-            if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
-                last_s = time.monotonic()
-                print(
-                    f"checked {number:,} of {len(manifest.shards):,} shards, {size / 1e9:,.1f} GB",
-                    file=sys.stderr,
-                )
-
-
-def other_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """What --verify finds outside the shards: a manifest that does not add up, another tokenizer."""
-    problems = []
-    shard_documents = sum(shard.documents for shard in manifest.shards)
-    if manifest.documents["out"] != shard_documents:
-        problems.append(f"{folder / MANIFEST_NAME} is not consistent: it says {manifest.documents['out']} documents "
-                        f"out, its shards hold {shard_documents}; prepare the data again")  # fmt: skip
-    try:
-        check_tokenizer(folder, manifest)
-    except (DataError, OSError) as error:
-        problems.append(str(error))
-    return problems
-
-
-def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
-    """One sample of a source, decoded, with a line at each document boundary.
-
-    Raises:
-        DataError: it has a token id beyond the vocabulary.
-    """
-    input_ids = np.empty(source.seq_length, dtype=np.int64)
-    source.read(window, input_ids, np.empty_like(input_ids))
-    start = window * source.seq_length
-    lines, position = [], 0
-    for piece in pieces(source.folder, source.shards, start, start + source.seq_length):
-        last = piece.first + piece.count - 1
-        lines.append(
-            f"-- document {piece.number:,} of {source.split} ({piece.shard}, document {piece.number_in_shard:,}): "
-            f"its tokens {piece.first:,} to {last:,} of {piece.length:,}"
-        )
-        lines += _text_lines(input_ids[position : position + piece.count].tolist(), encoder)
-        position += piece.count
-    return "\n".join(lines)
-
-
-def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
-    """Ids as lines: text behind "| ", BOS and EOS on lines of their own, wherever they stand."""
-    special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
-    lines: list[str] = []
-    text_ids: list[int] = []
-
-    def end_text() -> None:
-        if text_ids:
-            text = encoder.decode(text_ids)
-            escaped = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-            lines.extend(f"| {line}" for line in escaped.split("\n"))
-            text_ids.clear()
-
-    for token_id in ids:
-        if token_id in special:
-            end_text()
-            lines.append(special[token_id])
-        else:
-            text_ids.append(token_id)
-    end_text()
-    return lines
-
-
-def print_samples(folder: Path, split: str, number: int, seq_length: int, seed: int) -> None:
-    """Print `number` different windows of a split, chosen by `seed`; all of them where there are no more.
-
-    Raises:
-        DataError: the split is shorter than one sample, or the tokenizer in the folder is not that of the data.
-    """
-    manifest = read_manifest(folder)
-    if (tokens := manifest.split_tokens(split)) <= seq_length:
-        allowed = f"--seq_length of at most {tokens - 1}, or " if tokens > 1 else "another --split, or "
-        raise DataError(f"{folder}: the {split} split has {tokens} tokens, a sample of --seq_length {seq_length} needs "
-                        f"{seq_length + 1}; give {allowed}--samples 0")  # fmt: skip
-    source = TokenSource("inspected", folder, split, seq_length)
-    encoder = TextEncoder(folder / TOKENIZER_FOLDER)
-    if encoder.files[0] != manifest.tokenizer_files[0]:
-        raise DataError(f"{encoder.folder / encoder.files[0]} is not the tokenizer that made the data, which is "
-                        f"{manifest.tokenizer_files[0]} beside it; remove it")  # fmt: skip
-    windows = random.Random(seed).sample(range(source.num_windows), min(number, source.num_windows))
-    for count, window in enumerate(windows, start=1):
-        start = window * seq_length
-        print(f"\n== sample {count} of {len(windows)}: window {window:,} of {source.num_windows:,}, {split} tokens "
-              f"{start:,} to {start + seq_length - 1:,}")  # fmt: skip
-        print(sample_text(source, encoder, window))
-
-
-def inspect_folder(args: argparse.Namespace) -> list[str]:
-    """Print everything about `args.folder`; see the command's --help for the fields. Returns what is damaged.
-
-    Raises:
-        ValueError: there is nothing to inspect, or samples were asked for that there cannot be (DataError).
-        OSError: the folder cannot be read or the plot not be written.
-    """
-    folder = Path(args.folder)
-    manifest = read_manifest(folder)
-    print(describe(folder, manifest), flush=True)
-    if ignored := ignored_files(folder, manifest):
-        print("\nignored, for the manifest does not list them:")
-        print("\n".join(f"  {name}" for name in ignored), flush=True)
-    lengths, problems = Lengths.of(np.empty(0, dtype=np.int64)), []
-    for _, shard_lengths, problem in examine(folder, manifest, args.verify, args.workers):
-        if shard_lengths is None:
-            problems.append(problem)
-        else:
-            lengths += shard_lengths
-    left_out = f" (without {len(problems):,} damaged shards)" if problems else ""
-    print(f"\ndocument lengths in all splits, BOS and EOS included{left_out}\n{histogram_table(lengths)}")
-    if args.plot:
-        plot_histogram(lengths, folder.resolve().name, args.plot)
-    if args.verify:
-        problems += other_problems(folder, manifest)
-    if args.verify and not problems:
-        size = sum(shard.bytes for shard in manifest.shards)
-        print(f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB: sizes, hashes, indexes, token ids "
-              "and tokenizer are those of the manifest", flush=True)  # fmt: skip
-    if args.samples and problems:
-        print("\nno samples of damaged data")
-    elif args.samples:
-        print_samples(folder, args.split, args.samples, args.seq_length, args.seed)
-    return problems
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -269,18 +23,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", metavar="DIR", help="a folder of prepared or imported data")
-    parser.add_argument("--verify", action="store_true", help="recompute every hash, check every token id")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the histogram of document lengths")
-    parser.add_argument("--samples", type=int, default=2, help="random samples to print (2)")
-    parser.add_argument(
-        "--split", choices=SPLITS, default="train", help="the split to take them from (train)"
-    )
-    parser.add_argument("--seq_length", type=int, default=2048, help="tokens a sample (2048)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the samples (0)")
-    parser.add_argument(
-        "--workers", type=int, default=min(os.cpu_count() or 1, 16), help="threads (one a core, at most 16)"
-    )
+    add = parser.add_argument
+    add("folder", metavar="DIR", help="a folder of prepared or imported data")
+    add("--verify", action="store_true", help="recompute every hash, check every token id")
+    add("--plot", metavar="FILE.png", help="draw the histogram of document lengths")
+    add("--samples", type=int, default=2, help="random samples to print (2)")
+    add("--split", choices=("train", "eval"), default="train", help="the split to take them from (train)")
+    add("--seq_length", type=int, default=2048, help="tokens a sample (2048)")
+    add("--seed", type=int, default=0, help="chooses the samples (0)")
+    cores = min(os.cpu_count() or 1, 16)
+    add("--workers", type=int, default=cores, help="threads (one a core, at most 16)")
     args = parser.parse_args(argv)
     for name, low in (("samples", 0), ("seq_length", 1), ("workers", 1)):
         if getattr(args, name) < low:
@@ -293,10 +45,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 0, or 1 with each damaged file on stderr, or 2 with the reason why it cannot be done."""
     args = parse_arguments(argv)
+    from train.data.inspection import inspect_folder
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # any text of a corpus, on any terminal
     try:
-        problems = inspect_folder(args)
+        problems = inspect_folder(**vars(args))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

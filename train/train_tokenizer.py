@@ -8,18 +8,9 @@ on hard strings before it leaves the folder.
 """
 
 import argparse
-import hashlib
-import heapq
 import importlib.util
-import io
-import json
 import os
-import re
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -28,265 +19,38 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
     sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
              "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
 
-import sentencepiece
-
-from train.prepare.corpus import ALLOWED, MISSING_KEY, Document, Dropped, read_documents, text_key_option
-
-UNK, BOS, EOS = "<unk>", "<s>", "</s>"
-MODEL_NAME = "tokenizer.model"
-# Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
-MAX_SENTENCE_BYTES = 8192
-# sentencepiece writes the number into the model, so it must not follow the machine.
-NUM_THREADS = 16
-# sentencepiece skips sentences with these: its own markers for boundaries and unknown characters.
-RESERVED = re.compile("[\x00\t\u2585]")
-CHECKED_BYTES = 2_000_000
-HARD_STRINGS = (
-    "", " ", "  ", "\n", "\t", "a  b   c    d", " leading", "   leading", "trailing ", "trailing   ",
-    "line\nline\n\n\nline\r\nline", "\tindent\n\t\tindent\n    \tmixed", "def f(x):\n        return x  # two  spaces\n",
-    "1234567890 3.14159 2**31", "éèüß ñ ø ł", "日本語の文章。中文 한국어", "שלום مرحبا हिन्दी",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
-    "rare \U00010348 \U0001f9ff \ue000 \x07 \x7f", "e\u0301 combining",
-    "\ufeffbom \u200b zero \u00a0 nbsp \u3000 wide",
-    "</s>", "<s>", "<unk>", "a</s>b <s> c<unk>d", "</s></s>", "<0x0A> <0x41>", "under_score ▁ ▁▁x", "x" * 300,
-)  # fmt: skip
+from train.prepare.corpus import ALLOWED
 
 
-def sample_documents(items: Iterable[Document | Dropped], max_bytes: int | None) -> list[str]:
-    """The texts, or a sample of at most `max_bytes` of them: those with the smallest hashes, in their order.
-
-    The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
-
-    Raises:
-        ValueError: a document cannot be read, or there is no text.
-    """
-    kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
-    kept_bytes = 0
-    for number, item in enumerate(items):
-        if isinstance(item, Dropped):
-            if item.reason != "empty document":
-                remedy = "mend it or leave it out of --input"
-                if item.reason == MISSING_KEY:
-                    remedy += f", or name the key of the text with {text_key_option(item.text_keys)}"
-                raise ValueError(f"{item}; {remedy}")
-            continue
-        size = len(item.text.encode())
-        key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
-        heapq.heappush(kept, (-key, -number, size, item.text))
-        kept_bytes += size
-        while max_bytes is not None and kept_bytes > max_bytes and len(kept) > 1:
-            kept_bytes -= heapq.heappop(kept)[2]
-    if not kept:
-        raise ValueError("the inputs hold no text; a tokenizer needs some")
-    return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
-
-
-def training_sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Cut texts into pieces that sentencepiece takes: line ends kept, no reserved characters, bounded length."""
-    limit = MAX_SENTENCE_BYTES // 4  # characters; one is at most four bytes
-    for text in texts:
-        for part in RESERVED.split(text):
-            piece: list[str] = []
-            length = 0
-            for line in part.splitlines(keepends=True):
-                for start in range(0, len(line), limit):
-                    cut = line[start : start + limit]
-                    if length + len(cut) > limit:
-                        yield "".join(piece)
-                        piece, length = [], 0
-                    piece.append(cut)
-                    length += len(cut)
-            if piece:
-                yield "".join(piece)
-
-
-def train_model(texts: Iterable[str], vocab_size: int, character_coverage: float) -> bytes:
-    """Train and return the bytes of a sentencepiece model.
-
-    Raises:
-        ValueError: the text does not yield `vocab_size` pieces, or has more characters than fit in it.
-    """
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=training_sentences(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=character_coverage,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            unk_surface=f" {UNK} ",
-            max_sentence_length=MAX_SENTENCE_BYTES,
-            num_threads=NUM_THREADS,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        raise ValueError(_training_problem(str(error), vocab_size)) from error
-    return model.getvalue()
-
-
-def _training_problem(message: str, vocab_size: int) -> str:
-    if found := re.search(r"value <= (\d+)", message):
-        return (f"--vocab_size {vocab_size} is too large for this corpus: at most {found[1]} is possible with it; "
-                "lower it, give more text or raise --max_bytes")  # fmt: skip
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return (f"--vocab_size {vocab_size} is too small: bytes, special ids and the corpus' characters alone need "
-                f"{found[1]}; raise it, or lower --character_coverage")  # fmt: skip
-    return f"sentencepiece could not train on this text: {message}"
-
-
-def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, which give the ids of `model` in transformers.
-
-    The merges are all splits of a piece into two pieces, ordered as sentencepiece orders them: by the rank of what
-    they make. Only normal pieces take part: sentencepiece never builds a special or byte piece out of its letters,
-    and transformers' own converter, which would, turns a literal "</s>" in text into the end of the document.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, processors
-
-    count = model.vocab_size()
-    vocab = {model.id_to_piece(index): index for index in range(count)}
-    normal = {
-        piece: index
-        for piece, index in vocab.items()
-        if not (model.is_unknown(index) or model.is_control(index) or model.is_byte(index))
-    }
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(normal, key=lambda piece: (-model.get_score(normal[piece]), normal[piece]))
-        for cut in range(1, len(piece))
-        if piece[:cut] in normal and piece[cut:] in normal
-    ]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=UNK, fuse_unk=True, byte_fallback=True)
-    )
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in (UNK, BOS, EOS)]
-    )
-    # Not the Metaspace pre-tokenizer of LlamaTokenizer: it adds no space before text that begins with one.
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, vocab[BOS])]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        # Not LlamaTokenizer, which in transformers 5 replaces the normalizer of tokenizer.json by Metaspace.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": UNK,
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 10**9,
-    }
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-
-def check_identity(folder: Path, texts: Iterable[str]) -> int:
-    """Compare the ids of AutoTokenizer and sentencepiece, and the way back to text; returns the texts compared.
-
-    Raises:
-        RuntimeError: they differ; names the text and the first differing position.
-    """
-    from transformers import AutoTokenizer
-
-    fast = AutoTokenizer.from_pretrained(folder)
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_NAME))
-    compared = 0
-    for text in texts:
-        expected = [model.bos_id(), *model.encode(text)]
-        found = fast(text)["input_ids"]
-        if found != expected:
-            at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), "the end")
-            raise RuntimeError(f"transformers and sentencepiece differ from token {at} on of {text[:80]!r}: "
-                               f"{found[:20]} and {expected[:20]}")  # fmt: skip
-        if "▁" not in text and fast.decode(found[1:]) != text:
-            raise RuntimeError(f"text does not survive encoding and decoding: {text[:80]!r}")
-        compared += 1
-    return compared
-
-
-def _checked_texts(texts: list[str]) -> Iterator[str]:
-    yield from HARD_STRINGS
-    size = 0
-    for text in texts[:: max(1, len(texts) // 200)]:
-        if size >= CHECKED_BYTES:
-            return
-        yield text[:100_000]
-        size += len(text)
-
-
-def train_tokenizer(args: argparse.Namespace) -> Path:
-    """Train, check and write a tokenizer folder; see the command's --help for the fields of `args`.
-
-    Raises:
-        ValueError: bad inputs, an impossible vocabulary size, or an output folder that holds a tokenizer.
-        RuntimeError: the check of the ids failed; nothing was written.
-    """
-    output = Path(args.output)
-    if (output / MODEL_NAME).exists() and not args.overwrite:
-        raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
-                         "prepared with the old one will not fit the new one)")  # fmt: skip
-    start = time.monotonic()
-    texts = sample_documents(read_documents(args.input, args.text_key), args.max_bytes)
-    print(
-        f"training on {len(texts):,} documents, {sum(len(t.encode()) for t in texts) / 1e6:.1f} MB",
-        flush=True,
-    )
-    data = train_model(texts, args.vocab_size, args.character_coverage)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
-        folder = Path(name)
-        (folder / MODEL_NAME).write_bytes(data)
-        write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), folder)
-        compared = check_identity(folder, _checked_texts(texts))
-        for path in sorted(
-            folder.iterdir(), key=lambda path: path.name == MODEL_NAME
-        ):  # tokenizer.model commits
-            shutil.move(path, output / path.name)
-    print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
-          f"sentencepiece on {compared} texts", flush=True)  # fmt: skip
-    return output
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr."""
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; numbers outside their range are errors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    parser.add_argument(
-        "--vocab_size", type=int, required=True, help="pieces, with special ids and the 256 bytes"
-    )
-    parser.add_argument("--output", required=True, help="the folder to write")
-    parser.add_argument("--text_key", default="text", help="key or column of the text (default: text)")
-    parser.add_argument("--max_bytes", type=int, help="train on a sample of at most this many bytes of text")
-    parser.add_argument("--character_coverage", type=float, default=0.9995,
-                        help="share of characters that get a piece; the rest is spelt in bytes (0.9995)")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace the tokenizer in --output")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
+    add("--vocab_size", type=int, required=True, help="pieces, with special ids and the 256 bytes")
+    add("--output", required=True, help="the folder to write")
+    add("--text_key", default="text", help="key or column of the text (default: text)")
+    add("--max_bytes", type=int, help="train on a sample of at most this many bytes of text")
+    text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
+    add("--character_coverage", type=float, default=0.9995, help=text)
+    add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     args = parser.parse_args(argv)
     if args.max_bytes is not None and args.max_bytes < 1:
         parser.error(f"--max_bytes {args.max_bytes}: must be at least 1")
     if not 0 < args.character_coverage <= 1:
         parser.error(f"--character_coverage {args.character_coverage}: allowed is above 0 to 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr."""
+    args = parse_arguments(argv)
+    from train.prepare.tokenizer import train_tokenizer
+
     try:
-        train_tokenizer(args)
+        train_tokenizer(**vars(args))
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,140 +1,119 @@
-"""The times that a choice is made by: of single modules, of attention backends, of whole steps.
+"""Measuring, and the choice: attention backends, then whole steps.
 
 Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
-import copy
-import fnmatch
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
-from model.autotune.decide import ATTENTION_CANDIDATES, AttentionTime, ModuleTime, StepTime, name_patterns
+from model.autotune.decide import (
+    ATTENTION_CANDIDATES,
+    COMPUTE,
+    AttentionTime,
+    StepTime,
+    choose_attention,
+    choose_step,
+)
+from model.autotune.record import Choice, Record, asked_of, circumstances_of, table, versions_of
 from model.autotune.task import Task
 from model.autotune.timing import (
     OUT_OF_TIME,
     ROUNDS,
+    CudaTimer,
     Deadline,
     Timer,
+    median_ms,
     one_line,
     release_memory,
-    take_turns,
+    undisturbed,
 )
 from model.config import head_dim
 from model.documents import attend
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, gemm_modules, matrices
-from model.fp8.recipes import FP8_FEATURE_MULTIPLE
+from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_attention
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 
+SECONDS = 60.0
 GIB = 2**30
-LAYER = "model.layers.0."
-QUEUED_PASSES = 4  # of a module or an attention, timed together
-# Shares of the time after which no further module or attention is begun: the steps matter most.
-MODULE_SHARE, ATTENTION_SHARE = 0.3, 0.5
+# What NCCL, cuBLAS workspaces and fragmentation may take of the memory.
+SLACK = 0.95
+QUEUED_PASSES = 4  # of an attention, timed together
+ATTENTION_SHARE = 0.5  # of the time, after which no further attention is begun: the steps matter most
 WARMUP_STEPS = 3
 WINDOW_MS = 300.0  # steps timed together
 STEP_MS = 3000.0  # after which the timing of one way to run a step ends
 GRAPH_TOLERANCE = 1e-2  # relative; graphs that lose an update or a gradient are off by far more
 
 
-# ---------------------------------------------------------------- modules
+def autotune(
+    task: Task,
+    say: Callable[[str], None] = print,
+    seconds: float = SECONDS,
+    timer: Timer | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Record:
+    """Measure and choose; `say` gets the lines for the log. Runs on the current GPU and leaves its memory, the random
+    generators and Transformer Engine's state as they were. Nothing is begun that is not expected to end within
+    `seconds`.
+
+    Raises PrecisionError: what `Precision` or its `apply` refuse. Whatever else fails is no candidate.
+    """
+    deadline = Deadline(seconds, clock)
+    say(f"precision.auto: measuring, at most {seconds:.0f} s")
+    with undisturbed(task.resolved("bf16").te, task.attention_backend):
+        memory_gib = _memory_gib(task)
+        timer = timer or CudaTimer()
+        attention = measure_attention(task, timer, deadline)
+        backend, why_attention = choose_attention(attention, task.attention_backend)
+        if task.document_mask:
+            plain = task.resolved("bf16")
+            backend = te_backend.document_attention(backend, plain.te, plain.dtype)
+        te_backend.choose_attention_backend(backend)
+        steps = measure_steps(task, timer, deadline)
+    step, why_step = choose_step(steps, memory_gib)
+    record = Record(
+        asked=asked_of(task),
+        circumstances=circumstances_of(task),
+        versions=versions_of(task),
+        choice=Choice(
+            compute=step.compute if step else "fp8",
+            bf16_modules=list(task.precision.bf16_modules),
+            cuda_graphs=task.speed.cuda_graphs or (step is not None and step.cuda_graphs),
+            attention_backend=backend,
+        ),
+        why=[why_attention, *why_step],
+        seconds=round(deadline.elapsed(), 1),
+        measurements={
+            name: [_rounded(asdict(time)) for time in times]
+            for name, times in (("attention", attention), ("steps", steps))
+        },
+    )
+    for line in [*table(task, attention, steps, memory_gib), *record.why, record.summary()]:
+        say(line)
+    return record
 
 
-def describe_modules(task: Task, layer: nn.Module, precision: Precision) -> dict[str, ModuleTime]:
-    """The GEMM modules that the user does not keep in bf16, an entry a shape: the name of one of them in `layer` (the
-    model with one layer) -> what there is to measure."""
-
-    def in_full_model(name: str) -> list[str]:
-        if not name.startswith(LAYER):
-            return [name]
-        layers = range(task.config.num_hidden_layers)
-        return [f"model.layers.{i}.{name.removeprefix(LAYER)}" for i in layers]
-
-    names = [full for name, _ in layer.named_modules() if name for full in in_full_model(name)]
-    kept = {name for pattern in task.precision.bf16_modules for name in fnmatch.filter(names, pattern)}
-    parents = {name: [name[:i] for i, c in enumerate(name + ".") if c == "."] for name in names}
-    free = [name for name in names if kept.isdisjoint(parents[name])]
-
-    shapes: dict[Any, list[str]] = {}
-    for name, module in gemm_modules(layer, precision).items():
-        shapes.setdefault((type(module).__name__, *(w.shape for w in matrices(module))), []).append(name)
-    found = {}
-    for (kind, *sizes), members in shapes.items():
-        mine = [full for name in members for full in in_full_model(name) if full in free]
-        if mine:
-            possible = all(size % FP8_FEATURE_MULTIPLE == 0 for shape in sizes for size in shape)
-            found[members[0]] = ModuleTime(
-                kind,
-                [list(shape) for shape in sizes],
-                len(mine),
-                name_patterns(mine, free),
-                note="" if possible else f"an FP8 GEMM needs multiples of {FP8_FEATURE_MULTIPLE}",
-                fp8_possible=possible,
-            )
-    return found
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in values.items()}
 
 
-def measure_modules(task: Task, timer: Timer, deadline: Deadline) -> list[ModuleTime]:
-    """FP8 against bf16 for each shape of GEMM module, weights cached as in training."""
-    config = copy.deepcopy(task.config)
-    config.num_hidden_layers = 1
-    precisions = {"fp8": task.resolved("fp8"), "bf16": task.resolved("bf16")}
-    layer = task.build(precisions["bf16"], config)
-    found = describe_modules(task, layer, precisions["bf16"])
-    for name, result in found.items():
-        if not result.fp8_possible:
-            continue
-        if not deadline.allows(share=MODULE_SHARE):
-            result.note = OUT_OF_TIME
-            continue
-        try:
-            times = _module_times(layer.get_submodule(name), task, precisions, timer)
-            result.fp8_ms, result.bf16_ms = times["fp8"], times["bf16"]
-        except torch.OutOfMemoryError as error:
-            result.note = f"not measured: {one_line(error)}"
-        te_backend.forget_models()  # this module has run for the last time
-    return list(found.values())
-
-
-def _module_times(
-    module: nn.Module, task: Task, precisions: Mapping[str, Precision], timer: Timer
-) -> dict[str, float]:
-    """Milliseconds of one forward and backward on random data, by precision."""
-    weight = matrices(module)[0]
-    generator = torch.Generator(weight.device).manual_seed(0)
-
-    def random_like(shape: Any) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
-
-    x = random_like((task.batch_size, task.seq_length, weight.shape[1])).requires_grad_()
-    with torch.no_grad():
-        upstream = random_like(module(x).shape)
-    leaves = [x, *module.parameters()]
-
-    def run(precision: Precision) -> None:
-        cycle = task.cycle(precision)
-        # one autocast for all, as in the model: at its end the scales of delayed scaling move
-        with precision.autocast():
-            outputs = [
-                module(x, is_first_microbatch=i % cycle == 0 if cycle else None) for i in range(QUEUED_PASSES)
-            ]
-        while outputs:
-            torch.autograd.grad(outputs.pop(), leaves, upstream, allow_unused=True)
-
-    times = take_turns({name: lambda p=p: run(p) for name, p in precisions.items()}, timer)  # type: ignore[misc]
-    return {name: ms / QUEUED_PASSES for name, ms in times.items()}
-
-
-# ---------------------------------------------------------------- attention
+def _memory_gib(task: Task) -> float | None:
+    """GPU memory that weights, gradients and activations of the run can have; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    release_memory()
+    free, _ = torch.cuda.mem_get_info()
+    return (free + torch.cuda.memory_reserved()) / GIB * SLACK - task.other_memory_gib
 
 
 def measure_attention(task: Task, timer: Timer, deadline: Deadline) -> list[AttentionTime]:
@@ -195,27 +174,22 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
         for _ in range(QUEUED_PASSES):
             torch.autograd.grad(attend(attention, q, k, v, documents), qkv, upstream)
 
-    return take_turns({"": run}, timer)[""] / QUEUED_PASSES
+    return median_ms(run, timer) / QUEUED_PASSES
 
 
-# ---------------------------------------------------------------- steps
-
-
-def measure_steps(
-    task: Task, plans: Mapping[str, list[str]], timer: Timer, deadline: Deadline
-) -> list[StepTime]:
-    """Forward and backward of the whole model, by plan (name -> bf16_modules) and with or without CUDA graphs."""
+def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[StepTime]:
+    """Forward and backward of the whole model in FP8 and bf16, with and without CUDA graphs."""
     results: list[StepTime] = []
     longest_s = 0.0
-    for index, (plan, bf16_modules) in enumerate(plans.items()):
-        precision = task.resolved("bf16" if plan == "bf16" else "fp8", bf16_modules)
+    for index, compute in enumerate(COMPUTE):
+        precision = task.resolved(compute)
         step: _Step | None = None
         for number, graphs in enumerate(task.graph_modes()):
-            result = StepTime(plan, graphs)
+            result = StepTime(compute, graphs)
             results.append(result)
-            # a second way to launch waits until time for each plan is sure
-            plans_to_come = len(plans) - index - 1 if number else 0
-            if not deadline.allows(longest_s * (1 + plans_to_come)):
+            # a second way to launch waits until time for both precisions is sure
+            to_come = len(COMPUTE) - index - 1 if number else 0
+            if not deadline.allows(longest_s * (1 + to_come)):
                 result.note = OUT_OF_TIME
                 continue
             began = deadline.elapsed()

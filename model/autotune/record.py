@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model.autotune.decide import AttentionTime, ModuleTime, StepTime
+from model.autotune.decide import AttentionTime, StepTime
 from model.autotune.task import Task
 from model.config import ARCHITECTURE
 from model.fp8.recipes import PrecisionConfig
@@ -23,7 +23,8 @@ PACKAGES = ("flash-attn", "flash-attn-4", "triton")  # besides torch and TE, who
 
 @dataclass
 class Choice:
-    """precision.compute, precision.bf16_modules, speed.cuda_graphs, model.attention_backend."""
+    """precision.compute, speed.cuda_graphs, model.attention_backend; precision.bf16_modules as it was given, or, in
+    older records, with modules more for which bf16 was faster."""
 
     compute: str
     bf16_modules: list[str]
@@ -41,7 +42,7 @@ class Choice:
 @dataclass
 class Record:
     """asked: the model and what its user asked for. circumstances: batch, GPU and what else decides times. why: the
-    reasons, a line each. measurements: "modules", "attention", "steps"."""
+    reasons, a line each. measurements: "attention", "steps"."""
 
     asked: dict[str, Any]
     circumstances: dict[str, Any]
@@ -153,16 +154,12 @@ def differences(old: Any, new: Any, what: str = "") -> list[str]:
 
 def table(
     task: Task,
-    modules: Sequence[ModuleTime],
     attention: Sequence[AttentionTime],
     steps: Sequence[StepTime],
     memory_gib: float | None,
 ) -> list[str]:
     """The measurements for the log."""
     rows = [("", "FP8", "bf16", "")]
-    for m in modules:
-        verdict = m.note or ("bf16" if m.bf16_is_faster else "FP8")
-        rows.append((str(m), _ms(m.fp8_ms), _ms(m.bf16_ms), verdict))
     for a in attention:
         error = "" if a.error is None else f"relative error against SDPA {a.error:.1e}"
         rows.append((f"attention {a.backend}", "", _ms(a.ms), "; ".join(filter(None, (a.note, error)))))
@@ -175,7 +172,7 @@ def table(
             notes.append(f"{s.peak_gib:.1f} GiB")
             if memory_gib is not None and s.peak_gib > memory_gib:
                 notes.append(f"more than the {memory_gib:.1f} GiB that the run leaves")
-        times = ("", _ms(s.ms)) if s.plan == "bf16" else (_ms(s.ms), "")
+        times = ("", _ms(s.ms)) if s.compute == "bf16" else (_ms(s.ms), "")
         rows.append((f"step: {s}", *times, ", ".join(notes)))
     width = max(len(row[0]) for row in rows)
     header = f"forward + backward of {task.batch_size} x {task.seq_length} tokens, ms"

@@ -43,11 +43,9 @@ class Task:
     document_mask: bool = False
     other_memory_gib: float = 0.0
 
-    def resolved(self, compute: str, bf16_modules: list[str] | None = None) -> Precision:
-        """The run's precision with another choice. Amaxes are not shared: the other ranks do not measure along."""
+    def resolved(self, compute: str) -> Precision:
+        """The run's precision with `compute`. Amaxes are not shared: the other ranks do not measure along."""
         config = replace(self.precision, auto=False, compute=compute)
-        if bf16_modules is not None:
-            config = replace(config, bf16_modules=bf16_modules)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)
 
     def cycle(self, precision: Precision) -> int | None:
@@ -68,10 +66,10 @@ class Task:
         generator = torch.Generator().manual_seed(0)
         return random_documents(self.batch_size, self.seq_length, self.seq_length / 2, generator)
 
-    def build(self, precision: Precision, config: MistralConfig | None = None) -> nn.Module:
-        """The model (of `config`, where that is another one) as the run would have it."""
+    def build(self, precision: Precision) -> nn.Module:
+        """The model as the run would have it."""
         model = build_model(
-            config or self.config,
+            self.config,
             self.variant,
             precision,
             gradient_checkpointing=self.gradient_checkpointing,

@@ -6,7 +6,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -69,15 +69,11 @@ class CudaTimer:
         return ms
 
 
-def take_turns(runs: Mapping[str, Callable[[], Any]], timer: Timer) -> dict[str, float]:
-    """Median of ROUNDS kernel times of each, in milliseconds, after two calls to warm up."""
-    for run in [*runs.values()] * 2:
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(timer.kernels_ms(run))
-    return {name: statistics.median(values) for name, values in times.items()}
+def median_ms(run: Callable[[], Any], timer: Timer) -> float:
+    """Of ROUNDS kernel times, after two calls to warm up."""
+    run()
+    run()
+    return statistics.median(timer.kernels_ms(run) for _ in range(ROUNDS))
 
 
 class Deadline:

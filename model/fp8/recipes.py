@@ -78,8 +78,8 @@ class PrecisionConfig:
     )
     auto: bool | str = _option(
         False,
-        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or bf16 by "
-        "module, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
+        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or "
+        "bf16, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
     )
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -119,7 +119,7 @@ class PrecisionConfig:
         if self.auto and (self.compute != "fp8" or torchao):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.library == "te")
             problems.append(
-                "precision.auto: it finds out where FP8 pays, in te_linear and te_layer with precision.compute fp8 "
+                "precision.auto: it finds out whether FP8 pays, in te_linear and te_layer with precision.compute fp8 "
                 f"and recipe {theirs}; compute {self.compute} with recipe {self.recipe} is given. Change "
                 "these or remove it"
             )

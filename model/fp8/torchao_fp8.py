@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version as installed_version
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,16 @@ from model.fp8.te_backend import BackendError
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 # What the wheels of torchao 0.17 are built for (torchao/__init__.py).
 MIN_TORCH = (2, 11)
+
+
+def _is_not(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)
+
+
+# transformers imports torchao wherever it is installed, and torchao then warns of each of its CUDA libraries that the
+# machine cannot load (float8 training uses none of them), and torch of how torchao registers two enums.
+logging.getLogger("torchao").addFilter(partial(_is_not, "Failed to load"))
+logging.getLogger("torch.utils._pytree").addFilter(partial(_is_not, "<enum "))
 
 
 @lru_cache

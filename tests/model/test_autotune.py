@@ -1,4 +1,4 @@
-"""model/autotune: what follows from times, that measuring finds the right modules, and that it leaves no trace."""
+"""model/autotune: what follows from times, and that measuring leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,66 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from model.autotune import Choice, Record, Task, autotune, differences, measure
+from model.autotune import measure
 from model.autotune.decide import (
     AttentionTime,
-    ModuleTime,
     StepTime,
-    about_modules,
     choose_attention,
     choose_step,
-    name_patterns,
-    plans,
 )
-from model.autotune.measure import measure_modules
-from model.autotune.timing import OUT_OF_TIME, Deadline
+from model.autotune.measure import autotune
+from model.autotune.record import Choice, Record, differences
+from model.autotune.task import Task
+from model.autotune.timing import OUT_OF_TIME
 from model.build import build_model
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionError, fp8_modules
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.proof import attention_errors
 from tests.conftest import random_ids, small_config
 from tests.scripted_timer import Script
 
 # ---------------------------------------------------------------- decisions
-
-
-def module(pattern: str, fp8_ms: float | None, bf16_ms: float | None, **more: Any) -> ModuleTime:
-    return ModuleTime("Linear", [[64, 128]], 2, [pattern], fp8_ms, bf16_ms, **more)
-
-
-def test_a_module_stays_in_fp8_unless_bf16_is_clearly_faster() -> None:
-    modules = [module("fast", 1.0, 2.0), module("slow", 1.2, 1.0), module("tie", 1.009, 1.0)]
-    assert plans(modules, ["lm_head"]) == {
-        "fp8": ["lm_head"],
-        "bf16": ["lm_head"],
-        "mixed": ["lm_head", "slow"],
-    }
-    text = "\n".join(about_modules(modules, ["lm_head"]))
-    assert "kept in bf16 as configured: lm_head" in text and "bf16 faster: Linear 128 -> 64 (2 x)" in text
-
-
-@pytest.mark.parametrize("times", [(1.0, 2.0), (2.0, 1.0), (None, None)])
-def test_no_mixture_where_all_modules_agree_or_none_was_measured(times: tuple) -> None:
-    assert plans([module("a", *times), module("b", *times)], []).keys() == {"fp8", "bf16"}
-
-
-def test_sizes_that_fp8_cannot_take_are_kept_in_bf16() -> None:
-    odd = module("odd", None, None, fp8_possible=False)
-    assert plans([odd, module("even", 1.0, 2.0)], ["lm_head"])["fp8"] == ["lm_head", "odd"]
-    assert plans([odd], []).keys() == {"bf16"}
-
-
-def test_patterns_name_all_layers_and_nothing_else() -> None:
-    names = [f"model.layers.{i}.{n}" for i in range(3) for n in ("mlp.up", "mlp.up.act", "attn.up", "mlp")]
-    assert name_patterns([f"model.layers.{i}.mlp.up" for i in range(3)], names) == ["model.layers.*.mlp.up"]
-    assert name_patterns(["lm_head"], [*names, "lm_head"]) == ["lm_head"]
-    some = ["model.layers.0.mlp.up", "model.layers.2.mlp.up"]
-    assert name_patterns(some, names) == some
-    deeper = [*names, "model.layers.0.other.mlp.up"]  # which the * of a pattern would match too
-    assert name_patterns([f"model.layers.{i}.mlp.up" for i in range(3)], deeper) == [
-        f"model.layers.{i}.mlp.up" for i in range(3)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -105,18 +65,17 @@ def test_the_attention_of_the_user_stays() -> None:
             {("fp8", False): 10.0, ("fp8", True): 9.0, ("bf16", False): 9.5, ("bf16", True): 9.4},
             ("fp8", True),
         ),
-        ({("fp8", False): 10.0, ("mixed", False): 9.95}, ("fp8", False)),
-        ({("fp8", True): 10.0, ("mixed", False): 9.5, ("bf16", False): 9.46}, ("mixed", False)),
-        ({("fp8", False): 10.0, ("mixed", False): 9.9, ("bf16", False): 9.5}, ("bf16", False)),
+        ({("fp8", True): 10.0, ("bf16", True): 9.4, ("bf16", False): 9.46}, ("bf16", False)),
+        ({("fp8", False): 10.0, ("fp8", True): 9.6, ("bf16", False): 9.5}, ("bf16", False)),
         ({("fp8", False): None, ("bf16", False): 9.5}, ("bf16", False)),
         ({("fp8", False): 9.5, ("bf16", False): None}, ("fp8", False)),
     ],
 )
 def test_the_fastest_step_and_in_a_tie_the_simpler(times: dict, chosen: tuple) -> None:
-    step, why = choose_step([StepTime(plan, graphs, ms) for (plan, graphs), ms in times.items()])
-    assert step is not None and (step.plan, step.cuda_graphs) == chosen
+    step, why = choose_step([StepTime(compute, graphs, ms) for (compute, graphs), ms in times.items()])
+    assert step is not None and (step.compute, step.cuda_graphs) == chosen
     text = " ".join(why)
-    if len({plan == "bf16" for (plan, _), ms in times.items() if ms}) == 1:
+    if len({compute for (compute, _), ms in times.items() if ms}) == 1:
         assert "not measured" in text
     elif chosen[0] == "bf16":
         assert "FP8 does not pay" in text and "becomes bf16" in text
@@ -142,73 +101,24 @@ def task_of(variant: str = "te_linear", **changes: Any) -> Task:
     return Task(config, variant, precision, batch_size=2, seq_length=16, **values)
 
 
-def modules_of(task: Task, choice: Choice) -> list[str]:
-    """What runs FP8 under a choice."""
-    precision = Precision(choice.apply(task.precision, task.speed)[0])
-    return fp8_modules(build_model(task.config, task.variant, precision), precision).planned
-
-
-def test_a_mixture_is_found_and_runs_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    # shapes of te_linear: q and o; k and v; gate and up; down. Steps: FP8, bf16, mixed.
-    task = task_of()
-    script = Script([(1, 2), (2, 1), (1, 2), (1, 2)], [330.0, 360.0, 300.0])
-    record = autotune(task, timer=script)
-    assert record.choice == Choice(
-        "fp8",
-        ["lm_head", "model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"],
-        False,
-        "auto",
-    )
-    kinds = {name.rpartition(".")[2] for name in modules_of(task, record.choice)}
-    assert kinds == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert [s["ms"] for s in record.measurements["steps"]] == [330.0, 360.0, 300.0]
-    printed = capsys.readouterr().out
-    assert "Linear 128 -> 64 (4 x)" in printed and "step: FP8 where faster, 300.00 ms, the fastest" in printed
-    assert "takes 1.20 times as long" in printed
-
-
 @pytest.mark.parametrize(("recipe", "recompute"), [("delayed", True), ("current", False), ("block", False)])
 def test_where_bf16_is_faster_it_is_chosen_and_said(recipe: str, recompute: bool) -> None:
     values: dict[str, Any] = {"recipe": recipe}
     task = task_of("te_layer", gradient_checkpointing=recompute, accumulation=8)
     task = replace(task, precision=PrecisionConfig(auto=True, **values))
     lines: list[str] = []
-    record = autotune(task, lines.append, timer=Script([(1, 1.1)] * 3, [4 * 330.0, 300.0]))
+    record = autotune(task, lines.append, timer=Script(4 * 330.0, 300.0))
     assert record.choice == Choice("bf16", ["lm_head"], False, "auto")
+    assert any("step: bf16, 300.00 ms, the fastest" in line for line in lines)
     assert any("FP8 does not pay here" in line and "1.10 times" in line for line in lines)
     precision, _ = record.choice.apply(task.precision, task.speed)
     assert precision == replace(task.precision, auto=False, compute="bf16")
 
 
-def test_what_the_user_keeps_in_bf16_is_not_measured_and_stays() -> None:
-    task = task_of(precision={"bf16_modules": ["*.mlp", "model.layers.0.*"]})
-    found = measure_modules(task, Script([(1, 2), (2, 1), (2, 1)], []), Deadline(60.0))
-    # layer 1's attention, with k and v of another size than q and o; and the head
-    assert [(m.weights, m.count, m.patterns) for m in found] == [
-        ([[128, 128]], 2, ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.o_proj"]),
-        ([[64, 128]], 2, ["model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"]),
-        ([[512, 128]], 1, ["lm_head"]),
-    ]
-    record = autotune(task, lambda _: None, timer=Script([(1, 2), (2, 1), (2, 1)], [330.0, 360.0, 300.0]))
-    assert record.choice.bf16_modules[:2] == ["*.mlp", "model.layers.0.*"]
-    assert modules_of(task, record.choice) == [
-        "model.layers.1.self_attn.q_proj",
-        "model.layers.1.self_attn.o_proj",
-    ]
-
-
-def test_odd_sizes_are_kept_in_bf16_instead_of_refused() -> None:
-    task = task_of(config=small_config(intermediate_size=200), precision={"bf16_modules": []})
-    record = autotune(task, lambda _: None, timer=Script([(1, 2)] * 3, [300.0, 360.0]))
-    assert record.choice.compute == "fp8"
-    assert record.choice.bf16_modules == [f"model.layers.*.mlp.{n}_proj" for n in ("gate", "up", "down")]
-    assert modules_of(task, record.choice)
-
-
 def test_a_wrong_pattern_is_refused_as_ever() -> None:
     task = task_of(precision={"bf16_modules": ["lm_haed"]})
     with pytest.raises(PrecisionError, match="'lm_haed' matches no module"):
-        autotune(task, lambda _: None, timer=Script([(1, 2)] * 5, [300.0, 300.0]))
+        autotune(task, lambda _: None, timer=Script(300.0, 300.0))
 
 
 class Clock:
@@ -223,20 +133,19 @@ class Clock:
 
 
 def test_when_time_runs_out_the_rest_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
-    # read once at the start, then before each shape (of which 0.3 x 12 s allow three), then around each step
-    record = autotune(task_of(), seconds=12.0, timer=Script([(2, 1)] * 3, [300.0] * 3), clock=Clock(1.0))
-    notes = [m["note"] for m in record.measurements["modules"]]
-    assert notes == ["", "", "", OUT_OF_TIME]
-    # the mixture is the last to be measured, and began too late
-    assert [(s["plan"], s["ms"]) for s in record.measurements["steps"]][:1] == [("fp8", 300.0)]
-    assert record.measurements["steps"][-1]["note"] == OUT_OF_TIME
+    # read once at the start, then around each step: FP8 takes one second, and bf16 would end at the fifth
+    record = autotune(task_of(), seconds=5.0, timer=Script(300.0), clock=Clock(1.0))
+    assert [(s["compute"], s["ms"], s["note"]) for s in record.measurements["steps"]] == [
+        ("fp8", 300.0, ""),
+        ("bf16", None, OUT_OF_TIME),
+    ]
     assert OUT_OF_TIME in capsys.readouterr().out
     assert record.choice.compute == "fp8"
 
 
 def test_without_any_time_the_configuration_stays() -> None:
     task = task_of(precision={"bf16_modules": ["lm_head", "*.down_proj"]})
-    record = autotune(task, lambda _: None, seconds=0.0, timer=Script([], []))
+    record = autotune(task, lambda _: None, seconds=0.0, timer=Script())
     assert record.choice == Choice("fp8", ["lm_head", "*.down_proj"], False, "auto")
     assert any("stay as configured" in line for line in record.why)
 
@@ -261,7 +170,7 @@ def test_measuring_leaves_no_trace() -> None:
     choice = Choice("fp8", ["lm_head"], False, "auto")
     before = losses(task, choice)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    record = autotune(task, lambda _: None, timer=Script([(1, 2)] * 3, [300.0, 360.0]))
+    record = autotune(task, lambda _: None, timer=Script(300.0, 360.0))
     assert record.choice == choice
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])
@@ -348,9 +257,6 @@ def test_on_a_gpu_all_ways_are_measured_and_nothing_stays(
     assert torch.cuda.memory_allocated() <= allocated + 2**24
     assert torch.equal(torch.get_rng_state(), cpu) and torch.equal(torch.cuda.get_rng_state(), cuda)
     assert losses(task, choice) == before
-    measured = {(s["plan"], s["cuda_graphs"]) for s in record.measurements["steps"] if s["ms"]}
+    measured = {(s["compute"], s["cuda_graphs"]) for s in record.measurements["steps"] if s["ms"]}
     assert {("fp8", False), ("fp8", True), ("bf16", False), ("bf16", True)} <= measured, record.to_json()
-    assert all(m["fp8_ms"] > 0 and m["bf16_ms"] > 0 for m in record.measurements["modules"])
     assert record.choice.attention_backend in ("fused", "flash")
-    if record.choice.compute == "fp8":
-        assert modules_of(task, record.choice)

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MistralForCausalLM
 
-from model.build import build_model, load_hf_folder
+from model.build import build_model
 from model.config import load_config
 from model.conversion import ConversionError
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.hf_baseline import load_hf_folder
 from tests.conftest import random_ids, small_config
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -18,8 +18,7 @@ from tests.conftest import small_config
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics
 from train.checkpoint import load as checkpoint
-from train.checkpoint import reshard as repartition
-from train.checkpoint import shards
+from train.checkpoint import reshard
 from train.checkpoint.files import CheckpointError
 
 TOKENS = 32  # of a sample
@@ -244,8 +243,8 @@ def test_files_that_lack_something_are_named(
         torch.save(content, written / name)
     weights = {key[7:]: t for key, t in short.state("two", "kept").items() if key.startswith("weight ")}
     with pytest.raises(CheckpointError, match=message):
-        saved = shards.read(written, checkpoint.read_state(written), list(weights))
-        repartition.check(saved, {key: t.numel() for key, t in weights.items()}, written)
+        saved = reshard.read(written, checkpoint.read_state(written), list(weights))
+        reshard.check(saved, {key: t.numel() for key, t in weights.items()}, written)
 
 
 @pytest.mark.process
@@ -255,13 +254,13 @@ def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(writ
     name = next(key for key in content["fp8"] if key.endswith("scaling_fwd.amax_history"))
     content["fp8"][name][0, 0] = 1e6  # not yet reduced
     torch.save(content, file)
-    assert repartition.fp8_of_all_ranks(written, 2)[name][0, 0] == 1e6
+    assert reshard.fp8_of_all_ranks(written, 2)[name][0, 0] == 1e6
     content["fp8"][name.replace("amax_history", "scale")][0] *= 2
     torch.save(content, file)
     with pytest.raises(
         CheckpointError, match="rank_00001.pt and .*rank_00000.pt differ in .*scaling_fwd.scale"
     ):
-        repartition.fp8_of_all_ranks(written, 2)
+        reshard.fp8_of_all_ranks(written, 2)
 
 
 # ---------------------------------------------------------------- the full form

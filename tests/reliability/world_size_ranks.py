@@ -35,7 +35,7 @@ from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, without_prints
 from train.guard import signals
-from train.guard.replicas import _optimizer_tensors
+from train.guard.replicas import optimizer_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,7 +48,7 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
             found[f"weight {name}"] = parameter.data.clone()
     if engine.zero_optimization_stage() == 0:
-        found |= {key: tensor.clone() for key, tensor in _optimizer_tensors(engine).items()}
+        found |= {key: tensor.clone() for key, tensor in optimizer_tensors(engine).items()}
     else:
         if hasattr(optimizer, "_hp_optimizer_states_linked"):
             optimizer._hp_optimizer_states_linked = False

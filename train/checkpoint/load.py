@@ -36,8 +36,9 @@ from train.checkpoint.files import (
     step_folders,
     step_of,
 )
-from train.checkpoint.reshard import fp8_of_all_ranks, load_repartitioned
+from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
 from train.checkpoint.save_errors import SaveError
+from train.engine.zero import forget_moments
 
 __all__ = [
     "MANIFEST",
@@ -154,7 +155,8 @@ def load(engine: Any, path: Path, precision: Precision) -> None:
         if loaded is None:
             raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
     else:
-        load_repartitioned(engine, path, saved)
+        load_resharded(engine, path, saved)
+    forget_moments(engine)
     fp8 = fp8_of_all_ranks(path, saved.world_size) if saved.world_size != world else None
     if rank < saved.world_size:
         rank_state = torch.load(path / rank_file(rank), weights_only=True)

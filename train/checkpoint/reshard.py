@@ -1,14 +1,22 @@
 """Load a checkpoint of another number of ranks, or of another ZeRO stage, than the engine's.
 
-What this rank holds of each parameter and what the old shards hold of it (train/checkpoint/shards.py) is laid side by
-side, and what overlaps is copied: in place, since CUDA graphs and Transformer Engine's FP8 copies rely on where the
-weights are. No file is written, and nothing is held twice.
+DeepSpeed cuts the float32 weights and AdamW's two moments by ZeRO stage and number of ranks. Each such cut, that of the
+files or that of the engine, is described as the same thing: for each parameter the stretches (`Piece`) with the tensors
+that hold them. The two are laid side by side, and what overlaps is copied: in place, since CUDA graphs and Transformer
+Engine's FP8 copies rely on where the weights are. Files are mapped, not read: the ranks of a node share their pages. No
+file is written, and nothing is held twice.
+
+What DeepSpeed's files hold is known here (checked against 0.19.8), how its engine looks in train/engine/zero.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +24,43 @@ import torch
 import torch.distributed as dist
 
 from train.checkpoint.files import CheckpointError, RunState, rank_file
-from train.checkpoint.shards import (
-    LOSS_SCALE,
-    MOMENTS,
-    WEIGHT,
-    Contents,
-    Piece,
-    Sizes,
-    flat_partition,
-    named,
-    partition_of_each,
-    read,
-    whole,
-)
+from train.engine import zero
 from train.engine.optimizer import parameter_groups
+
+WEIGHT, MOMENTS = "float32 weight", ("exp_avg", "exp_avg_sq")
+# What a dynamic loss scale (float16) is made of; other attributes of DeepSpeed's scalers are its configuration.
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+Sizes = list[tuple[str, int]]  # name, elements; in the order in which a flat tensor has them
+
+
+@dataclass
+class Piece:
+    """The elements from `start` on of a flattened parameter: 1-D tensors of equal length, by WEIGHT and MOMENTS."""
+
+    start: int
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tensors[WEIGHT])
+
+
+Pieces = dict[str, list[Piece]]  # by the parameter's name
+
+
+@dataclass
+class Contents:
+    """What the files of a checkpoint hold."""
+
+    pieces: Pieces
+    steps: set[float]  # AdamW's counts; empty before the first step
+    loss_scale: dict[str, Any]
+    counters: dict[str, int]  # the engine's
 
 
 @torch.no_grad()
-def load_repartitioned(engine: Any, path: Path, state: RunState) -> None:
+def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """Put weights, optimizer and counters of the checkpoint `path` (its run state: `state`) into `engine`; every rank
     calls it.
 
@@ -41,26 +68,24 @@ def load_repartitioned(engine: Any, path: Path, state: RunState) -> None:
 
     Raises CheckpointError: a file is missing, cannot be read, or lacks something; it is of another model.
     """
-    sizes = {engine.param_names[p]: getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()}
-    saved = read(path, state, _group_names(engine))
+    sizes = {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}
+    # the order in which an optimizer without ZeRO has them
+    ordered = [p for group in parameter_groups(engine.module, 0.0) for p in group["params"]]
+    saved = read(path, state, [zero.name_of(engine, p) for p in ordered])
     check(saved, sizes, path)
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        optimizer.checkpoint_event_prologue()
-    inner = getattr(optimizer, "optimizer", optimizer)
     if not saved.steps:
-        inner.state.clear()
-    for name, piece in _pieces_of_engine(engine, saved.steps):
-        for old in saved.pieces[name]:
-            first, end = max(piece.start, old.start), min(piece.end, old.end)
-            if first < end:
-                for what, tensor in piece.tensors.items():
-                    found = old.tensors[what][first - old.start : end - old.start]
-                    tensor[first - piece.start : end - piece.start].copy_(found)
-    _weights_from_masters(optimizer, stage)
+        zero.adamw(engine).state.clear()
+    with zero.rewritten_masters(engine):
+        for name, piece in _pieces_of_engine(engine, saved.steps):
+            for old in saved.pieces[name]:
+                first, end = max(piece.start, old.start), min(piece.end, old.end)
+                if first < end:
+                    for what, tensor in piece.tensors.items():
+                        found = old.tensors[what][first - old.start : end - old.start]
+                        tensor[first - piece.start : end - piece.start].copy_(found)
     for name, value in saved.counters.items():
         setattr(engine, name, value)
-    scaler = _loss_scaler(optimizer)
+    scaler = zero.loss_scaler(engine)
     for name in LOSS_SCALE:
         if hasattr(scaler, name) and saved.loss_scale.get(name) is not None:
             setattr(scaler, name, saved.loss_scale[name])
@@ -86,76 +111,182 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
             )
 
 
-def _weights_from_masters(optimizer: Any, stage: int) -> None:
-    """The weights that the model computes with, in place; collective."""
-    if stage == 3:
-        flats = zip(
-            optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True
-        )
-        for index, (weights, masters) in enumerate(flats):
-            weights.data.copy_(masters.data)
-            optimizer._unflatten_partitioned_parameters(index)
-        optimizer.checkpoint_event_epilogue()
-    elif stage:
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_groups"):
-        for groups in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            for weight, master in zip(*groups, strict=True):
-                weight.data.copy_(master)
+# ---------------------------------------------------------------- cuts
 
 
-def _loss_scaler(optimizer: Any) -> Any:
-    """What holds the loss scale: the optimizer's of ZeRO 1 to 3, the configuration without ZeRO, else None."""
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+def flat_partition(
+    sizes: Sizes, paddings: list[int], rank: int, length: int, flats: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Piece]]:
+    """ZeRO 1 and 2: the parameters of a group one after another, paddings[i] elements after the i-th; rank r has the
+    elements from r * `length` on. Without ZeRO: a group of one parameter, of which all are rank 0."""
+    begin, position = rank * length, 0
+    for (name, numel), padding in zip(sizes, paddings, strict=True):
+        first, end = max(position, begin), min(position + numel, begin + length)
+        if first < end:
+            yield name, Piece(first - position, _stretch(name, flats, first - begin, end - first))
+        position += numel + padding
 
 
-# ---------------------------------------------------------------- this engine
+def partition_of_each(
+    sizes: Sizes, rank: int, world: int, flats: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Piece]]:
+    """ZeRO 3: of each parameter rank r has the r-th of `world` parts, all as long as the first; the last ones are
+    padded. Its parts lie one after another."""
+    offset = 0
+    for name, numel in sizes:
+        part = math.ceil(numel / world)
+        if (count := min(part, numel - rank * part)) > 0:
+            yield name, Piece(rank * part, _stretch(name, flats, offset, count))
+        offset += part
+
+
+def _stretch(name: str, flats: dict[str, torch.Tensor], start: int, count: int) -> dict[str, torch.Tensor]:
+    for what, flat in flats.items():
+        if flat.numel() < start + count:
+            raise CheckpointError(
+                f"{count} elements of {name} belong there, and its {what} ends {start + count - flat.numel()} too early"
+            )
+    return {what: flat[start : start + count] for what, flat in flats.items()}
+
+
+# ---------------------------------------------------------------- the engine
 
 
 def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
     """What this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    rank, world, names = dist.get_rank(), dist.get_world_size(), engine.param_names
-    inner = getattr(optimizer, "optimizer", optimizer)
-
-    def tensors(master: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = {WEIGHT: master.data}
+    adamw, stage = zero.adamw(engine), engine.zero_optimization_stage()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for master in zero.masters(engine):
+        tensors = {WEIGHT: master.tensor.data.view(-1)}
         if steps:
-            state = inner.state[master]
+            state = adamw.state[master.tensor]
             for moment in MOMENTS:
                 if moment not in state:
-                    state[moment] = torch.zeros_like(master.data)
-                found[moment] = state[moment]
+                    state[moment] = torch.zeros_like(master.tensor.data)
+                tensors[moment] = state[moment].view(-1)
             # as torch.optim.AdamW makes it: where its kernel reads it
-            device = master.device if inner.defaults.get("fused") else "cpu"
+            device = master.tensor.device if adamw.defaults.get("fused") else "cpu"
             state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
-        return found
+        sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
+        if stage == 3:
+            yield from partition_of_each(sizes, rank, world, tensors)
+        else:
+            length = master.tensor.numel()
+            yield from flat_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
 
-    def sizes(group: Iterable[Any]) -> Sizes:
-        return [(names[p], getattr(p, "ds_numel", p.numel())) for p in group]
 
-    if stage == 3:
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            yield from partition_of_each(sizes(group), rank, world, tensors(flat))
-    elif hasattr(optimizer, "bf16_groups"):
-        for group, flat in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            yield from flat_partition(sizes(group), [0] * len(group), rank, flat.numel(), tensors(flat))
-    elif stage:
-        groups, paddings = optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_padding
-        for group, padding, flat in zip(
-            groups, paddings, optimizer.single_partition_of_fp32_groups, strict=True
-        ):
-            yield from flat_partition(sizes(group), padding, rank, flat.numel(), tensors(flat))
+# ---------------------------------------------------------------- the files
+
+
+def read(path: Path, state: RunState, names: list[str]) -> Contents:
+    """What the files of the checkpoint `path` hold, mapped into memory. names: the model's parameters in the order of
+    an optimizer without ZeRO, whose file does not have them.
+
+    Raises CheckpointError: a file is missing, cannot be read, or lacks something.
+    """
+    prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
+    file = path / f"{prefix}mp_rank_00_model_states.pt"
+    saved = Contents(defaultdict(list), set(), {}, {})
+    with named(file):
+        model = _map(file)
+        saved.counters = {name: model[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+        if state.zero_stage == 0:
+            _read_whole(model, names, saved)
+            return saved
+        groups = [
+            [(name, math.prod(shape)) for name, shape in group.items()] for group in model["param_shapes"]
+        ]
+    for rank in range(state.world_size):
+        file = _shard(path, rank)
+        with named(file):
+            _read_shard(_map(file)["optimizer_state_dict"], groups, rank, state, saved)
+    return saved
+
+
+def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
+    """Without ZeRO: torch's AdamW, or DeepSpeed's wrapper for bf16 and fp16 with its float32 weights."""
+    optimizer = model["optimizer"]
+    if "fp32_groups" in optimizer:
+        masters = list(itertools.chain(*optimizer["fp32_groups"]))
+        saved.loss_scale = {name: optimizer.get(name) for name in LOSS_SCALE}
     else:
-        weights = getattr(optimizer, "fp16_groups", None) or [g["params"] for g in optimizer.param_groups]
-        masters = getattr(optimizer, "fp32_groups", weights)
-        for weight, master in zip(itertools.chain(*weights), itertools.chain(*masters), strict=True):
-            yield from whole(names[weight], tensors(master))
+        masters = [model["module"][name] for name in names]
+    adam = optimizer.get("optimizer_state_dict", optimizer)
+    for index, (name, master) in enumerate(zip(names, masters, strict=True)):
+        tensors = _tensors(master, adam["state"], index, saved.steps)
+        _collect(saved, flat_partition([(name, master.numel())], [0], 0, master.numel(), tensors))
 
 
-def _group_names(engine: Any) -> list[str]:
-    """The parameters in the order in which an optimizer without ZeRO has them."""
-    return [engine.param_names[p] for group in parameter_groups(engine.module, 0.0) for p in group["params"]]
+def _read_shard(
+    content: dict[str, Any], groups: list[Sizes], rank: int, state: RunState, saved: Contents
+) -> None:
+    """A rank's part. ZeRO 1 and 2: a flat tensor for each group; ZeRO 3: one for each sub-group."""
+    scaler = content.get("loss_scaler")
+    saved.loss_scale = {name: getattr(scaler, name, None) for name in LOSS_SCALE}
+    if state.zero_stage == 3:
+        flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
+    else:
+        flats, adam = content["single_partition_of_fp32_groups"], content["base_optimizer_state"]["state"]
+    for index, (sizes, flat) in enumerate(zip(groups, flats, strict=True)):
+        tensors = _tensors(flat, adam, index, saved.steps)
+        if state.zero_stage == 3:
+            _collect(saved, partition_of_each(sizes, rank, state.world_size, tensors))
+            continue
+        # The plain optimizer leaves out what pads the last partitions, BF16_Optimizer does not; it alone has no stage.
+        left_out = content["group_paddings"][index] if "zero_stage" in content else 0
+        paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
+        length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
+        if length * state.world_size < total:
+            raise CheckpointError(
+                f"{state.world_size} partitions of {length} elements do not hold the {total} of group {index}"
+            )
+        _collect(saved, flat_partition(sizes, paddings, rank, length, tensors))
+
+
+def _tensors(
+    master: torch.Tensor, adam: dict[int, dict[str, Any]], index: int, steps: set[float]
+) -> dict[str, torch.Tensor]:
+    """The float32 weight, flat, with AdamW's state of number `index`, of which there is none before the first
+    step."""
+    found = {WEIGHT: master.view(-1)}
+    if adam:
+        steps.add(float(adam[index]["step"]))
+        found |= {moment: adam[index][moment].view(-1) for moment in MOMENTS}
+    return found
+
+
+def _collect(saved: Contents, found: Iterator[tuple[str, Piece]]) -> None:
+    for name, piece in found:
+        saved.pieces[name].append(piece)
+
+
+def _shard(path: Path, rank: int) -> Path:
+    """DeepSpeed's file of the optimizer of a rank; its name begins with bf16_ where that is what was trained in."""
+    candidates = [path / f"{kind}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for kind in ("bf16_", "")]
+    for file in candidates:
+        if file.exists():
+            return file
+    raise CheckpointError(f"{candidates[0]} is missing, and so is {candidates[1].name}")
+
+
+def _map(file: Path) -> dict[str, Any]:
+    """A file of DeepSpeed's, which has objects of its own in it; the caller has verified its hash."""
+    return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+
+
+@contextlib.contextmanager
+def named(file: Path) -> Iterator[None]:
+    """Errors of a file that is not as it should be, as a CheckpointError that names it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} does not hold what DeepSpeed 0.19.8 writes there: {error!r}"
+        ) from error
 
 
 # ---------------------------------------------------------------- FP8

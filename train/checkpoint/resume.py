@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from model.autotune import differences
+from model.autotune.record import differences
 from train.checkpoint.load import CheckpointError, RunState
 from train.config.arguments import resume_differences
 

@@ -123,10 +123,6 @@ class Rollback:
                 )
         self.metrics.rewind(saved.step)
         checkpoint.load(self.engine, path, self.precision)
-        optimizer = self.engine.optimizer
-        if hasattr(optimizer, "_hp_optimizer_states_linked"):
-            # DeepSpeed's links from weights to the moments that were just replaced would keep those in memory
-            optimizer._hp_optimizer_states_linked = False
         config = self.state.train_config
         for field in fields(RunState):
             setattr(self.state, field.name, getattr(saved, field.name))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.format import SPLITS, DataError, check_shards, check_tokenizer, read_manifest
-from train.data.documents import open_index
+from train.data.index import open_index
 
 # File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
 OPEN_SHARDS = 256

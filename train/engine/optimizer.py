@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from train.config.arguments import TrainingArguments
+from train.engine.zero import shape_of
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -21,9 +22,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     vectors: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # ZeRO 3 empties partitioned parameters and keeps the true shape in ds_shape
-            dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-            (matrices if dimensions >= 2 else vectors).append(parameter)
+            (matrices if len(shape_of(parameter)) >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
@@ -41,22 +40,6 @@ def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.opt
         eps=arguments.adam_epsilon,
         fused=all(parameter.is_cuda for group in groups for parameter in group["params"]),
     )
-
-
-def undo_initial_step(engine: Any) -> None:
-    """Put a fresh DeepSpeed engine's optimizer back to before its first step.
-
-    Without ZeRO, in bf16 or fp16, DeepSpeed 0.19.8 allocates AdamW's state by a step with zero gradients. That step
-    decays the weights and advances the bias correction, so that the first real step is 27 % too short.
-    """
-    wrapper = engine.optimizer
-    if not (hasattr(wrapper, "fp16_groups") and hasattr(wrapper, "fp32_groups")):
-        return  # ZeRO, or float32: no such step
-    wrapper.optimizer.state.clear()
-    with torch.no_grad():
-        for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-            for weight, master in zip(weights, masters, strict=True):
-                master.copy_(weight)
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:

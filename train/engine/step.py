@@ -22,7 +22,13 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.optimizer import build_optimizer, undo_initial_step
+from train.engine.optimizer import build_optimizer
+from train.engine.zero import (
+    GradientBuffer,
+    gradient_buffers,
+    skip_steps_that_are_not_finite,
+    undo_initial_step,
+)
 
 
 @contextlib.contextmanager
@@ -41,38 +47,6 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         undo_initial_step(engine)
     skip_steps_that_are_not_finite(engine)
     return engine
-
-
-def skip_steps_that_are_not_finite(engine: Any) -> None:
-    """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
-
-    Those leave everything as it is where the norm of the reduced gradients, the same on every rank, is not finite, set
-    `overflow`, by which the engine counts, and keep the norm. Here torch's AdamW is called whatever the gradients are.
-    """
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "overflow"):
-        return
-    step, clip = optimizer.step, engine.clip_fp32_gradients
-
-    def measure() -> None:
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
-
-    def measured_clip() -> None:
-        measure()
-        clip()
-
-    def checked_step(closure: Any = None) -> None:
-        if not engine.gradient_clipping():
-            measure()
-        optimizer.overflow = not math.isfinite(
-            optimizer._global_grad_norm
-        )  # waits for the GPU, as all of them do
-        if not optimizer.overflow:
-            step(closure)
-
-    optimizer.overflow = False
-    engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step
 
 
 class MicroStep:
@@ -135,32 +109,24 @@ class MainGrads:
     """
 
     def __init__(self, engine: Any, precision: Precision):
-        self.optimizer = engine.optimizer
-        self.places: list[tuple[int, int]] = []
-        buffers = getattr(self.optimizer, "fp32_groups_gradients", None)
-        if buffers is None or self.optimizer.grad_acc_dtype != torch.float32:
-            return
-        where = {
-            id(parameter): (i, j)
-            for i, group in enumerate(self.optimizer.bf16_groups)
-            for j, parameter in enumerate(group)
-        }
-        for module in gemm_modules(engine.module, precision).values():
+        found = gradient_buffers(engine)
+        self.buffers: list[GradientBuffer] = []
+        for module in gemm_modules(engine.module, precision).values() if found else ():
             for weight in matrices(module):
-                i, j = where[id(weight)]
-                weight.main_grad = buffers[i][j].view(weight.shape)
-                self.places.append((i, j))
+                buffer = found[id(weight)]
+                weight.main_grad = buffer.tensor.view(weight.shape)
+                self.buffers.append(buffer)
             module.fuse_wgrad_accumulation = True
 
     @property
     def count(self) -> int:
-        return len(self.places)
+        return len(self.buffers)
 
     def mark(self) -> None:
-        """Tell DeepSpeed that these gradients are there; its norm and clipping leave out what has none."""
-        for i, j in self.places:
-            self.optimizer.fp32_groups_has_gradients[i][j] = True
+        """The gradients of a micro-batch have been added."""
+        for buffer in self.buffers:
+            buffer.mark()
 
     def zero(self) -> None:
-        for i, j in self.places:
-            self.optimizer.fp32_groups_gradients[i][j].zero_()
+        for buffer in self.buffers:
+            buffer.tensor.zero_()

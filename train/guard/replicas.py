@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
+from train.engine import zero
 
 ROW = 2**18  # elements that the multipliers repeat after; rows have multipliers of their own
 ROWS = 64  # at a time: 64 MiB of products
@@ -71,32 +72,26 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
     if stage < 3:
         found |= {name: parameter.data for name, parameter in engine.module.named_parameters()}
     if stage == 0:
-        found |= _optimizer_tensors(engine)
+        found |= optimizer_tensors(engine)
     if precision.config.reduce_amax:
         for key, tensor in fp8_state(engine.module, precision).items():
             found[f"FP8 {key}"] = tensor if key.endswith(".scale") else tensor[1:]
     return found
 
 
-def _optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
+def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Float32 weights and AdamW's moments of an optimizer that no ZeRO partitions, named after the weights."""
-    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    optimizer = engine.optimizer
-    pairs = []
-    if hasattr(optimizer, "fp32_groups"):  # DeepSpeed's wrapper for bf16 and fp16 without ZeRO
-        for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            pairs += [(names[id(w)], m) for w, m in zip(weights, masters, strict=True)]
-    else:
-        pairs = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-    state = getattr(optimizer, "optimizer", optimizer).state
+    state = zero.adamw(engine).state
     found: dict[str, torch.Tensor] = {}
-    for name, parameter in pairs:
-        if id(parameter) not in names:  # else it is the weight itself
-            found[f"optimizer {name}"] = parameter.data
+    for master in zero.masters(engine):
+        (weight,) = master.parameters
+        name = f"optimizer {zero.name_of(engine, weight)}"
+        if master.tensor is not weight:
+            found[name] = master.tensor.data
         for key in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(parameter, {}).get(key)
+            moment = state.get(master.tensor, {}).get(key)
             if isinstance(moment, torch.Tensor):
-                found[f"optimizer {name} {key}"] = moment
+                found[f"{name} {key}"] = moment
     return found
 
 

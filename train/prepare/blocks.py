@@ -1,6 +1,5 @@
 """The blocks at both ends of a preparation's pipelines: files -> documents, and documents -> token shards."""
 
-import hashlib
 import json
 import os
 import time
@@ -14,11 +13,12 @@ import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
+from train.data.encoder import TextEncoder
 from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
-from train.prepare.corpus import Dropped, Source, read_share
-from train.prepare.encoder import TextEncoder
-from train.prepare.output import ShardWriter
+from train.prepare.corpus import Source, read_share
+from train.prepare.output import EncodedBatch, SplitWriter, is_eval
+from train.prepare.readers import Dropped
 from train.prepare.tally import Tally
 
 BATCH_BYTES = 1 << 20  # text that is encoded at a time
@@ -54,29 +54,13 @@ class ReadDocuments(PipelineStep):
             yield Document(text=item.text, id=item.where)
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
-    """Encoded documents: `tokens` [sum of lengths], `lengths` [documents] in tokens, `is_eval` [documents]."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    is_eval: np.ndarray
-
-
-def is_eval(hashes: Iterable[bytes], eval_fraction: float) -> np.ndarray:
-    """[documents]: whether each belongs to the eval split, by the 8 bytes of a hash of its content."""
-    limit = eval_fraction * 2**64
-    return np.array([int.from_bytes(value, "little") < limit for value in hashes])
-
-
 def encode_batch(encoder: TextEncoder, texts: list[str], eval_fraction: float) -> EncodedBatch:
     """Encode documents, each between BOS and EOS, and choose their splits."""
     encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
-    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     return EncodedBatch(
         tokens=np.concatenate([np.array(ids, dtype=token_dtype(encoder.vocab_size)) for ids in encoded]),
         lengths=np.array([len(ids) for ids in encoded]),
-        is_eval=is_eval(hashes, eval_fraction),
+        is_eval=is_eval((text.encode() for text in texts), eval_fraction),
     )
 
 
@@ -108,28 +92,19 @@ class WriteShards(PipelineStep):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks share the cores
         self.results.mkdir(parents=True, exist_ok=True)
         encoder = encoder_of(str(self.tokenizer))
-        writers = {split: self._writer(encoder, split, rank) for split in SPLITS}
-        counts = {split: np.zeros(encoder.vocab_size, dtype=np.int64) for split in SPLITS}
+        seed = None if self.shuffle_seed is None else [self.shuffle_seed, rank]
+        writer = SplitWriter(self.folder, encoder.vocab_size, self.shard_tokens, f"{rank:05d}_", seed)
         tokens, told = 0, time.monotonic()
         for texts in self._batches(data):
             batch = encode_batch(encoder, texts, self.eval_fraction)
-            write_batch(batch, writers, counts)
+            writer.write(batch)
             tokens += len(batch.tokens)
             if time.monotonic() - told >= PROGRESS_S:
                 told = time.monotonic()
                 self._write(f"{rank:05d}.progress", {"tally": self.tally.to_json(), "tokens": tokens})
-        for writer in writers.values():
-            writer.close()
-        np.savez_compressed(self.results / f"{rank:05d}.npz", **counts)  # type: ignore[arg-type]
-        shards = [asdict(shard) for split in SPLITS for shard in writers[split].shards]
+        shards = [asdict(shard) for shard in writer.close()]
+        np.savez_compressed(self.results / f"{rank:05d}.npz", **writer.counts)  # type: ignore[arg-type]
         self._write(f"{rank:05d}.json", {"tally": self.tally.to_json(), "tokens": tokens, "shards": shards})
-
-    def _writer(self, encoder: TextEncoder, split: str, rank: int) -> ShardWriter:
-        shuffle = None
-        if self.shuffle_seed is not None:
-            shuffle = np.random.default_rng([self.shuffle_seed, rank, SPLITS.index(split)])
-        dtype = token_dtype(encoder.vocab_size)
-        return ShardWriter(self.folder, split, dtype, self.shard_tokens, f"{rank:05d}_", shuffle)
 
     def _batches(self, data: Iterable[Document]) -> Iterator[list[str]]:
         texts: list[str] = []
@@ -147,18 +122,6 @@ class WriteShards(PipelineStep):
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         write_durably(self.results / name, json.dumps(values) + "\n")
-
-
-def write_batch(batch: EncodedBatch, writers: dict[str, ShardWriter], counts: dict[str, np.ndarray]) -> None:
-    """Append a batch's documents to the shards of their splits and count its tokens, counts[split] [V]."""
-    ends = np.cumsum(batch.lengths)
-    for end, length, held_out in zip(
-        ends.tolist(), batch.lengths.tolist(), batch.is_eval.tolist(), strict=True
-    ):
-        writers["eval" if held_out else "train"].write(batch.tokens[end - length : end])
-    in_eval = np.repeat(batch.is_eval, batch.lengths)
-    for split, chosen in (("train", ~in_eval), ("eval", in_eval)):
-        counts[split] += np.bincount(batch.tokens[chosen], minlength=len(counts[split]))
 
 
 @dataclass

@@ -15,9 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from train.prepare.readers import (
-    MISSING_KEY,
-    Document,
-    Dropped,
     Items,
     read_arrow,
     read_compressed_jsonl,
@@ -42,18 +39,6 @@ ALLOWED = (
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"}
 )
-
-__all__ = [
-    "ALLOWED",
-    "MISSING_KEY",
-    "Document",
-    "Dropped",
-    "Source",
-    "list_sources",
-    "read_documents",
-    "read_share",
-    "text_key_option",
-]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from datatrove.utils.word_tokenizers import load_word_tokenizer
 from train.data.format import DataError
 from train.prepare.tally import Tally
 
-QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
 ENGLISH = ("en", "eng")
 LABEL = "__label__"
 

@@ -1,34 +1,66 @@
-"""The writing side of the data format: an output folder that is either committed or known to be unfinished."""
+"""The writing side of the data format: token shards, and folders that are committed or known to be unfinished."""
 
 import contextlib
 import fcntl
 import filecmp
 import hashlib
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from train.data.encoder import TextEncoder
 from train.data.format import (
     INDEX_DTYPE,
     MANIFEST_NAME,
+    SCHEMA,
+    SPLITS,
     TOKENIZER_FOLDER,
     DataError,
     Manifest,
     Shard,
     read_manifest,
+    token_dtype,
     write_manifest,
 )
-from train.files import sync_folder
+from train.files import sha256_file, sync_folder
 
 # It stands in the folder from before the first shard until after the manifest, and is locked while its writer lives.
 MARKER_NAME = "prepare_data.unfinished"
 WORK_NAME = "prepare_data.work"  # what an unfinished preparation has done so far
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Encoded documents: `tokens` [sum of lengths], `lengths` [documents] in tokens, `is_eval` [documents]."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    is_eval: np.ndarray
+
+
+def is_eval(contents: Iterable[Any], eval_fraction: float) -> np.ndarray:
+    """[documents]: whether each belongs to the eval split, by a hash of its content (bytes, or a buffer of them)."""
+    limit = eval_fraction * 2**64
+    hashes = (hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return np.array([int.from_bytes(value, "little") < limit for value in hashes], dtype=bool)
+
+
+def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
+    """Cross entropy in nats per token of the eval counts [V] under the add-one-smoothed train counts [V], which is what
+    a model that only knows how frequent tokens are would score; None when either is empty."""
+    if not train_counts.sum() or not eval_counts.sum():
+        return None
+    log_p = np.log(train_counts + 1.0) - math.log(float(train_counts.sum()) + len(train_counts))
+    return float(-(eval_counts * log_p).sum() / eval_counts.sum())
 
 
 class ShardWriter:
@@ -105,6 +137,44 @@ class ShardWriter:
         self._file, self._tokens, self._ends = None, 0, []
 
 
+class SplitWriter:
+    """Writes documents into the shards of their splits, and counts their tokens: `counts[split]` int64 [V].
+
+    prefix, shuffle_seed: of the shards; see ShardWriter. The seed is a list of numbers that no other writer has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        shard_tokens: int,
+        prefix: str = "",
+        shuffle_seed: list[int] | None = None,
+    ) -> None:
+        dtype = token_dtype(vocab_size)
+        self.counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
+        self._writers = {}
+        for number, split in enumerate(SPLITS):
+            shuffle = None if shuffle_seed is None else np.random.default_rng([*shuffle_seed, number])
+            self._writers[split] = ShardWriter(folder, split, dtype, shard_tokens, prefix, shuffle)
+
+    def write(self, batch: EncodedBatch) -> None:
+        """Append a batch's documents to the shards of their splits."""
+        start = 0
+        for end, held_out in zip(np.cumsum(batch.lengths).tolist(), batch.is_eval.tolist(), strict=True):
+            self._writers["eval" if held_out else "train"].write(batch.tokens[start:end])
+            start = end
+        in_eval = np.repeat(batch.is_eval, batch.lengths)
+        for split, chosen in (("train", ~in_eval), ("eval", in_eval)):
+            self.counts[split] += np.bincount(batch.tokens[chosen], minlength=len(self.counts[split]))
+
+    def close(self) -> list[Shard]:
+        """Finish the last shards; returns all, by split."""
+        for writer in self._writers.values():
+            writer.close()
+        return [shard for writer in self._writers.values() for shard in writer.shards]
+
+
 def _flush_and_close(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
@@ -170,12 +240,31 @@ class OutputFolder:
         shutil.rmtree(self.work, ignore_errors=True)
         self._lock.close()
 
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest: from here on the folder holds data."""
+    def commit(
+        self, encoder: TextEncoder, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any
+    ) -> Manifest:
+        """Copy the tokenizer and write the manifest: from here on the folder holds data.
+
+        counts: of tokens, by split, [V] each. source: the manifest's fields about what was prepared, and how.
+        """
+        manifest = Manifest(
+            schema=SCHEMA,
+            dtype=token_dtype(encoder.vocab_size).name,
+            vocab_size=encoder.vocab_size,
+            bos_id=encoder.bos_id,
+            eos_id=encoder.eos_id,
+            tokenizer_sha256=sha256_file(encoder.folder / encoder.files[0]),
+            tokenizer_files=encoder.files,
+            unigram_loss=unigram_loss(counts["train"], counts["eval"]),
+            shards=shards,
+            **source,
+        )
+        self._copy_tokenizer(encoder.folder, encoder.files)
         sync_folder(self.folder)
         write_manifest(self.folder, manifest)
+        return manifest
 
-    def copy_tokenizer(self, source: Path, names: list[str]) -> None:
+    def _copy_tokenizer(self, source: Path, names: list[str]) -> None:
         """Copy the tokenizer's files into the folder (where it already lies there, it stays)."""
         target = self.folder / TOKENIZER_FOLDER
         target.mkdir(exist_ok=True)

@@ -32,7 +32,7 @@ BAD_ARROW = "unreadable .arrow"
 
 
 @dataclass(frozen=True)
-class Document:
+class Text:
     """A document's text, which encodes to UTF-8, and where it came from (file, or file:line)."""
 
     text: str
@@ -56,14 +56,14 @@ class Dropped:
         return ": ".join(part for part in (self.where, self.reason, self.detail) if part)
 
 
-Items = Iterator[Document | Dropped]
+Items = Iterator[Text | Dropped]
 
 
 class _UnreadableError(Exception):
     """The rest of a file cannot be read; holds the reason."""
 
 
-def check_text(text: Any, where: str) -> Document | Dropped:
+def check_text(text: Any, where: str) -> Text | Dropped:
     """A document, unless `text` is none: not a string, blank, not UTF-8, or too long."""
     if text is None:
         return Dropped(NULL_TEXT, where)
@@ -77,7 +77,7 @@ def check_text(text: Any, where: str) -> Document | Dropped:
         return Dropped(BAD_UTF8, where, str(error))
     if size > MAX_DOCUMENT_BYTES:
         return Dropped(TOO_LONG, where, f"{size} bytes; split it, or give it as .jsonl")
-    return Document(text, where)
+    return Text(text, where)
 
 
 def read_text(path: Path, is_stdlib: bool) -> Items:
@@ -139,7 +139,7 @@ def read_compressed_jsonl(path: Path, kind: str, text_key: str) -> Items:
         yield Dropped(EMPTY, str(path), "an empty file")
 
 
-def _parse_line(line: bytes, where: str, text_key: str) -> Document | Dropped:
+def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

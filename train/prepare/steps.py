@@ -1,38 +1,33 @@
 """The optional steps of a preparation, each behind one flag, each datatrove's: which documents stay.
 
-    --languages       fastText's language of a document          datatrove's LanguageFilter
-    --quality         heuristics of Gopher, C4, FineWeb          its filters of these names (prepare_filters)
-    --decontaminate   n-grams shared with evaluation sets        a filter in its way (prepare_decontaminate)
-    --dedup           exact or near duplicates                   its blocks, subclassed (prepare_dedup, prepare_minhash)
+    --languages       fastText's language of a document          datatrove's LanguageFilter (filters.py)
+    --quality         heuristics of Gopher, C4, FineWeb          its filters of these names (filters.py)
+    --decontaminate   n-grams shared with evaluation sets        a filter in its way (ngrams.py)
+    --dedup           exact or near duplicates                   its blocks, subclassed (dedup.py)
 
 Documents pass them in this order, so that duplicates are searched among what the filters left. Everything is a
 function of the document and the options alone, and so the same for any number of workers.
+
+The command line has its flags from here: what needs datatrove is imported where it is used.
 """
+
+from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from datatrove.pipeline.base import PipelineStep
+from typing import TYPE_CHECKING, Any
 
 from train.data.format import DataError
 from train.files import sha256_file
 from train.prepare.corpus import list_sources
-from train.prepare.dedup import MOST_TASKS, ExactRemoval, exact_stages
-from train.prepare.filters import (
-    QUALITY,
-    Counted,
-    check_splitter,
-    language_filter,
-    language_model,
-    quality_filter,
-)
-from train.prepare.minhash import MinhashRemoval, minhash_stages
-from train.prepare.ngrams import EvaluationFilter, build_index, read_report
 from train.prepare.tally import Stage, Tally
 
+if TYPE_CHECKING:
+    from datatrove.pipeline.base import PipelineStep
+
+QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
 DEDUP = ("exact", "minhash")
 MOST_EVALUATION_FILES = 65_536  # an index entry names its file in 16 bits
 
@@ -94,6 +89,8 @@ def options_of(args: argparse.Namespace) -> StepOptions:
         DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had.
     """
     _check_values(args)
+    from train.prepare.filters import check_splitter, language_model
+
     model = language_model(args.languages, args.language_model) if args.languages else None
     if args.quality:
         check_splitter(args.quality_language)
@@ -140,6 +137,9 @@ def _check_values(args: argparse.Namespace) -> None:
 
 def filters(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
     """Blocks that look at one document each; `folder` is the one that `passes` was given."""
+    from train.prepare.filters import Counted, language_filter, quality_filter
+    from train.prepare.ngrams import EvaluationFilter
+
     blocks: list[PipelineStep] = []
     if options.languages:
         found = language_filter(
@@ -167,6 +167,9 @@ def passes(
     Raises:
         DataError: evaluation texts that cannot be read or are all too short; too many tasks.
     """
+    from train.prepare.dedup import MOST_TASKS, exact_stages, minhash_stages
+    from train.prepare.ngrams import build_index
+
     if options.decontaminate:
         build_index(options.decontaminate, options.decontaminate_key, options.decontaminate_ngram,
                     _index_folder(folder))  # fmt: skip
@@ -184,6 +187,8 @@ def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
     """Blocks of the last stage, after `filters`, that remove the duplicates which the stages before it found."""
     if options.dedup is None:
         return []
+    from train.prepare.dedup import ExactRemoval, MinhashRemoval
+
     block = ExactRemoval if options.dedup == "exact" else MinhashRemoval
     return [block(_dedup_folder(folder), tally)]
 
@@ -191,7 +196,11 @@ def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
 def report(options: StepOptions, folder: Path) -> dict[str, Any]:
     """What the manifest should say of the steps beside the counts of documents: the evaluation files, with the texts
     that were too short to be looked for. Empty without any."""
-    return {"evaluation_files": read_report(_index_folder(folder))} if options.decontaminate else {}
+    if not options.decontaminate:
+        return {}
+    from train.prepare.ngrams import read_report
+
+    return {"evaluation_files": read_report(_index_folder(folder))}
 
 
 def _index_folder(folder: Path) -> Path:

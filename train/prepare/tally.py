@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from train.prepare.corpus import Dropped
+from train.prepare.readers import Dropped
 
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep

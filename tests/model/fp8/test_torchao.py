@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 
@@ -335,3 +336,16 @@ def test_the_emulation_is_the_gpus_arithmetic(recipe: str) -> None:
     assert loss == pytest.approx(emulated_loss, rel=1e-3)
     # one rounding of bf16 that falls otherwise moves FP8's, and those compound through the layers
     assert max(errors(gpu, emulated)) < 0.15
+
+
+def test_warnings_of_its_import_are_filtered() -> None:
+    """transformers imports torchao, which warns on a machine without its CUDA libraries."""
+    for logger, warning in (
+        ("torchao", "Failed to load /x/_C_mxfp8.so: Could not load this library"),
+        ("torch.utils._pytree", "<enum 'KernelPreference'> is an Enum subclass"),
+    ):
+        record, other = (
+            logging.LogRecord(logger, logging.WARNING, "", 0, text, None, None)
+            for text in (warning, "something else")
+        )
+        assert not logging.getLogger(logger).filter(record) and logging.getLogger(logger).filter(other)

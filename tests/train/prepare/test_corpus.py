@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train.prepare.corpus import Document, Dropped, list_sources, read_documents, read_share
+from train.prepare.corpus import list_sources, read_documents, read_share
+from train.prepare.readers import Dropped, Text
 
 TEXTS = [f"document {i} " + "x" * (i * 37 % 90) for i in range(120)]
 
@@ -26,7 +27,7 @@ def shares(inputs: list[Path], tasks: int) -> list[list]:
 
 def texts_of(items) -> list[str]:
     items = list(items)
-    assert all(isinstance(item, Document) for item in items), items
+    assert all(isinstance(item, Text) for item in items), items
     return [item.text for item in items]
 
 
@@ -82,7 +83,7 @@ def test_places_name_lines_or_bytes(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' * 10 + b'{"text": null}\n' + b'{"text": "good"}\n' * 2)
     first, second = shares([path], 2)
-    assert all(isinstance(item, Document) for item in first)
+    assert all(isinstance(item, Text) for item in first)
     (bad,) = (item for item in second if isinstance(item, Dropped))
     offset = int(bad.where.rpartition("byte ")[2])
     assert path.read_bytes()[offset:].startswith(b'{"text": null}')

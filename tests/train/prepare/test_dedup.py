@@ -23,8 +23,7 @@ from tests.train.prepare.prepare_documents import (
 )
 from train.data.format import DataError
 from train.prepare import dedup as prepare_dedup
-from train.prepare import minhash as prepare_minhash
-from train.prepare.minhash import MinhashSignature, link_to_first
+from train.prepare.dedup import MinhashSignature, link_to_first
 from train.prepare.steps import StepOptions, passes
 
 
@@ -153,7 +152,7 @@ def test_link_to_first_finds_components() -> None:
 
 
 def test_long_texts_have_datatroves_signature(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(prepare_minhash, "SHINGLES", 64)
+    monkeypatch.setattr(prepare_dedup, "SHINGLES", 64)
     block = MinhashSignature(tmp_path, MinhashConfig(seed=5))
     for words in (5, 68, 69, 500):
         shingles = block.get_shingles(text_of(random.Random(words), words))

@@ -17,7 +17,7 @@ from tests.train.conftest import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
-from train.prepare_data import SLURM_NAME
+from train.prepare.preparation import SLURM_NAME
 
 PROGRAM = str(ROOT / "train/prepare_data.py")
 

@@ -6,6 +6,8 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,12 +27,11 @@ from tests.train.prepare.megatron_datasets import (
     write_dataset,
 )
 from tests.train.runs import ROOT
+from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, read_manifest, write_manifest
 from train.data.stream import open_stream
 from train.inspect_data import main as inspect_data
-from train.prepare.encoder import TextEncoder
-from train.prepare.megatron_documents import add_edges
-from train.prepare.megatron_index import open_dataset, read_blocks
+from train.prepare.megatron import Framing, open_dataset, read_documents
 
 
 @pytest.mark.parametrize("letter", ["H", "h", "i", "q"])
@@ -130,11 +131,13 @@ def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
 def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
     documents = [[9], [9, 5], [5, 9], [9, 5, 9], [], [9, 9], [5]]
     ids = np.array([token for document in documents for token in document], dtype="<u2")
+    encoder = types.SimpleNamespace(bos_id=9, eos_id=9, vocab_size=10, folder="")
+    framing = Framing(encoder, eod_id=9)
     ends = np.cumsum([len(document) for document in documents])
-    result = add_edges(ids, ends, 9, 9)
-    parts = [part.tolist() for part in np.split(result.tokens, result.ends[:-1])]
-    assert parts == [[9, 9], [9, 5, 9], [9, 5, 9], [9, 5, 9], [9, 9], [9, 9], [9, 5, 9]]
-    assert result.has_text.tolist() == [False, True, True, True, False, False, True]
+    result = framing.frame(ids, ends, Path("a.bin"), eval_fraction=0)
+    parts = [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths)[:-1])]
+    assert parts == [[9, 5, 9]] * 4 and (framing.found, framing.empty) == (7, 3)
+    assert (framing.bos_added, framing.eos_added) == (2, 2)
 
 
 @pytest.mark.parametrize("eod", [399, 400, 70000])  # Megatron-LM puts <EOD> behind a vocabulary that lacks it
@@ -196,8 +199,8 @@ def test_bytes_do_not_depend_on_the_run_or_on_the_blocks(tmp_path, run_import, m
     options = {"eval_fraction": 0.2, "shard_tokens": 4000}
     assert run_import(tmp_path / "one", prefix, **options)[0] == 0
     assert run_import(tmp_path / "two", prefix, **options)[0] == 0
-    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_ENTRIES", 7)
-    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_TOKENS", 50)
+    monkeypatch.setattr("train.prepare.megatron.BLOCK_ENTRIES", 7)
+    monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 50)
     assert run_import(tmp_path / "three", prefix, **options)[0] == 0
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two") == content_of(tmp_path / "three")
 
@@ -216,10 +219,10 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path):
     tracemalloc.start()
     try:
         dataset, documents, next_id = open_dataset(str(tmp_path / "a")), 0, 0
-        for block in read_blocks(dataset):
-            assert block.first_document == documents and block.first_token == next_id == int(block.tokens[0])
-            documents += len(block.ends)
-            next_id = int(block.tokens[-1]) + 1
+        for tokens, ends in read_documents(dataset):
+            assert next_id == int(tokens[0]) and (np.diff(ends, prepend=0) == length).all()
+            documents += len(ends)
+            next_id = int(tokens[-1]) + 1
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

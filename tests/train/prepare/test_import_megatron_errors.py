@@ -18,7 +18,7 @@ from tests.train.prepare.megatron_datasets import (
 )
 from train.data.format import DataError, read_manifest
 from train.import_megatron import main as import_megatron
-from train.prepare.megatron_index import open_dataset, read_blocks
+from train.prepare.megatron import open_dataset, read_documents
 from train.prepare.output import WORK_NAME
 
 LENGTHS, BOUNDS = [3, 2, 4], [0, 2, 3]  # of a good index, here of int32
@@ -34,38 +34,42 @@ def with_int64(content: bytes, place: int, value: int) -> bytes:
 
 
 POINTERS = 34 + 4 * len(LENGTHS)
+APART, BOUNDS_WRONG = (
+    "its sequences do not stand one behind the other",
+    "its document indices do not go from 0 to 3",
+)
 BAD_INDEXES = {  # .idx, what the message says beside its path
     "magic": (index(magic=b"TNTIDX\x00\x00\x00"), "begins with b'TNTIDX"),
     "no content": (b"", "begins with b''"),
     "a text": (b"hello", "not the index of a Megatron indexed dataset"),
-    "version": (index(version=2), "byte 9 says version 2, this program reads 1"),
-    "unknown type": (index(code=9), "byte 17 says ids of type 9; token ids are integers: 1 uint8"),
-    "float64": (index(code=6), "ids of type 6 (float64)"),
-    "float32": (index(code=7), "ids of type 7 (float32)"),
+    "version": (index(version=2), "is of version 2, this program reads 1"),
+    "unknown type": (index(code=9), "has ids of type 9; token ids are integers: 1 uint8"),
+    "float64": (index(code=6), "has ids of type 6; "),
+    "float32": (index(code=7), "has ids of type 7; "),
     "header cut": (index()[:30], "has 30 bytes, the header alone has 34"),
     "cut": (index()[:-1], f"has {IDX_BYTES - 1} bytes; with the 3 sequences and 2 documents"),
     "too long": (index() + b"\0", f"has {IDX_BYTES + 1} bytes"),
     "sequence count": (index()[:18] + struct.pack("<Q", 1 << 60) + index()[26:], f"has {IDX_BYTES} bytes"),
-    "negative length": (index([3, -2, 8]), "sequence 1 has the negative length -2"),
-    "pointer": (with_int64(index(), POINTERS + 8, 16), "sequence 1 begins at byte 16; the sequences before it end at"),
-    "first pointer": (with_int64(index(), POINTERS, 4), "sequence 0 begins at byte 4; "),
-    "negative pointer": (with_int64(index(), POINTERS + 16, -8), "sequence 2 begins at byte -8; "),
-    "pointer beyond": (with_int64(index(), POINTERS + 16, 400), "sequence 2 begins at byte 400, beyond the 36 bytes"),
+    "negative length": (index([3, -2, 8]), APART),
+    "pointer": (with_int64(index(), POINTERS + 8, 16), APART),
+    "first pointer": (with_int64(index(), POINTERS, 4), APART),
+    "negative pointer": (with_int64(index(), POINTERS + 16, -8), APART),
+    "pointer beyond": (with_int64(index(), POINTERS + 16, 400), APART),
     "no document index": (index(bounds=[]), "0 document indices"),
-    "first document": (index(bounds=[1, 2, 3]), "document index 0 is 1, it has to be 0"),
-    "decreasing": (index(bounds=[0, 3, 2, 3]), "document index 2 is 2, less than the one before it, 3"),
-    "negative document": (index(bounds=[0, -1, 3]), "document index 1 is -1, less than"),
-    "overflowing document": (index(bounds=[0, 2**63 - 1, -(2**63), 3]), "document index 2 is -92233720368547758"),
-    "documents end early": (index(bounds=[0, 1, 2]), "index, 2, is 2; it has to be the number of sequences, 3"),
-    "documents end late": (index(bounds=[0, 2, 4]), "the last document index, 2, is 4"),
-    "multimodal": (index(modes=[0, 1, 0]), "sequence 1 has the mode 1: multimodal"),
+    "first document": (index(bounds=[1, 2, 3]), BOUNDS_WRONG),
+    "decreasing": (index(bounds=[0, 3, 2, 3]), BOUNDS_WRONG),
+    "negative document": (index(bounds=[0, -1, 3]), BOUNDS_WRONG),
+    "overflowing document": (index(bounds=[0, 2**63 - 1, -(2**63), 3]), BOUNDS_WRONG),
+    "documents end early": (index(bounds=[0, 1, 2]), BOUNDS_WRONG),
+    "documents end late": (index(bounds=[0, 2, 4]), BOUNDS_WRONG),
+    "multimodal": (index(modes=[0, 1, 0]), "multimodal data, of which only text"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("blocks", [1, 1 << 19])
 @pytest.mark.parametrize("kind", BAD_INDEXES)
 def test_bad_index_is_named(tmp_path, run_import, kind, blocks, monkeypatch):
-    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_ENTRIES", blocks)
+    monkeypatch.setattr("train.prepare.megatron.BLOCK_ENTRIES", blocks)
     content, message = BAD_INDEXES[kind]
     good = write_dataset(tmp_path / "good", random_documents(5))
     (tmp_path / "bad.idx").write_bytes(content)
@@ -114,21 +118,16 @@ def test_empty_dataset(tmp_path, run_import, documents):
     )
 
 
-@pytest.mark.parametrize(
-    "letter, token, problem",
-    [("i", -1, "which is negative"), ("h", -7, "which is negative"), ("i", 400, "beyond the vocabulary"),
-     ("H", 65535, "beyond the vocabulary"), ("q", 1 << 40, "beyond the vocabulary")],
-)  # fmt: skip
-def test_bad_token_id(tmp_path, run_import, letter, token, problem, monkeypatch):
-    monkeypatch.setattr("train.prepare.megatron_index.BLOCK_TOKENS", 100)
+@pytest.mark.parametrize("letter, token", [("i", -1), ("h", -7), ("i", 400), ("H", 65535), ("q", 1 << 40)])
+def test_bad_token_id(tmp_path, run_import, tokenizer_dir, letter, token, monkeypatch):
+    monkeypatch.setattr("train.prepare.megatron.BLOCK_TOKENS", 100)
     documents = whole(random_documents(30))
     documents[20][3] = token
-    place = sum(map(len, documents[:20])) + 3
     prefix = write_dataset(tmp_path / "a", [[tokens] for tokens in documents], letter)
     good = write_dataset(tmp_path / "good", random_documents(5))
     status, _, errors = run_import(tmp_path / "out", good, prefix)
-    where = f"error: {prefix}.bin: token 3 of document 20 (token {place} of the file) has the id {token}, {problem}"
-    assert status == 1 and where in errors and ("--eod_id" in errors) == (token > 0)
+    what = f"error: {prefix}.bin has the id {token}, which is not in the vocabulary of {tokenizer_dir}, 0 to 399; "
+    assert status == 1 and what in errors and ("--eod_id" in errors) == (token > 0)
     assert list((tmp_path / "out").iterdir()) == []  # no manifest, and no shard that could be taken for data
 
 
@@ -158,7 +157,7 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
     dataset = open_dataset(str(tmp_path / "a"))
     os.truncate(tmp_path / "a.bin", dataset.tokens * 4 - 4)
     with pytest.raises(DataError, match=r"a\.bin became shorter while it was read"):
-        list(read_blocks(dataset))
+        list(read_documents(dataset))
 
 
 def test_output_folder_is_protected(tmp_path, run_import):

@@ -16,10 +16,10 @@ import sentencepiece
 from tests import programs
 from tests.train.conftest import corpus_texts, write_jsonl
 from tests.train.runs import ROOT
-from train.data.documents import Lengths, histogram_table, pieces, read_lengths
 from train.data.format import DataError, Manifest, Shard, read_manifest, write_manifest
+from train.data.index import Lengths, excerpts, read_lengths
+from train.data.inspection import examine, histogram_table
 from train.files import sha256_file
-from train.inspect_data import examine
 from train.inspect_data import main as inspect_data
 
 BOUNDARY = re.compile(
@@ -172,7 +172,7 @@ def test_lengths_at_the_edges_of_bins():
 def test_index_is_read_in_blocks(data, monkeypatch):
     shard = read_manifest(data).shards[0]
     whole = read_lengths(data, shard)
-    monkeypatch.setattr("train.data.documents.BLOCK_DOCUMENTS", 7)
+    monkeypatch.setattr("train.data.index.BLOCK_DOCUMENTS", 7)
     in_blocks = read_lengths(data, shard)
     assert whole.rows() == in_blocks.rows() and shard.documents > 14
     assert (whole.shortest, whole.longest) == (in_blocks.shortest, in_blocks.longest)
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, data):
         ((_, lengths, problem),) = examine(tmp_path, manifest, verify=True, workers=1)
         checking = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        found = list(pieces(tmp_path, [shard], 8 * documents - 12, 8 * documents))
+        found = list(excerpts(tmp_path, [shard], 8 * documents - 12, 8 * documents))
         locating = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -249,7 +249,7 @@ def test_samples_are_text_of_the_corpus_with_true_boundaries(data, run, corpus, 
 def test_documents_are_numbered_in_the_split_and_in_the_shard(data):
     shards = read_manifest(data).split_shards("train")
     total = sum(shard.tokens for shard in shards)
-    found = list(pieces(data, shards, 0, total))
+    found = list(excerpts(data, shards, 0, total))
     assert [piece.number for piece in found] == list(range(sum(shard.documents for shard in shards)))
     assert [piece.length for piece in found] == [len(document) for document in documents_of(data, "train")]
     assert all(piece.first == 0 and piece.count == piece.length for piece in found)

@@ -9,9 +9,8 @@ import pytest
 
 from tests.train.prepare.prepare_documents import Read, parse, run, text_of, tree_hashes
 from train.data.format import DataError
-from train.prepare.ngrams import HASHES, build_index
+from train.prepare.ngrams import HASHES, build_index, ngram_hashes, split_words
 from train.prepare.steps import passes, report
-from train.prepare.words import ngram_hashes, split_words
 
 
 def test_words_of_scripts_without_spaces() -> None:

@@ -18,8 +18,7 @@ from tests.train.conftest import corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of
-from train.prepare.counts import unigram_loss
-from train.prepare.output import MARKER_NAME, WORK_NAME
+from train.prepare.output import MARKER_NAME, WORK_NAME, unigram_loss
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -353,9 +352,9 @@ def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, mo
     """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
     doing again what was done."""
     code = (
-        "import os, signal, sys, train.prepare_data as p\n"
-        "p.OutputFolder.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "p.main(sys.argv[1:])"
+        "import os, signal, sys, train.prepare.preparation as p, train.prepare_data\n"
+        "p.OutputFolder.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train.prepare_data.main(sys.argv[1:])"
     )
     out = tmp_path / "out"
     arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]

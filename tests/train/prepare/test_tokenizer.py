@@ -8,8 +8,9 @@ from transformers import AutoTokenizer
 
 from tests.train.conftest import corpus_texts
 from tests.train.runs import ROOT
-from train.prepare.corpus import Document
-from train.train_tokenizer import HARD_STRINGS, check_identity, main, sample_documents, training_sentences
+from train.prepare.readers import Text
+from train.prepare.tokenizer import HARD_STRINGS, check_identity, sample_texts, training_sentences
+from train.train_tokenizer import main
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_an_existing_tokenizer_is_kept(tokenizer_dir, corpus, capsys):
 
 def test_sample_is_spread_bounded_and_in_order():
     texts = [f"{i:04d}" + "x" * 96 for i in range(1000)]
-    sample = sample_documents([Document(text, "") for text in texts], max_bytes=10_000)
+    sample = sample_texts([Text(text, "") for text in texts], max_bytes=10_000)
     assert len(sample) == 100 and sample == sorted(sample)
     assert sum(text > texts[500] for text in sample) in range(30, 70)
 

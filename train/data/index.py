@@ -6,7 +6,6 @@ Indexes are memory-mapped and read a block at a time: the data may have more doc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from train.data.format import INDEX_DTYPE, DataError, Shard
 
 BLOCK_DOCUMENTS = 1 << 18
 BINS = 64  # bin k holds lengths of 2^k to 2^(k+1) - 1 tokens
-BAR_WIDTH = 40
 
 
 @dataclass
@@ -85,10 +83,10 @@ def read_lengths(folder: str | Path, shard: Shard) -> Lengths:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Excerpt:
     """What a range of a split's tokens has of one document.
 
-    `number` counts the split's documents, `number_in_shard` those of `shard`, both from 0; `first` is where the piece
+    `number` counts the split's documents, `number_in_shard` those of `shard`, both from 0; `first` is where the excerpt
     begins in the document, `count` its tokens, `length` those of the whole document.
     """
 
@@ -100,7 +98,7 @@ class Piece:
     length: int
 
 
-def pieces(folder: str | Path, shards: list[Shard], start: int, stop: int) -> Iterator[Piece]:
+def excerpts(folder: str | Path, shards: list[Shard], start: int, stop: int) -> Iterator[Excerpt]:
     """The documents of tokens start..stop-1 of a split with these shards, in order; all their tokens, none twice."""
     shard_start = documents_before = 0
     for shard in shards:
@@ -113,57 +111,7 @@ def pieces(folder: str | Path, shards: list[Shard], start: int, stop: int) -> It
                 begin = int(ends[number - 1]) if number else 0
                 end = int(ends[number])
                 count = min(end, high) - low
-                yield Piece(shard.name, documents_before + number, number, low - begin, count, end - begin)
+                yield Excerpt(shard.name, documents_before + number, number, low - begin, count, end - begin)
                 low, number = low + count, number + 1
         shard_start += shard.tokens
         documents_before += shard.documents
-
-
-def histogram_table(lengths: Lengths) -> str:
-    """The histogram as text: a line a bin with its documents, their share, their share of the tokens, and a bar."""
-    documents, tokens = int(lengths.documents.sum()), int(lengths.tokens.sum())
-    if not documents:
-        return "no documents"
-    rows = lengths.rows()
-    largest = max(count for _, count, _ in rows)
-    width = max(len(rows[-1][0]), len("tokens long"))
-    lines = [f"{'tokens long':>{width}}  {'documents':>13}  {'share':>6}  {'of tokens':>9}"]
-    for label, count, bin_tokens in rows:
-        bar = "#" * -(-count * BAR_WIDTH // largest)  # rounded up: one document is visible
-        line = (
-            f"{label:>{width}}  {count:>13,}  {count / documents:>6.1%}  {bin_tokens / tokens:>9.1%}  {bar}"
-        )
-        lines.append(line.rstrip())
-    lines.append(
-        f"{'all':>{width}}  {documents:>13,}  {tokens / documents:,.1f} tokens on average, "
-        f"{lengths.shortest:,} to {lengths.longest:,}"
-    )
-    return "\n".join(lines)
-
-
-def plot_histogram(lengths: Lengths, title: str, path: str | Path) -> None:
-    """Draw the histogram, the share of documents and of tokens by length, into a PNG; makes its folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot, ticker
-
-    rows = lengths.rows()
-    places = np.arange(len(rows))
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    sides: list[tuple[float, str, Any]] = [
-        (-0.2, "documents", [documents for _, documents, _ in rows]),
-        (0.2, "their tokens", [tokens for _, _, tokens in rows]),
-    ]
-    for offset, label, values in sides:
-        axes.bar(places + offset, [value / sum(values) for value in values], width=0.4, label=label)
-    axes.set_xticks(places, [label for label, _, _ in rows], rotation=45, ha="right")
-    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0))
-    number = int(lengths.documents.sum())
-    axes.set(xlabel="length (tokens)", ylabel="share", title=f"{title}: {number:,} documents")
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

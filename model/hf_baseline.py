@@ -1,0 +1,131 @@
+"""transformers' own Mistral: the variants hf and torchao, and the reader of Hugging Face folders.
+
+Importing transformers' model class takes seconds, and the variants te_linear and te_layer do without: this file is
+imported where it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+
+from model.config import ARCHITECTURE, load_config
+from model.conversion import ConversionError
+from model.fp8.precision import Precision
+from model.mistral_base import causal_lm_loss
+
+
+class HuggingFaceMistral(MistralForCausalLM):
+    """transformers' own MistralForCausalLM, the baseline, with the forward signature of the other variants."""
+
+    variant = "hf"
+    compiled = False
+    document_mask = False
+
+    @classmethod
+    def build(cls, config: MistralConfig, precision: Precision) -> Self:
+        """In training mode, with weights that are yet to be set."""
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(precision.dtype)
+        try:
+            with precision.device:
+                return cls._from_config(config, attn_implementation="sdpa").train()
+        finally:
+            torch.set_default_dtype(dtype)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        documents: None = None,
+    ) -> CausalLMOutput:
+        logits = super().forward(input_ids=input_ids, use_cache=False).logits
+        loss = None if labels is None else causal_lm_loss(logits, labels)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves and casts, but keeps the rotary frequencies in float32: `model.bfloat16()`, which DeepSpeed calls,
+        would round them and so change the model."""
+        rope = self.model.rotary_emb
+        inv_freq = rope.inv_freq
+        super()._apply(fn, recurse)
+        rope.inv_freq = inv_freq.to(rope.inv_freq.device)
+        rope.original_inv_freq = rope.inv_freq
+        return self
+
+    def compile_layers(self) -> None:
+        """Have torch.compile compile each decoder layer, in place (names stay), when it first runs.
+
+        One graph serves all layers. What of a layer cannot be compiled, or more shapes than torch keeps graphs for (8),
+        is an error of torch._dynamo when it is met: left uncompiled it would only show as slowness.
+        """
+        # by default kernels are chosen by benchmarks, whose outcome, and so the last bits, differ between runs
+        options = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else None
+        for layer in self.model.layers:
+            layer.compile(fullgraph=True, dynamic=False, options=options)
+        self.compiled = True
+
+
+class TorchaoMistral(HuggingFaceMistral):
+    """The same, to have its Linears swapped for torchao's FP8 ones."""
+
+    variant = "torchao"
+
+
+def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face folder, which must be of the architecture `config`.
+
+    Raises ValueError: no such folder, an architecture that differs (each difference is named), no weights or weights
+    that cannot be read; ConversionError: tensors missing, unknown or of another shape.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"model.init_from: {folder!r} is not a folder")
+    theirs = load_config(folder)
+    differences = [
+        f"{key}: {getattr(theirs, key, None)} there, {getattr(config, key, None)} in model.config"
+        for key in ARCHITECTURE
+        if getattr(theirs, key, None) != getattr(config, key, None)
+    ]
+    if differences:
+        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+    try:
+        # without ignore_mismatched_sizes transformers prints which tensors differ, and raises without naming them
+        model, found = MistralForCausalLM.from_pretrained(
+            folder, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except Exception as error:  # safetensors, pickle and json each raise classes of their own
+        what = "; ".join(_damaged_files(folder)) or " ".join(str(error).split())
+        raise ValueError(f"model.init_from: the weights of {folder!r} cannot be read: {what}") from error
+    # transformers fills with random numbers what it does not find
+    problems = [f"{name} is missing" for name in found["missing_keys"]]
+    problems += [f"{name} is unknown" for name in found["unexpected_keys"]]
+    problems += [
+        f"{name} has shape {tuple(theirs)}, config.json needs {tuple(ours)}"
+        for name, theirs, ours in found["mismatched_keys"]
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ConversionError(
+            f"model.init_from: the weights of {folder!r} are not those of its config.json: "
+            + "; ".join(sorted(problems)[:5])
+            + more
+        )
+    return model.state_dict()
+
+
+def _damaged_files(folder: str) -> list[str]:
+    """The safetensors files of a folder that are no such files, or not whole, each with what is wrong."""
+    damaged = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            damaged.append(f"{path.name} is truncated or no safetensors file ({error})")
+    return damaged

@@ -1,0 +1,228 @@
+"""How DeepSpeed 0.19.8 looks inside: here, and for the files in train/checkpoint/reshard.py, stands all that this code
+uses of it without DeepSpeed promising it. A new version is read against these two files.
+
+    ZeRO  optimizer                                   what AdamW steps (`masters`)
+    0     torch's AdamW (float32)                     the weights
+    0     a wrapper of it (bf16, fp16)                a float32 tensor of each weight
+    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat
+    1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in an order of its own
+    3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
+
+Sources: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# ---------------------------------------------------------------- parameters and what AdamW steps
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The true shape: ZeRO 3 empties partitioned parameters."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def name_of(engine: Any, parameter: nn.Parameter) -> str:
+    """The name of a parameter of `engine.module`."""
+    return engine.param_names[parameter]
+
+
+def adamw(engine: Any) -> torch.optim.AdamW:
+    """torch's optimizer, which DeepSpeed's may wrap."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+@dataclass
+class Master:
+    """A tensor that AdamW steps, whose moments are in `adamw(engine).state[tensor]`.
+
+    Without ZeRO one parameter, whole and in its shape. Else 1-D, this rank's part of `parameters`: see `flat_partition`
+    (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
+    """
+
+    tensor: torch.Tensor
+    parameters: list[nn.Parameter]
+    paddings: list[int]  # elements after each of them; ZeRO 1 and 2
+
+
+def masters(engine: Any) -> Iterator[Master]:
+    """What this rank's AdamW steps, in its order."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    paddings = None
+    if stage == 3:
+        groups, tensors = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+    elif hasattr(optimizer, "bf16_groups"):
+        groups, tensors = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+    elif stage:
+        groups, tensors = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        paddings = optimizer.round_robin_bit16_padding
+    else:
+        weights = getattr(optimizer, "fp16_groups", None) or [g["params"] for g in optimizer.param_groups]
+        groups = [[weight] for weight in itertools.chain(*weights)]
+        tensors = list(itertools.chain(*getattr(optimizer, "fp32_groups", weights)))
+    for index, (group, tensor) in enumerate(zip(groups, tensors, strict=True)):
+        yield Master(tensor, list(group), paddings[index] if paddings else [0] * len(group))
+
+
+@contextlib.contextmanager
+def rewritten_masters(engine: Any) -> Iterator[None]:
+    """Within it `masters` may be written to; then the weights that the model computes with become these, rounded, where
+    they are. Collective."""
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()
+    yield
+    if stage == 3:
+        for index, (weights, master) in enumerate(
+            zip(optimizer.fp16_partitioned_groups_flat, masters(engine), strict=True)
+        ):
+            weights.data.copy_(master.tensor.data)
+            optimizer._unflatten_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()
+    elif stage:
+        optimizer.update_lp_params()
+    elif adamw(engine) is not optimizer:
+        for master in masters(engine):
+            master.parameters[0].data.copy_(master.tensor)
+
+
+def forget_moments(engine: Any) -> None:
+    """DeepSpeed's links from weights to moments that a checkpoint has replaced: they would keep the old ones in memory.
+    The next step links anew."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False
+
+
+def undo_initial_step(engine: Any) -> None:
+    """Put a fresh engine's optimizer back to before its first step.
+
+    Without ZeRO, in bf16 or fp16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
+    weights and advances the bias correction, so that the first real step is 27 % too short.
+    """
+    if engine.zero_optimization_stage() or adamw(engine) is engine.optimizer:
+        return  # ZeRO, or float32: no such step
+    adamw(engine).state.clear()
+    with torch.no_grad():
+        for master in masters(engine):
+            master.tensor.copy_(master.parameters[0])
+
+
+def loss_scaler(engine: Any) -> Any:
+    """What holds the loss scale (float16): the optimizer's of ZeRO 1 to 3, the configuration without ZeRO, else
+    None."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+# ---------------------------------------------------------------- a step
+
+
+def skip_steps_that_are_not_finite(engine: Any) -> None:
+    """Give DeepSpeed's plain optimizer (ZeRO 0 in float32) the check that its others have.
+
+    Those leave everything as it is where the norm of the reduced gradients, the same on every rank, is not finite, set
+    `overflow`, by which the engine counts (`skipped_steps`), and keep the norm. Here torch's AdamW is called whatever
+    the gradients are.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow"):
+        return
+    step, clip = optimizer.step, engine.clip_fp32_gradients
+
+    def measure() -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        optimizer._global_grad_norm = nn.utils.get_total_norm(gradients)
+
+    def measured_clip() -> None:
+        measure()
+        clip()
+
+    def checked_step(closure: Any = None) -> None:
+        if not engine.gradient_clipping():
+            measure()
+        # waits for the GPU, as all of them do
+        optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
+        if not optimizer.overflow:
+            step(closure)
+
+    optimizer.overflow = False
+    engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step
+
+
+@dataclass(frozen=True)
+class GradientBuffer:
+    """BF16_Optimizer's float32 gradient of a parameter, 1-D; after each backward it adds the bf16 `.grad` to it."""
+
+    tensor: torch.Tensor
+    optimizer: Any
+    group: int
+    index: int
+
+    def mark(self) -> None:
+        """Tell DeepSpeed that the gradient is there; its norm and clipping leave out what has none."""
+        self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
+
+
+def gradient_buffers(engine: Any) -> dict[int, GradientBuffer]:
+    """By `id` of the parameter; {} of an optimizer that has none in float32."""
+    optimizer = engine.optimizer
+    buffers = getattr(optimizer, "fp32_groups_gradients", None)
+    if buffers is None or optimizer.grad_acc_dtype != torch.float32:
+        return {}
+    return {
+        id(parameter): GradientBuffer(buffers[i][j], optimizer, i, j)
+        for i, group in enumerate(optimizer.bf16_groups)
+        for j, parameter in enumerate(group)
+    }
+
+
+# ---------------------------------------------------------------- a save
+
+
+class _Capture:
+    """In place of DeepSpeed's checkpoint engine: what that would write goes to `take`."""
+
+    def __init__(self, writer: Any, take: Callable[[str, Any], None]):
+        self.writer, self.take = writer, take
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.writer, name)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self.error is None:  # else the save has failed already
+            try:
+                self.take(Path(path).name, state_dict)
+            except Exception as error:
+                self.error = error
+
+
+def capture_checkpoint(engine: Any, path: Path, take: Callable[[str, Any], None]) -> Exception | None:
+    """engine.save_checkpoint, without a file: calls `take(name of the file, what is to be in it)` for each. Returns the
+    first error of `take` instead of raising it: a rank that left early would let the others wait in DeepSpeed's
+    barriers, at ZeRO 3 in a gather of weights too.
+
+    DeepSpeed's scripts are not copied beside the checkpoints either; train/export.py does what they do.
+    """
+    writer = engine.checkpoint_engine
+    engine.checkpoint_engine = capture = _Capture(writer, take)
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        engine.save_checkpoint(str(path.parent), tag=path.name, save_latest=False)
+    finally:
+        engine.checkpoint_engine = writer
+        del engine._copy_recovery_script
+    return capture.error

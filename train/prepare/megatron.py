@@ -1,0 +1,339 @@
+"""Megatron-LM's indexed datasets, read-only, into prepared data: checked ids, BOS and EOS around each document.
+
+PREFIX.idx says where the sequences and documents in PREFIX.bin are. Little-endian, nothing between the fields:
+
+      9 bytes        MMIDIDX and two zero bytes
+      uint64         version, 1
+      uint8          type of the token ids: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6 float64, 7 float32, 8 uint16
+      uint64         S, the number of sequences
+      uint64         D + 1, the number of documents and one
+      int32 [S]      tokens in each sequence
+      int64 [S]      byte of PREFIX.bin at which each begins; they stand one behind the other
+      int64 [D + 1]  how many sequences precede each document: 0 first, S last
+      int8 [S]       in multimodal datasets only, the mode of each sequence: 0 is text
+    PREFIX.bin       the token ids and nothing else
+
+Two equal document indices are an empty document, which Megatron-LM's preprocess_data.py writes for an empty text.
+Source of the format: Megatron-LM at d98e8a6 (2026-08-22), megatron/core/datasets/indexed_dataset.py.
+"""
+
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.encoder import TextEncoder
+from train.data.format import DataError, Manifest, token_dtype
+from train.prepare.output import WORK_NAME, EncodedBatch, OutputFolder, SplitWriter, is_eval
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+INTEGER_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+BLOCK_ENTRIES = 1 << 19  # of an array of the index, looked at a time
+BLOCK_TOKENS = 1 << 21  # read at a time, unless one document has more
+REMEDY = "damaged, or not such an index: copy both files again, or make the dataset again"
+EMPTY = "empty document"
+SHARE_TO_WARN = 0.9  # of the documents, with the same last token that is not EOS
+PROGRESS_S = 5.0
+
+
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class IndexedDataset:
+    """A dataset whose index was checked: `dtype` is that of the ids on the disk, `tokens` are in all sequences.
+
+    `pointers` [S] and `bounds` [D + 1] are the index's arrays, memory-mapped.
+    """
+
+    bin: Path
+    dtype: np.dtype
+    tokens: int
+    pointers: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return len(self.bounds) - 1
+
+
+def open_dataset(prefix: str) -> IndexedDataset:
+    """Check every field of PREFIX.idx and the size of PREFIX.bin, in memory that does not grow with them.
+
+    Raises:
+        DataError: one of the files is missing, is not what the format says, or does not fit the other one; or the
+            dataset is empty, or not of text.
+    """
+    idx, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (idx, bin_path):
+        if not path.is_file():
+            name = Path(prefix)
+            hint = f"give the prefix of both, {name.with_suffix('')}" if name.suffix in (".idx", ".bin") else (
+                "a dataset is PREFIX.idx and PREFIX.bin, and --input takes its PREFIX")  # fmt: skip
+            raise DataError(f"{path} does not exist; {hint}")
+    dtype, sequences, documents = _read_header(idx)
+    kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
+    ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
+    if (size := idx.stat().st_size) not in ends[3:]:
+        raise DataError(f"{idx} has {size} bytes; with the {sequences} sequences and {documents} documents of its "
+                        f"header it has {ends[3]} ({ends[4]} if multimodal): {REMEDY}")  # fmt: skip
+    content = np.memmap(idx, mode="r")
+    lengths, pointers, bounds, modes = (
+        np.asarray(content[start:end]).view(kind)
+        for (kind, _), start, end in zip(kinds, ends, ends[1:], strict=False)
+    )
+    tokens = _check_sequences(idx, lengths, pointers, dtype.itemsize)
+    if bounds[0] != 0 or bounds[-1] != sequences or any((b[1:] < b[:-1]).any() for b in _blocks(bounds, 1)):
+        raise DataError(f"{idx}: its document indices do not go from 0 to {sequences}, the number of sequences, "
+                        f"without a decrease: {REMEDY}")  # fmt: skip
+    if any(block.any() for block in _blocks(modes)):
+        raise DataError(
+            f"{idx} is of multimodal data, of which only text (mode 0) can be imported; leave it out"
+        )
+    if (size := bin_path.stat().st_size) != tokens * dtype.itemsize:
+        what = "truncated" if size < tokens * dtype.itemsize else "not the file of this index"
+        raise DataError(f"{bin_path} has {size} bytes, its index says {tokens * dtype.itemsize} ({tokens} tokens of "
+                        f"{dtype.name}): {what}; copy both files again, or make the dataset again")  # fmt: skip
+    if not tokens or not documents:
+        raise DataError(
+            f"{idx} is of an empty dataset ({documents} documents, {tokens} tokens); leave it out"
+        )
+    return IndexedDataset(bin_path, dtype, tokens, pointers, bounds)
+
+
+def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
+    """The type of the ids, the number of sequences, the number of documents."""
+    with open(idx, "rb") as file:
+        content = file.read(HEADER.size)
+    if content[: len(MAGIC)] != MAGIC:
+        raise DataError(f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}: not the index of a Megatron "
+                        "indexed dataset; give the PREFIX of one")  # fmt: skip
+    if len(content) < HEADER.size:
+        raise DataError(f"{idx} has {len(content)} bytes, the header alone has {HEADER.size}: {REMEDY}")
+    _, version, code, sequences, indices = HEADER.unpack(content)
+    if version != VERSION:
+        raise DataError(f"{idx} is of version {version}, this program reads {VERSION}; make the dataset again with a "
+                        "Megatron-LM that writes that")  # fmt: skip
+    if code not in INTEGER_TYPES:
+        allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
+        raise DataError(f"{idx} has ids of type {code}; token ids are integers: {allowed}; {REMEDY}")
+    if indices < 1:
+        raise DataError(f"{idx} has 0 document indices, there is one at least: {REMEDY}")
+    return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
+
+
+def _blocks(array: np.ndarray, overlap: int = 0) -> Iterator[np.ndarray]:
+    """The array in parts, each with the first `overlap` entries of the next."""
+    for first in range(0, len(array), BLOCK_ENTRIES):
+        yield array[first : first + BLOCK_ENTRIES + overlap]
+
+
+def _check_sequences(idx: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """The tokens of all sequences, which have to stand one behind the other."""
+    tokens = 0
+    for part, begins in zip(_blocks(lengths), _blocks(pointers), strict=True):
+        expected = (np.cumsum(part, dtype=np.int64) - part + tokens) * itemsize
+        if (part < 0).any() or (begins != expected).any():
+            raise DataError(f"{idx}: its sequences do not stand one behind the other: {REMEDY}")
+        tokens += int(part.sum(dtype=np.int64))
+    return tokens
+
+
+def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Whole documents in a row: (tokens [n] as they are on the disk, ends [documents] in these), all in their order.
+    Memory is that of a block, or of the longest document if that is longer.
+
+    Raises:
+        DataError: the .bin has become shorter since `open_dataset`.
+    """
+    begin = 0
+    with open(dataset.bin, "rb") as file:
+        for numbers in _blocks(dataset.bounds[1:]):
+            ends = np.full(len(numbers), dataset.tokens)
+            inner = numbers < len(dataset.pointers)  # the others end with the last sequence
+            ends[inner] = dataset.pointers[numbers[inner]] // dataset.dtype.itemsize
+            done = 0
+            while done < len(ends):
+                now = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right")), done + 1)
+                tokens = np.fromfile(file, dataset.dtype, int(ends[now - 1]) - begin)
+                if len(tokens) != ends[now - 1] - begin:
+                    raise DataError(f"{dataset.bin} became shorter while it was read: something else writes to it; "
+                                    "import it when that has ended")  # fmt: skip
+                yield tokens, ends[done:now] - begin
+                done, begin = now, int(ends[now - 1])
+
+
+# ---------------------------------------------------------------- import
+
+
+@dataclass
+class Framing:
+    """Puts documents between BOS and EOS, each where it is not there already, and counts what it does.
+
+    eod_id: of the dataset; EOS takes its place. `last_ids` [V] counts the last token of documents that had no EOS.
+    """
+
+    encoder: TextEncoder
+    eod_id: int
+    found: int = 0
+    empty: int = 0
+    bos_added: int = 0
+    eos_added: int = 0
+    eod_replaced: int = 0
+
+    def __post_init__(self) -> None:
+        self.last_ids = np.zeros(self.encoder.vocab_size, dtype=np.int64)
+
+    @property
+    def kept(self) -> int:
+        return self.found - self.empty
+
+    def frame(
+        self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path, eval_fraction: float
+    ) -> EncodedBatch:
+        """Documents as `read_documents` gives them, without those of nothing but BOS and EOS.
+
+        Raises:
+            DataError: an id is negative or beyond the vocabulary (and not `eod_id`, which may be).
+        """
+        bos_id, eos_id, dtype = self.encoder.bos_id, self.encoder.eos_id, token_dtype(self.encoder.vocab_size)
+        ids = self._checked(tokens, bin_path).astype(dtype, copy=False)
+        documents, start = [], 0
+        for end in ends.tolist():
+            document, start = ids[start:end], end
+            has_bos = len(document) > 0 and bool(document[0] == bos_id)
+            has_eos = len(document) > has_bos and bool(document[-1] == eos_id)  # one token is not both
+            if len(document) > has_bos + has_eos:
+                framed = np.empty(len(document) + 2 - has_bos - has_eos, dtype)
+                framed[0], framed[-1] = bos_id, eos_id
+                framed[1 - has_bos : len(framed) - 1 + has_eos] = document
+                documents.append(framed)
+                self.bos_added += not has_bos
+                self.eos_added += not has_eos
+                self.last_ids[document[-1]] += not has_eos
+        self.found += len(ends)
+        self.empty += len(ends) - len(documents)
+        return EncodedBatch(
+            tokens=np.concatenate(documents) if documents else ids[:0],
+            lengths=np.array([len(document) for document in documents], dtype=np.int64),
+            is_eval=is_eval((document.data for document in documents), eval_fraction),
+        )
+
+    def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
+        """The tokens with EOS in place of `eod_id`, none beyond the vocabulary."""
+        vocab_size, eos_id = self.encoder.vocab_size, self.encoder.eos_id
+        if self.eod_id != eos_id and (is_eod := tokens == self.eod_id).any():
+            tokens = np.where(is_eod, np.array(eos_id, dtype=np.int64), tokens)
+            self.eod_replaced += int(np.count_nonzero(is_eod))
+        for found in (int(tokens.min(initial=0)), int(tokens.max(initial=0))):
+            if not 0 <= found < vocab_size:
+                remedy = (
+                    f" (or with --eod_id {found}, if that is what ends its documents)" if found > 0 else ""
+                )
+                raise DataError(
+                    f"{bin_path} has the id {found}, which is not in the vocabulary of {self.encoder.folder}, 0 to "
+                    f"{vocab_size - 1}; import the dataset with the tokenizer that made it{remedy}, or make it again"
+                )
+        return tokens
+
+    def documents(self, counts: dict[str, np.ndarray]) -> dict[str, Any]:
+        """The manifest's "documents"; counts: of the tokens written, by split, [V] each."""
+        total = counts["train"] + counts["eval"]
+        same = self.encoder.bos_id == self.encoder.eos_id  # it stands twice at the edges then
+        return {
+            "in": self.found,
+            "out": self.kept,
+            "dropped": {EMPTY: self.empty} if self.empty else {},
+            "removed": {},
+            "bos_added": self.bos_added,
+            "eos_added": self.eos_added,
+            "bos_inside": 0 if same else int(total[self.encoder.bos_id]) - self.kept,
+            "eos_inside": int(total[self.encoder.eos_id]) - self.kept * (1 + same),
+            "eod_replaced": self.eod_replaced,
+        }
+
+    def likely_eod(self) -> str:
+        """A warning when nearly all documents end in one id that is not EOS, as they do where the EOD is another id."""
+        most = int(self.last_ids.argmax())
+        number = int(self.last_ids[most])
+        if self.kept < 2 or number < SHARE_TO_WARN * self.kept:
+            return ""
+        return (f"{number:,} of {self.kept:,} documents end in the id {most} and not in the tokenizer's EOS; if that "
+                f"is the end-of-document id of the datasets, import them with --eod_id {most} --overwrite")  # fmt: skip
+
+
+def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
+    """Check all datasets before anything is written.
+
+    Raises:
+        DataError: one of them is no good, or is given twice.
+    """
+    datasets: dict[str, IndexedDataset] = {}
+    for prefix in prefixes:
+        dataset = open_dataset(prefix)
+        if (real := os.path.realpath(dataset.bin)) in datasets:
+            raise DataError(f"{dataset.bin} is given twice (by itself or a link); name each dataset once")
+        datasets[real] = dataset
+        print(f"{prefix}: {dataset.documents:,} documents, {len(dataset.pointers):,} sequences, {dataset.tokens:,} "
+              f"tokens of {dataset.dtype.name}", file=sys.stderr, flush=True)  # fmt: skip
+    return list(datasets.values())
+
+
+def import_datasets(
+    input: Sequence[str],
+    tokenizer: str | Path,
+    output: str | Path,
+    eod_id: int | None = None,
+    eval_fraction: float = 0.01,
+    shard_tokens: int = 1 << 28,
+    overwrite: bool = False,
+) -> tuple[Manifest, str]:
+    """Import datasets into a folder; the parameters are the command's. Returns what was committed and a warning, or "".
+
+    Raises:
+        DataError: bad datasets, tokenizer or output folder, or no document for the train split.
+        OSError: a file cannot be read or written.
+    """
+    encoder = TextEncoder(tokenizer)
+    framing = Framing(encoder, encoder.eos_id if eod_id is None else eod_id)
+    datasets = open_all(input)
+    if (Path(output) / WORK_NAME).is_dir() and not overwrite:
+        raise DataError(f"{output} holds an unfinished preparation of prepare_data.py, which would be lost; choose "
+                        "another --output, or --overwrite it")  # fmt: skip
+    total, read = sum(dataset.tokens for dataset in datasets), 0
+    start_s = told_s = time.monotonic()
+    with OutputFolder(output, overwrite) as folder:
+        writer = SplitWriter(folder.folder, encoder.vocab_size, shard_tokens)
+        for dataset in datasets:
+            for tokens, ends in read_documents(dataset):
+                writer.write(framing.frame(tokens, ends, dataset.bin, eval_fraction))
+                read += len(tokens)
+                if read == total or time.monotonic() - told_s >= PROGRESS_S:
+                    told_s = time.monotonic()
+                    rate = read / max(told_s - start_s, 1e-9) / 1e6
+                    print(f"{framing.found:,} documents, {read:,} of {total:,} tokens in {told_s - start_s:.0f} s "
+                          f"({rate:.2f} M tokens/s)", file=sys.stderr, flush=True)  # fmt: skip
+        shards = writer.close()
+        if not any(shard.split == "train" for shard in shards):
+            raise DataError(
+                "no document for the train split: give more datasets or a smaller --eval_fraction"
+            )
+        manifest = folder.commit(
+            encoder,
+            shards,
+            writer.counts,
+            inputs=list(input),
+            text_key=None,
+            eval_fraction=eval_fraction,
+            documents=framing.documents(writer.counts),
+            text_bytes=None,
+        )
+    return manifest, "" if eod_id is not None else framing.likely_eod()

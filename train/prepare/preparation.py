@@ -1,0 +1,276 @@
+"""A preparation as a whole: what it is made of, what it may go on from, how its stages are run, its manifest."""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.base import PipelineStep
+
+from train.data.format import DataError, Manifest
+from train.files import sha256_file, write_durably
+from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
+from train.prepare.corpus import Source, list_sources, text_key_option
+from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
+from train.prepare.output import OutputFolder
+from train.prepare.readers import MISSING_KEY
+from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
+from train.prepare.tally import Stage, Tally
+
+IDENTITY_NAME = "job.json"
+LAST_STAGE = "tokenize"
+TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
+MOST_TASKS = 1000
+PROGRESS_S = 5.0
+SLURM_NAME = "prepare_data.slurm"  # stays in the output folder: the ids of the jobs and the log of the last
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is prepared from what, and how. The same one gives the same bytes, however its tasks are run.
+
+    `inputs` as they were given; `sources`, the files behind them. max_bytes: of text, over all tasks.
+    """
+
+    inputs: tuple[str, ...]
+    sources: tuple[Source, ...]
+    tokenizer: Path
+    output: Path
+    text_key: str
+    eval_fraction: float
+    max_bytes: int | None
+    shard_tokens: int
+    shuffle_seed: int | None
+    tasks: int
+    steps: StepOptions
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Preparation":
+        """The one that the command line asks for.
+
+        Raises:
+            ValueError: inputs, tokenizer or options that cannot be meant.
+        """
+        tokenizer = Path(args.tokenizer).absolute()
+        encoder_of(
+            str(tokenizer)
+        )  # a wrong one is an error before the inputs are listed, which may take long
+        steps = options_of(args)
+        sources = list_sources(args.input)
+        size = sum(source.bytes for source in sources)
+        same = ("text_key", "eval_fraction", "max_bytes", "shard_tokens", "shuffle_seed")
+        return cls(
+            inputs=tuple(args.input),
+            sources=tuple(sources),
+            tokenizer=tokenizer,
+            output=Path(args.output).absolute(),
+            tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MOST_TASKS),
+            steps=steps,
+            **{name: getattr(args, name) for name in same},
+        )
+
+    @property
+    def work(self) -> Path:
+        return OutputFolder(self.output, overwrite=False).work
+
+    @property
+    def results(self) -> Path:
+        return self.work / "results"
+
+    @property
+    def stage_folder(self) -> Path:
+        return self.work / "stages"
+
+    @property
+    def scratch(self) -> Path:
+        return self.work / "scratch"
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the output depends on, as JSON values."""
+        tokenizer = self.tokenizer / encoder_of(str(self.tokenizer)).files[0]
+        values = asdict(self) | {"tokenizer": sha256_file(tokenizer)}
+        del values["output"]
+        return json.loads(json.dumps(values))
+
+    def begin(self) -> None:
+        """Note the identity in the work folder, or find that it is the one which was begun there.
+
+        Raises:
+            DataError: another one was begun there, with what differs.
+        """
+        path = self.work / IDENTITY_NAME
+        now = self.identity()
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if changed := list(_changes(before, now)):
+                raise DataError(
+                    f"{self.output} holds an unfinished preparation of another kind:\n  "
+                    + "\n  ".join(changed)
+                    + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew"
+                )
+            return
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(now, indent=1) + "\n")
+
+    def stages(self) -> list[Stage]:
+        """The stages in their order; the last one writes the shards."""
+
+        def read(tally: Tally) -> ReadDocuments:
+            return ReadDocuments(list(self.sources), self.text_key, self.max_bytes, tally)
+
+        stages = passes(self.steps, self.scratch, self.tasks, lambda: [read(Tally())])
+        tally = Tally()
+        pipeline = [
+            read(tally),
+            *filters(self.steps, self.scratch, tally),
+            *removal(self.steps, self.scratch, tally),
+            WriteShards(self.output, self.results, self.tokenizer, self.eval_fraction, self.shard_tokens,
+                        self.shuffle_seed, tally),
+        ]  # fmt: skip
+        return [*stages, Stage(LAST_STAGE, pipeline, self.tasks)]
+
+    def finish(self, output: OutputFolder, max_dropped: int) -> Manifest:
+        """Commit what all tasks left. What was dropped and removed is told on stderr first.
+
+        Raises:
+            DataError: more documents were dropped than allowed, or all, or none is in the train split.
+        """
+        encoder = encoder_of(str(self.tokenizer))
+        result = read_results(self.results, self.tasks, encoder.vocab_size)
+        tally, documents = result.tally, result.tally.documents()
+        if tally.dropped or tally.by_step:
+            print(tally.table(), file=sys.stderr, flush=True)
+        if (dropped := tally.dropped.total()) > max_dropped or (dropped and not tally.read):
+            raise DataError(_too_many_dropped(tally, max_dropped))
+        if not any(shard.split == "train" for shard in result.shards):
+            raise DataError("no document for the train split: give more text, a larger --max_bytes or a smaller "
+                            "--eval_fraction, with --overwrite")  # fmt: skip
+        return output.commit(
+            encoder,
+            result.shards,
+            result.counts,
+            inputs=list(self.inputs),
+            text_key=self.text_key,
+            eval_fraction=self.eval_fraction,
+            documents=documents,
+            text_bytes=tally.text_bytes,
+            steps=asdict(self.steps) | report(self.steps, self.scratch),
+        )
+
+
+def prepare(args: argparse.Namespace) -> Manifest | None:
+    """Prepare `args.input` into `args.output`; see prepare_data.py's --help for the fields. None: Slurm will.
+
+    Raises:
+        ValueError: bad inputs, tokenizer, output folder (DataError), or more documents dropped than allowed.
+        RuntimeError: a worker died, or tasks failed.
+    """
+    preparation = Preparation.of(args)
+    with OutputFolder(preparation.output, args.overwrite, resumable=True) as output:
+        preparation.begin()
+        if args.executor == "local":
+            workers = args.workers or min(os.cpu_count() or 1, 16)
+            run_local(preparation.stages(), preparation.stage_folder, workers, Progress(preparation).show)
+        elif args.executor == "ray":
+            run_ray(preparation.stages(), preparation.stage_folder, args.workers or -1)
+        if read_progress(preparation.results, preparation.tasks)[0] == preparation.tasks:
+            return preparation.finish(output, args.max_dropped)
+    _submit(preparation, args)  # its jobs take the folder themselves
+    return None
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """A line for each part of the identity that is not what it was."""
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        if key == "sources":
+            ours, theirs = ({source["path"]: source for source in files} for files in (new or [], old or []))
+            changed = [path for path in {**theirs, **ours} if ours.get(path) != theirs.get(path)]
+            yield f"{len(changed)} input files are new, gone or changed, the first is {changed[0] if changed else '-'}"
+        else:
+            yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+
+
+def _too_many_dropped(tally: Tally, max_dropped: int) -> str:
+    """What happened, and the ways on from it that there are."""
+    dropped = tally.dropped.total()
+    ways = []
+    if tally.read:
+        what = f"{dropped} documents were dropped, --max_dropped allows {max_dropped}"
+        ways.append(
+            f"run the command again with --max_dropped {dropped} to accept that, which reads nothing again"
+        )
+    else:
+        what = f"{dropped} documents were dropped and none is left"
+    if MISSING_KEY in tally.dropped:
+        ways.append(f"name the key of the text with {text_key_option(tally.text_keys)}, and --overwrite")
+    ways.append("mend the inputs (the table names them) and prepare them with --overwrite")
+    return f"{what}, so nothing was committed: {'; or '.join(ways)}"
+
+
+class Progress:
+    """A line with the rate every few seconds on stderr."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self.results, self.tasks = preparation.results, preparation.tasks
+        self.start_s = self.last_s = time.monotonic()
+        _, _, self.before = read_progress(self.results, self.tasks)  # tokens of an earlier, unfinished run
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now - self.last_s < PROGRESS_S:
+            return
+        self.last_s = now
+        done, tally, tokens = read_progress(self.results, self.tasks)
+        rate = (tokens - self.before) / (now - self.start_s) / 1e6
+        print(f"{done} of {self.tasks} tasks, {tally.kept:,} documents, {tally.text_bytes / 1e6:,.1f} MB, {tokens:,} "
+              f"tokens in {now - self.start_s:.0f} s ({rate:.2f} M tokens/s), {tally.dropped.total():,} dropped, "
+              f"{tally.by_step.total():,} removed", file=sys.stderr, flush=True)  # fmt: skip
+
+
+# ---------------------------------------------------------------- Slurm
+
+
+class Finish(PipelineStep):
+    """The end of a preparation as a stage of its own, for jobs that end when nobody waits for them."""
+
+    type, name = "MANIFEST", "finish"
+
+    def __init__(self, preparation: Preparation, max_dropped: int) -> None:
+        super().__init__()
+        self.preparation, self.max_dropped = preparation, max_dropped
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
+        with OutputFolder(self.preparation.output, overwrite=False, resumable=True) as output:
+            self.preparation.finish(output, self.max_dropped)
+
+
+def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
+    """Submit the stages, the last of which writes the manifest, unless they are on their way already."""
+    records = preparation.output / SLURM_NAME
+    ids = records / "jobs.txt"
+    if running := running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else []):
+        done, tally, tokens = read_progress(preparation.results, preparation.tasks)
+        print(f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {done} of {preparation.tasks} "
+              f"tasks done, {tally.kept:,} documents, {tokens:,} tokens")  # fmt: skip
+        return
+    shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
+    records.mkdir()
+    stages = [(stage, preparation.stage_folder / stage.name) for stage in preparation.stages()]
+    # the last one removes the work folder: its own records cannot be in there
+    stages.append((Stage("finish", [Finish(preparation, args.max_dropped)], 1), records))
+    jobs = submit_slurm(
+        stages, args.workers or -1, args.slurm_partition, args.slurm_time, dict(args.slurm_args)
+    )
+    ids.write_text("\n".join([*jobs, ""]), encoding="utf-8")
+    print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. {preparation.output / 'manifest.json'} is there when the "
+          "last has ended; the same command again shows how far it is, and after a failure goes on")  # fmt: skip
