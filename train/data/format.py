@@ -213,18 +213,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_shards(folder: str | Path, manifest: Manifest, split: str, verify: bool = False) -> None:
-    """Check that every shard of a split is there in full; with `verify`, also every hash and token id.
-
-    Raises:
-        DataError: a shard is missing, has another size, another hash, or ids outside the vocabulary.
-    """
-    for shard in manifest.split_shards(split):
-        check_sizes(folder, shard)
-        if verify:
-            verify_shard(folder, manifest, shard)
-
-
 def check_sizes(folder: str | Path, shard: Shard) -> None:
     """Check that a shard and its index are there in full.
 

@@ -1,6 +1,5 @@
 """Prepared data for people: what the manifest says, what is damaged, the lengths of documents, samples as text."""
 
-import dataclasses
 import random
 import re
 import sys
@@ -8,7 +7,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,33 +36,34 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 def describe(folder: Path, manifest: Manifest) -> str:
     """The manifest as text: its values, the documents, the splits and the shards."""
     lines = [str(folder)]
-    for field in dataclasses.fields(manifest):
-        if field.name not in ("documents", "shards"):
-            lines += _value_lines(field.name, getattr(manifest, field.name))
+    for name, value in vars(manifest).items():
+        if name in ("vocab_size", "text_bytes") and value is not None:
+            value = f"{value:,}"
+        values = value[:SHOWN_ITEMS] if isinstance(value, list) else ["none" if value is None else value]
+        if isinstance(value, list) and len(value) > SHOWN_ITEMS:
+            values.append(f"and {len(value) - SHOWN_ITEMS:,} more")
+        if name not in ("documents", "shards"):
+            lines += [f"  {'' if i else name:<17} {item}" for i, item in enumerate(values)]
     if manifest.text_key is None:
         lines.append("\ntoken ids that were imported from the inputs, not text that was prepared")
-    lines += _document_lines(manifest.documents)
-    splits = {split: manifest.split_shards(split) for split in SPLITS}
-    lines += _size_lines("split", {**splits, "all": manifest.shards})
-    parts: dict[str, list[Shard]] = {}
-    for shards in splits.values():
-        parts |= {shard.name: [shard] for shard in shards[:SHOWN_ITEMS]}
-        if rest := shards[SHOWN_ITEMS:]:
-            parts[f"... to {rest[-1].name}"] = rest
-    return "\n".join(lines + _size_lines("shard", parts))
 
-
-def _document_lines(counts: dict[str, Any]) -> list[str]:
-    """The manifest's counts of documents: the totals, those dropped by reason, and whatever else was counted."""
-    dropped = counts["dropped"]
-    totals = counts["in"], counts["out"], sum(dropped.values())
-    lines = ["\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals)]
+    counts = {name: kind if isinstance(kind, dict) else {"": kind} for name, kind in manifest.documents.items()}
+    dropped = counts.pop("dropped")
+    totals = counts.pop("in")[""], counts.pop("out")[""], sum(dropped.values())
+    lines.append("\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals))
     lines += [f"{count:>13,}  {reason}" for reason, count in sorted(dropped.items(), key=lambda x: -x[1])]
-    for name, value in counts.items():
-        if name not in ("in", "out", "dropped"):
-            parts = value if isinstance(value, dict) else {"": value}
-            lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
-    return lines
+    for name, parts in counts.items():
+        lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
+
+    splits = {split: manifest.split_shards(split) for split in SPLITS}
+    rows: dict[str, list[Shard]] = {}
+    for shards in splits.values():
+        rows |= {shard.name: [shard] for shard in shards[:SHOWN_ITEMS]}
+        if rest := shards[SHOWN_ITEMS:]:
+            rows[f"... to {rest[-1].name}"] = rest
+    return "\n".join(
+        [*lines, *_size_lines("split", splits | {"all": manifest.shards}), *_size_lines("shard", rows)]
+    )
 
 
 def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
@@ -75,16 +74,6 @@ def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
         sums = [sum(getattr(s, key) for s in shards) for key in ("documents", "tokens", "bytes")]
         lines.append("{:<{}}  {:>8,}  {:>14,}  {:>18,}  {:>20,}".format(name, width, len(shards), *sums))
     return lines
-
-
-def _value_lines(name: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        more = [f"and {len(value) - SHOWN_ITEMS:,} more"] if len(value) > SHOWN_ITEMS else []
-        shown = [*map(str, value[:SHOWN_ITEMS]), *more]
-        return [f"  {'' if i else name:<17} {item}" for i, item in enumerate(shown)]
-    counted = name in ("vocab_size", "text_bytes")
-    text = "none" if value is None else format(value, ",") if counted else value
-    return [f"  {name:<17} {text}"]
 
 
 def ignored_files(folder: Path, manifest: Manifest) -> list[str]:

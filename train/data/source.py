@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.format import SPLITS, DataError, check_shards, check_tokenizer, read_manifest
+from train.data.format import SPLITS, DataError, check_sizes, check_tokenizer, read_manifest, verify_shard
 from train.data.index import open_index
 
 # File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
@@ -54,9 +54,12 @@ class TokenSource:
             raise DataError(f"seq_length {seq_length} must be at least 1 token")
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
         self.manifest = read_manifest(self.folder)
-        check_shards(self.folder, self.manifest, split, verify)
-        check_tokenizer(self.folder, self.manifest)
         self.shards = self.manifest.split_shards(split)
+        for shard in self.shards:
+            check_sizes(self.folder, shard)
+            if verify:
+                verify_shard(self.folder, self.manifest, shard)
+        check_tokenizer(self.folder, self.manifest)
         self.num_tokens = sum(shard.tokens for shard in self.shards)
         self.num_windows = max(0, (self.num_tokens - 1) // seq_length)
         if self.num_windows == 0:

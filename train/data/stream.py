@@ -215,7 +215,7 @@ class SampleStream:
         number.
 
         Raises:
-            DataError: as check_shards does.
+            DataError: as verify_shard does.
         """
         shards = [(source, shard) for source in self.sources for shard in source.shards][part::parts]
         with ThreadPoolExecutor(VERIFY_THREADS) as pool:  # hashing releases the interpreter lock

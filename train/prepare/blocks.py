@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from train.data.encoder import TextEncoder
 from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import Source, read_share
-from train.prepare.output import EncodedBatch, SplitWriter, is_eval
+from train.prepare.output import SplitWriter
 from train.prepare.readers import Dropped
 from train.prepare.tally import Tally
 
@@ -54,16 +54,6 @@ class ReadDocuments(PipelineStep):
             yield Document(text=item.text, id=item.where)
 
 
-def encode_batch(encoder: TextEncoder, texts: list[str], eval_fraction: float) -> EncodedBatch:
-    """Encode documents, each between BOS and EOS, and choose their splits."""
-    encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
-    return EncodedBatch(
-        tokens=np.concatenate([np.array(ids, dtype=token_dtype(encoder.vocab_size)) for ids in encoded]),
-        lengths=np.array([len(ids) for ids in encoded]),
-        is_eval=is_eval((text.encode() for text in texts), eval_fraction),
-    )
-
-
 class WriteShards(PipelineStep):
     """Documents -> a task's token shards in `folder`, and what it counted in `results`: RANK.json and RANK.npz.
 
@@ -93,12 +83,14 @@ class WriteShards(PipelineStep):
         self.results.mkdir(parents=True, exist_ok=True)
         encoder = encoder_of(str(self.tokenizer))
         seed = None if self.shuffle_seed is None else [self.shuffle_seed, rank]
-        writer = SplitWriter(self.folder, encoder.vocab_size, self.shard_tokens, f"{rank:05d}_", seed)
+        writer = SplitWriter(self.folder, encoder.vocab_size, self.eval_fraction, self.shard_tokens, f"{rank:05d}_",
+                             seed)  # fmt: skip
+        dtype = token_dtype(encoder.vocab_size)
         tokens, told = 0, time.monotonic()
         for texts in self._batches(data):
-            batch = encode_batch(encoder, texts, self.eval_fraction)
-            writer.write(batch)
-            tokens += len(batch.tokens)
+            encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
+            writer.write([np.array(ids, dtype) for ids in encoded], (text.encode() for text in texts))
+            tokens += sum(map(len, encoded))
             if time.monotonic() - told >= PROGRESS_S:
                 told = time.monotonic()
                 self._write(f"{rank:05d}.progress", {"tally": self.tally.to_json(), "tokens": tokens})
@@ -124,33 +116,25 @@ class WriteShards(PipelineStep):
         write_durably(self.results / name, json.dumps(values) + "\n")
 
 
-@dataclass
-class Result:
-    """What one task, or all tasks together, left: counts, tokens, the shards in order, token counts {split: [V]}."""
-
-    tally: Tally
-    tokens: int
-    shards: list[Shard]
-    counts: dict[str, np.ndarray]
-
-
-def read_results(results: Path, tasks: int, vocab_size: int) -> Result:
-    """The results of all tasks; shards by split, then by task.
+def read_results(
+    results: Path, tasks: int, vocab_size: int
+) -> tuple[Tally, list[Shard], dict[str, np.ndarray]]:
+    """What all tasks left: counts of documents; shards by split, then by task; counts of tokens by split, [V] each.
 
     Raises:
-        OSError: a task has left none.
+        OSError: a task has left nothing.
     """
-    total = Result(Tally(), 0, [], {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS})
+    tally, shards = Tally(), []
+    counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
     for rank in range(tasks):
         values = json.loads((results / f"{rank:05d}.json").read_text(encoding="utf-8"))
-        total.tally.add(Tally.from_json(values["tally"]))
-        total.tokens += values["tokens"]
-        total.shards += [Shard(**shard) for shard in values["shards"]]
-        with np.load(results / f"{rank:05d}.npz") as counts:
+        tally.add(Tally.from_json(values["tally"]))
+        shards += [Shard(**shard) for shard in values["shards"]]
+        with np.load(results / f"{rank:05d}.npz") as found:
             for split in SPLITS:
-                total.counts[split] += counts[split]
-    total.shards.sort(key=lambda shard: SPLITS.index(shard.split))  # a stable sort keeps the tasks' order
-    return total
+                counts[split] += found[split]
+    shards.sort(key=lambda shard: SPLITS.index(shard.split))  # a stable sort keeps the tasks' order
+    return tally, shards, counts
 
 
 def read_progress(results: Path, tasks: int) -> tuple[int, Tally, int]:

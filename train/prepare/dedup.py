@@ -12,6 +12,7 @@ In the folder, which all tasks share: signatures/, documents/ (what each reading
 duplicates), done/ (a mark of each search task); minhash: found/ (pairs), remove/ (numbers of duplicates).
 """
 
+import itertools
 import json
 import resource
 from collections.abc import Iterable, Iterator
@@ -108,20 +109,12 @@ def counted(
     run: Any, data: Iterator[Document], rank: int, world_size: int, step: str, tally: Tally
 ) -> Iterator[Document]:
     """What `run`, a filter's, passes on of the data; what it does not is counted as removed by `step`."""
-    given = 0
-
-    def count() -> Iterator[Document]:
-        nonlocal given
-        for document in data:
-            given += 1
-            yield document
-
-    kept = 0
-    for document in run(count(), rank, world_size):
+    numbers, kept = itertools.count(), 0
+    for document in run((document for document, _ in zip(data, numbers, strict=False)), rank, world_size):
         kept += 1
         yield document
-    if given > kept:
-        tally.removed(step, given - kept)
+    if removed := next(numbers) - kept:
+        tally.removed(step, removed)
 
 
 # ---------------------------------------------------------------- exact

@@ -30,7 +30,7 @@ import numpy as np
 
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
-from train.prepare.output import WORK_NAME, EncodedBatch, OutputFolder, SplitWriter, is_eval
+from train.prepare.output import WORK_NAME, OutputFolder, SplitWriter
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -196,10 +196,8 @@ class Framing:
     def kept(self) -> int:
         return self.found - self.empty
 
-    def frame(
-        self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path, eval_fraction: float
-    ) -> EncodedBatch:
-        """Documents as `read_documents` gives them, without those of nothing but BOS and EOS.
+    def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
+        """Documents of what `read_documents` gives, without those of nothing but BOS and EOS.
 
         Raises:
             DataError: an id is negative or beyond the vocabulary (and not `eod_id`, which may be).
@@ -221,11 +219,7 @@ class Framing:
                 self.last_ids[document[-1]] += not has_eos
         self.found += len(ends)
         self.empty += len(ends) - len(documents)
-        return EncodedBatch(
-            tokens=np.concatenate(documents) if documents else ids[:0],
-            lengths=np.array([len(document) for document in documents], dtype=np.int64),
-            is_eval=is_eval((document.data for document in documents), eval_fraction),
-        )
+        return documents
 
     def _checked(self, tokens: np.ndarray, bin_path: Path) -> np.ndarray:
         """The tokens with EOS in place of `eod_id`, none beyond the vocabulary."""
@@ -311,10 +305,11 @@ def import_datasets(
     total, read = sum(dataset.tokens for dataset in datasets), 0
     start_s = told_s = time.monotonic()
     with OutputFolder(output, overwrite) as folder:
-        writer = SplitWriter(folder.folder, encoder.vocab_size, shard_tokens)
+        writer = SplitWriter(folder.folder, encoder.vocab_size, eval_fraction, shard_tokens)
         for dataset in datasets:
             for tokens, ends in read_documents(dataset):
-                writer.write(framing.frame(tokens, ends, dataset.bin, eval_fraction))
+                documents = framing.frame(tokens, ends, dataset.bin)
+                writer.write(documents, [document.data for document in documents])
                 read += len(tokens)
                 if read == total or time.monotonic() - told_s >= PROGRESS_S:
                     told_s = time.monotonic()

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +91,6 @@ def is_in(values: np.ndarray, table: np.ndarray) -> Any:
 HASHES, OWNERS, REPORT = "ngrams.npy", "owners.npy", "evaluation_files.json"
 
 
-@dataclass(frozen=True)
-class Indexed:
-    """What an evaluation file gave: its texts, those too short to be looked for, the different n-grams of the rest."""
-
-    file: str
-    texts: int
-    too_short: int
-    ngrams: int
-
-
 def evaluation_texts(file: str, key: str) -> list[str]:
     """The texts of an evaluation file: each record's `key`, or each line of plain text that is not blank.
 
@@ -120,16 +109,15 @@ def evaluation_texts(file: str, key: str) -> list[str]:
     return texts
 
 
-def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> list[Indexed]:
-    """Write the n-grams of all evaluation texts to `folder`: sorted hashes, and the file (0, 1, ...) each is from.
-
-    Texts of fewer than n words have no n-gram: they are counted, reported, and not looked for. The same files give the
-    same bytes.
+def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
+    """Write the n-grams of all evaluation texts to `folder`: sorted hashes, and the file (0, 1, ...) each is from; and
+    a report on each file: its texts, those too short to be looked for (under n words), the different n-grams of the
+    rest. The same files give the same bytes.
 
     Raises:
         DataError: a file cannot be read, or none of its texts has n words.
     """
-    hashes, owners, indexed = [], [], []
+    hashes, owners, report = [], [], []
     for owner, file in enumerate(files):
         texts = evaluation_texts(file, key)
         found = [ngram_hashes(text, n) for text in texts]
@@ -140,8 +128,8 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> list[
                             "it would be found; give longer texts (questions with their answers) or a smaller "
                             "--decontaminate_ngram")  # fmt: skip
         hashes.append(ngrams)
-        owners.append(np.full(len(ngrams), owner, dtype=np.uint16))
-        indexed.append(Indexed(file, len(texts), too_short, len(ngrams)))
+        owners.append(np.full(len(ngrams), owner, dtype=np.uint32))
+        report.append({"file": file, "texts": len(texts), "too_short": too_short, "ngrams": len(ngrams)})
         print(f"decontamination: {file}: {len(ngrams):,} n-grams of {len(texts):,} texts"
               f"{f', of which {too_short:,} are not looked for: under {n} words' * bool(too_short)}",
               file=sys.stderr)  # fmt: skip
@@ -151,12 +139,11 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in ((HASHES, table), (OWNERS, np.concatenate(owners)[first])):
         _save(folder / name, array)
-    write_durably(folder / REPORT, json.dumps([asdict(item) for item in indexed], indent=1) + "\n")
-    return indexed
+    write_durably(folder / REPORT, json.dumps(report, indent=1) + "\n")
 
 
 def read_report(folder: Path) -> list[dict[str, Any]]:
-    """What `build_index` counted there, as JSON values."""
+    """What `build_index` reported there, as JSON values."""
     return json.loads((folder / REPORT).read_text(encoding="utf-8"))
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -38,22 +37,6 @@ WORK_NAME = "prepare_data.work"  # what an unfinished preparation has done so fa
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
-    """Encoded documents: `tokens` [sum of lengths], `lengths` [documents] in tokens, `is_eval` [documents]."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    is_eval: np.ndarray
-
-
-def is_eval(contents: Iterable[Any], eval_fraction: float) -> np.ndarray:
-    """[documents]: whether each belongs to the eval split, by a hash of its content (bytes, or a buffer of them)."""
-    limit = eval_fraction * 2**64
-    hashes = (hashlib.blake2b(content, digest_size=8).digest() for content in contents)
-    return np.array([int.from_bytes(value, "little") < limit for value in hashes], dtype=bool)
-
-
 def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
     """Cross entropy in nats per token of the eval counts [V] under the add-one-smoothed train counts [V], which is what
     a model that only knows how frequent tokens are would score; None when either is empty."""
@@ -74,21 +57,20 @@ class ShardWriter:
         self,
         folder: Path,
         split: str,
-        dtype: np.dtype,
         shard_tokens: int,
         prefix: str = "",
         shuffle: np.random.Generator | None = None,
     ) -> None:
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.prefix, self.shuffle = prefix, shuffle
         self.shards: list[Shard] = []
         self._file: BinaryIO | None = None
-        self._tokens = 0
+        self._tokens = self._bytes = 0
         self._ends: list[int] = []
         self._held: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append one document: tokens [n] of the writer's dtype."""
+        """Append one document: tokens [n] of the shards' type."""
         if self._file is not None and self._tokens + len(tokens) > self.shard_tokens:
             self.close()
         if self._file is None:
@@ -99,13 +81,14 @@ class ShardWriter:
         if self.shuffle is None:
             self._append(tokens, self._tokens)
         else:
-            self._held.append(tokens.copy())  # not a view of the batch that it came in
+            self._held.append(tokens)
 
     def _append(self, tokens: np.ndarray, end: int) -> None:
         assert self._file is not None
         data = tokens.tobytes()
         self._file.write(data)
         self._hash.update(data)
+        self._bytes += len(data)
         self._ends.append(end)
 
     def close(self) -> None:
@@ -129,12 +112,12 @@ class ShardWriter:
                 split=self.split,
                 tokens=self._tokens,
                 documents=len(self._ends),
-                bytes=self._tokens * self.dtype.itemsize,
+                bytes=self._bytes,
                 sha256=self._hash.hexdigest(),
                 index_sha256=hashlib.sha256(index).hexdigest(),
             )
         )
-        self._file, self._tokens, self._ends = None, 0, []
+        self._file, self._tokens, self._bytes, self._ends = None, 0, 0, []
 
 
 class SplitWriter:
@@ -147,26 +130,29 @@ class SplitWriter:
         self,
         folder: Path,
         vocab_size: int,
+        eval_fraction: float,
         shard_tokens: int,
         prefix: str = "",
         shuffle_seed: list[int] | None = None,
     ) -> None:
-        dtype = token_dtype(vocab_size)
         self.counts = {split: np.zeros(vocab_size, dtype=np.int64) for split in SPLITS}
-        self._writers = {}
+        self._writers, self._eval_below = {}, eval_fraction * 2**64
         for number, split in enumerate(SPLITS):
             shuffle = None if shuffle_seed is None else np.random.default_rng([*shuffle_seed, number])
-            self._writers[split] = ShardWriter(folder, split, dtype, shard_tokens, prefix, shuffle)
+            self._writers[split] = ShardWriter(folder, split, shard_tokens, prefix, shuffle)
 
-    def write(self, batch: EncodedBatch) -> None:
-        """Append a batch's documents to the shards of their splits."""
-        start = 0
-        for end, held_out in zip(np.cumsum(batch.lengths).tolist(), batch.is_eval.tolist(), strict=True):
-            self._writers["eval" if held_out else "train"].write(batch.tokens[start:end])
-            start = end
-        in_eval = np.repeat(batch.is_eval, batch.lengths)
-        for split, chosen in (("train", ~in_eval), ("eval", in_eval)):
-            self.counts[split] += np.bincount(batch.tokens[chosen], minlength=len(self.counts[split]))
+    def write(self, documents: list[np.ndarray], contents: Iterable[Any]) -> None:
+        """Append documents, tokens [n] each of the shards' type, to the splits that hashes of `contents` choose: bytes,
+        or a buffer of them, a document."""
+        written: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        for document, content in zip(documents, contents, strict=True):
+            digest = hashlib.blake2b(content, digest_size=8).digest()
+            split = "eval" if int.from_bytes(digest, "little") < self._eval_below else "train"
+            self._writers[split].write(document)
+            written[split].append(document)
+        for split, some in written.items():
+            if some:
+                self.counts[split] += np.bincount(np.concatenate(some), minlength=len(self.counts[split]))
 
     def close(self) -> list[Shard]:
         """Finish the last shards; returns all, by split."""

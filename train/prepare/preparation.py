@@ -19,7 +19,7 @@ from train.files import sha256_file, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
-from train.prepare.output import OutputFolder
+from train.prepare.output import WORK_NAME, OutputFolder
 from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Stage, Tally
@@ -78,7 +78,7 @@ class Preparation:
 
     @property
     def work(self) -> Path:
-        return OutputFolder(self.output, overwrite=False).work
+        return self.output / WORK_NAME
 
     @property
     def results(self) -> Path:
@@ -143,19 +143,19 @@ class Preparation:
             DataError: more documents were dropped than allowed, or all, or none is in the train split.
         """
         encoder = encoder_of(str(self.tokenizer))
-        result = read_results(self.results, self.tasks, encoder.vocab_size)
-        tally, documents = result.tally, result.tally.documents()
+        tally, shards, counts = read_results(self.results, self.tasks, encoder.vocab_size)
+        documents = tally.documents()
         if tally.dropped or tally.by_step:
             print(tally.table(), file=sys.stderr, flush=True)
         if (dropped := tally.dropped.total()) > max_dropped or (dropped and not tally.read):
             raise DataError(_too_many_dropped(tally, max_dropped))
-        if not any(shard.split == "train" for shard in result.shards):
+        if not any(shard.split == "train" for shard in shards):
             raise DataError("no document for the train split: give more text, a larger --max_bytes or a smaller "
                             "--eval_fraction, with --overwrite")  # fmt: skip
         return output.commit(
             encoder,
-            result.shards,
-            result.counts,
+            shards,
+            counts,
             inputs=list(self.inputs),
             text_key=self.text_key,
             eval_fraction=self.eval_fraction,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
 DEDUP = ("exact", "minhash")
-MOST_EVALUATION_FILES = 65_536  # an index entry names its file in 16 bits
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,10 @@ def options_of(args: argparse.Namespace) -> StepOptions:
         check_splitter(args.quality_language)
     evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
     files = [*([model] if model else []), *evaluation]
-    return StepOptions(
-        languages=tuple(args.languages),
-        language_threshold=args.language_threshold,
-        language_model=model,
-        quality=tuple(args.quality),
-        quality_language=args.quality_language,
-        dedup=args.dedup,
-        seed=args.minhash_seed,
-        decontaminate=tuple(args.decontaminate),
-        decontaminate_key=args.decontaminate_key,
-        decontaminate_ngram=args.decontaminate_ngram,
-        sha256=tuple((file, sha256_file(file)) for file in files),
-    )
+    values: dict[str, Any] = {key.name: getattr(args, key.name, None) for key in fields(StepOptions)}
+    values |= {name: tuple(values[name]) for name in ("languages", "quality", "decontaminate")}
+    values["sha256"] = tuple((file, sha256_file(file)) for file in files)
+    return StepOptions(**values | {"language_model": model, "seed": args.minhash_seed})
 
 
 def _check_values(args: argparse.Namespace) -> None:
@@ -124,10 +114,6 @@ def _check_values(args: argparse.Namespace) -> None:
             problems.append(f"--{name} {getattr(args, name)}: allowed is {low} to {high}")
     if args.language_model and not args.languages:
         problems.append("--language_model without --languages has no effect; name the languages to keep")
-    if len(args.decontaminate) > MOST_EVALUATION_FILES:
-        problems.append(
-            f"--decontaminate: {len(args.decontaminate)} files, at most {MOST_EVALUATION_FILES} are possible"
-        )
     if problems:
         raise DataError("; ".join(problems))
 

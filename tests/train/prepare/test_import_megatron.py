@@ -134,9 +134,11 @@ def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
     encoder = types.SimpleNamespace(bos_id=9, eos_id=9, vocab_size=10, folder="")
     framing = Framing(encoder, eod_id=9)
     ends = np.cumsum([len(document) for document in documents])
-    result = framing.frame(ids, ends, Path("a.bin"), eval_fraction=0)
-    parts = [part.tolist() for part in np.split(result.tokens, np.cumsum(result.lengths)[:-1])]
-    assert parts == [[9, 5, 9]] * 4 and (framing.found, framing.empty) == (7, 3)
+    result = framing.frame(ids, ends, Path("a.bin"))
+    assert [document.tolist() for document in result] == [[9, 5, 9]] * 4 and (
+        framing.found,
+        framing.empty,
+    ) == (7, 3)
     assert (framing.bos_added, framing.eos_added) == (2, 2)
 
 

@@ -365,6 +365,6 @@ def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, mo
     assert done.returncode == -signal.SIGKILL
     assert (out / "train_00001_00001.ds").exists() and not (out / "manifest.json").exists()
     assert prepare(tmp_path / "fresh", corpus, **options) == 0
-    monkeypatch.setattr("train.prepare.blocks.encode_batch", None)
+    monkeypatch.setattr("train.prepare.blocks.SplitWriter", None)
     assert prepare(out, corpus, **options) == 0
     assert contents(out) == contents(tmp_path / "fresh")
