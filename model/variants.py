@@ -44,12 +44,9 @@ ATTENTION_BACKENDS = {
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can. Values that no variant
-    takes are for `PrecisionConfig.validate` to name."""
+    """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can."""
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
-    if any(getattr(precision, key) not in precision.CHOICES[key] for key in ("compute", "recipe")):
-        return problems
     if precision.compute == "fp8":
         if not recipes:
             problems.append(

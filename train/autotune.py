@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from model import accounting
 from model.autotune.measure import autotune
-from model.autotune.record import Record, asked_of, circumstances_of, differences, versions_of
+from model.autotune.record import Record, asked_of, circumstances_of, versions_of
 from model.autotune.task import Task
 from model.config import load_config
 from model.fp8.recipes import RECIPES
 from train.checkpoint.load import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.differences import Difference, differences
 from train.config.ds_config import resolve_ds_config
 from train.files import write_durably
 
@@ -104,7 +105,7 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         if others:
             raise ConfigurationError(
                 f"precision.auto: the choice in {path} was made for something else:\n  "
-                + "\n  ".join(others)
+                + "\n  ".join(map(str, others))
                 + "\nset precision.auto to true to measure anew, or restore these"
             )
         return reused(record, path, differences(record.versions, versions), say)
@@ -117,14 +118,17 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         other_wishes = differences(record.asked, asked)
         if not other_wishes and (resuming or not others):
             return reused(record, path, others, say)
-        say(f"precision.auto: {path} was made for something else: " + "; ".join(other_wishes + others))
+        say(
+            f"precision.auto: {path} was made for something else: "
+            + "; ".join(map(str, other_wishes + others))
+        )
     return autotune(task, say)
 
 
-def reused(record: Record, path: Path, changed: list[str], say: Callable[[str], None]) -> Record:
+def reused(record: Record, path: Path, changed: list[Difference], say: Callable[[str], None]) -> Record:
     say(f"{record.summary()}; read from {path}, not measured again")
     if changed:
-        say(f"precision.auto: since it was measured there changed: {'; '.join(changed)}")
+        say(f"precision.auto: since it was measured there changed: {'; '.join(map(str, changed))}")
     return record
 
 

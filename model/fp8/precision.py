@@ -59,7 +59,7 @@ class Precision:
     """
 
     def __init__(self, config: PrecisionConfig):
-        problems = config.validate()
+        problems = config.problems()
         if problems:
             raise PrecisionError("; ".join(problems))
         if config.auto:

@@ -304,7 +304,7 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--row", "x", "precision.recipe=best"], "best' is not one of delayed"),
+        (["--row", "x", "precision.recipe=best"], '"best" is given, one of delayed'),
         (["--", "--learnin_rate", "1"], "did you mean learning_rate?"),
         (["--", "--data.sources.text", "nowhere"], "nowhere"),
         (["--row", "x", "per_device_train_batch_size=3"], "not divisible by"),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
-from train.config.argument_checks import SMALLEST_WINDOW
+from train.config.arguments import SMALLEST_WINDOW
 from train.data.stream import SampleStream
 
 # Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 2.5 in
