@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.fp8.precision import fp8_modules
+from model.fp8.modules import fp8_modules
 from train.checkpoint import load as checkpoint
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save_errors import SaveError

@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import MistralConfig
 
-from model import accounting
 from model.build import build_model
-from model.config import ARCHITECTURE, load_config
+from model.config import ARCHITECTURE, flops_per_token, load_config, num_parameters, state_memory_gib
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
@@ -190,7 +189,7 @@ def run_training(args: TrainingArguments) -> None:
             state.skipped_samples = left_out_since(resume_from, saved)
 
     # proof, before the first step
-    flops = accounting.flops_per_token(config, args.max_seq_length)
+    flops = flops_per_token(config, args.max_seq_length)
     report = start_report(args, model, precision, flops, train_stream, state)
     for line in [*report, *(f"DeepSpeed: {note}" for note in notes)]:
         say(line)
@@ -323,10 +322,8 @@ def start_report(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
-    parameters = accounting.num_parameters(model.config)
-    memory = accounting.state_memory_gib(
-        model.config, state.zero_stage, state.world_size, args.precision.compute
-    )
+    parameters = num_parameters(model.config)
+    memory = state_memory_gib(model.config, state.zero_stage, state.world_size, args.precision.compute)
     lines = [
         args.table(),
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "

@@ -10,7 +10,8 @@ from transformers import MistralConfig
 
 from model.build import build_model
 from model.documents import Documents, random_documents
-from model.fp8.precision import Precision, gemm_modules, matrices
+from model.fp8.modules import gemm_modules, matrices
+from model.fp8.precision import Precision
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.speed import SpeedConfig
 

@@ -329,7 +329,7 @@ def test_several_processes_are_started_by_the_launcher(config: Path) -> None:
 
 def test_the_shipped_comparison_is_large_and_long_enough() -> None:
     """Its defaults: at least 0.3B parameters, 300 steps, most of them after warmup."""
-    from model.accounting import num_parameters
+    from model.config import num_parameters
 
     arguments = compare_convergence.parse_arguments([])
     configs = [convergence_rows.make_plan(row, arguments).config for row in chosen_rows(arguments)]

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from model.config import load_config
-from model.variants import compiles
+from model.variants import compiles, why_no_graphs
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.differences import leaves
 from train.config.schema import nearest
@@ -187,11 +187,8 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
             "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
             "1 or 2, or set model.compile to false"
         )
-    if stage == 3 and arguments.speed.cuda_graphs:
-        problems.append(
-            "zero_optimization.stage: ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, "
-            "1 or 2, or set speed.cuda_graphs to false"
-        )
+    if arguments.speed.cuda_graphs and (no_graphs := why_no_graphs(model.variant, zero_stage=stage)):
+        problems.append(f"zero_optimization.stage: {no_graphs}")
     # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
     dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
     accumulate = config.get("data_types", {}).get("grad_accum_dtype")

@@ -8,7 +8,8 @@ import torch
 from model.build import build_model
 from model.config import load_config
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionError, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.proof import ProofError, attention_errors, prove
