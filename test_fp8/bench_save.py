@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
     from model.config import load_config, num_parameters
     from test_fp8.model.saves import measure
-    from train.checkpoint.save_errors import SaveError
+    from train.checkpoint.save import SaveError
     from train.engine.distributed import init_distributed
 
     init_distributed()

@@ -19,7 +19,7 @@ from model.autotune.task import Task
 from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.fp8.recipes import RECIPES
 from model.variants import why_no_graphs
-from train.checkpoint.load import committed
+from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import Difference, differences
 from train.config.ds_config import resolve_ds_config

@@ -25,7 +25,7 @@ from transformers import MistralConfig
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
-from train.checkpoint import load as checkpoint
+from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -95,7 +95,7 @@ def record() -> None:
     state: dict[str, Any] = {"step": SAVED_STEP, "consumed_samples": 2 * SAVED_STEP, "world_size": 1}
     state |= {"consumed_tokens": 32 * SAVED_STEP, "zero_stage": 1, "train_config": {}, "model_config": {}}
     saver = Saver(stored.engine, FOLDER, stored.precision, 0, print)
-    saver.begin(checkpoint.RunState(**state), background=False)
+    saver.begin(RunState(**state), background=False)
     saver.finish()
     for script in FOLDER.glob("*.py"):
         script.unlink()

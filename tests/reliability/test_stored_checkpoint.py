@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.reliability.stored_checkpoint import FOLDER, NEXT_STEPS, SAVED_STEP, Stored
-from train.checkpoint import load as checkpoint
+from train.checkpoint.files import name_of, problems, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint
 from train.engine.step import without_prints
 
 # The losses were recorded on one kind of CPU; another one, or torch, may round a bf16 product differently.
@@ -20,13 +21,13 @@ TOLERANCE = 1e-2
     torch.cuda.is_available(), reason="needs a machine without CUDA, as the one that recorded it"
 )
 def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
-    path = checkpoint.choose(FOLDER, "auto", print)
-    assert path is not None and path.name == checkpoint.name_of(SAVED_STEP)
-    assert checkpoint.read_state(path).step == SAVED_STEP
+    path = choose_checkpoint(FOLDER, "auto", print)
+    assert path is not None and path.name == name_of(SAVED_STEP)
+    assert read_state(path).step == SAVED_STEP
     stored = Stored()
     with without_prints():
-        checkpoint.load(stored.engine, path, stored.precision)
+        load_checkpoint(stored.engine, path, stored.precision)
     expected = json.loads((FOLDER / "losses.json").read_text())["losses"]
     losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
     assert losses == pytest.approx(expected, rel=TOLERANCE)
-    assert checkpoint.problems(path) == []  # it was only read
+    assert problems(path) == []  # it was only read

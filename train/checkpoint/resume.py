@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from train.checkpoint.load import CheckpointError, RunState
+from train.checkpoint.files import CheckpointError, RunState
 from train.config.differences import differences, resume_differences, rule_of
 
 ALLOW = "data.allow_changes_on_resume"

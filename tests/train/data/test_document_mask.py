@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.train.conftest import write_jsonl
 from tests.train.runs import curve, metrics, run
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.checkpoint.load import CheckpointError
+from train.checkpoint.files import CheckpointError
 from train.config.differences import Difference, resume_differences, rule_of
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, MicroBatches, open_stream
