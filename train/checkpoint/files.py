@@ -30,7 +30,6 @@ from typing import Any
 from train.files import sha256_file, sync_folder, write_durably
 
 SCHEMA = 2
-UNSIGNED_SCHEMA = 1  # of checkpoints from before manifests had a hash of their own
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 BEFORE = ".before"
@@ -156,17 +155,15 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         text = (path / MANIFEST).read_text()
         content = json.loads(text)
         files = {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in content["files"]}
-        schema = content["schema"]
-        if schema == SCHEMA:
-            del content["sha256"]
-            if text != _signed(content):
-                raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
+        if (schema := content["schema"]) != SCHEMA:
+            raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA}")
+        del content["sha256"]
+        if text != _signed(content):
+            raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    if schema not in (SCHEMA, UNSIGNED_SCHEMA):
-        raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA} and older")
     return files
 
 

@@ -3,6 +3,10 @@
     non-finite on any rank    the step is skipped on all: weights, optimizer and FP8 state stay as they were, bit by bit
     spike                     flagged at the next look, which is when the loop waits for the GPU anyway
 
+DeepSpeed's optimizer decides that a step is skipped, by the norm of the reduced gradients (train/engine/zero.py gives
+that check to the one that has none; MicroStep makes a gradient NaN where the loss is not finite). Here that is seen by
+the engine's count, and the FP8 state put back; train/loop.py tells of it, and ends the run when they are too many.
+
 What is known of recent steps (`Health.state_dict`) is saved with the run, so that a resumed run judges as the one that
 was not interrupted.
 """
@@ -100,7 +104,7 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """What `state_dict` gave; {} of a checkpoint from before there was any changes nothing."""
+        """What `state_dict` gave; {} of a run that begins."""
         self.skipped = self.engine.skipped_steps
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)

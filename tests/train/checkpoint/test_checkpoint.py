@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_not_offered_again(tmp_path: Path) -> None:
         (lambda p: (p / MANIFEST).write_text("{"), "manifest.json is damaged"),
         (lambda p: (p / MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
         (
-            lambda p: (p / MANIFEST).write_text('{"schema": 1, "files": [{"name": "weights.pt"}]}'),
+            lambda p: (p / MANIFEST).write_text('{"schema": 2, "files": [{"name": "weights.pt"}]}'),
             "manifest.json is damaged: KeyError",
         ),
     ],
@@ -193,12 +193,12 @@ def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
     assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
 
 
-def test_a_manifest_of_before_it_had_a_hash_is_read(tmp_path: Path) -> None:
+def test_a_manifest_of_another_schema_or_without_its_hash_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
     content = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**content, "schema": 3}, indent=1))
+    assert problems(path) == [f"{path}/manifest.json has schema 3; this version reads 2"]
     del content["sha256"]
-    (path / MANIFEST).write_text(json.dumps({**content, "schema": 1}, indent=1))
-    assert choose(tmp_path) == (path, [])
     (path / MANIFEST).write_text(json.dumps(content, indent=1))
     assert problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
 
