@@ -202,7 +202,7 @@ def make_room(path: Path, needed: int) -> None:
     path.mkdir()
 
 
-def undo(path: Path, needed: int, error: Exception) -> str:
+def undo_save(path: Path, needed: int, error: Exception) -> str:
     """Remove what a failed save wrote, put back what it replaced; returns what to tell the user. Never raises."""
     full, removed = _free(path.parent), "what it wrote is removed"
     try:

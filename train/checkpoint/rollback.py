@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState, identity, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.data.stream import SampleStream
 from train.files import write_durably
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.metrics import MetricsLogger
@@ -49,22 +50,20 @@ def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
     return ranges[0]
 
 
+@dataclass
 class Rollback:
     """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes) on every rank."""
 
-    def __init__(
-        self,
-        root: Path,
-        engine: Any,
-        precision: Precision,
-        state: RunState,
-        health: Health,
-        metrics: MetricsLogger,
-        stream: Any,
-    ) -> None:
-        self.root, self.engine, self.precision, self.state = root, engine, precision, state
-        self.health, self.metrics, self.stream = health, metrics, stream
-        self.taken: dict[int, int] = {}  # step of a checkpoint -> how often this process went back to it
+    root: Path
+    engine: Any
+    precision: Precision
+    state: RunState
+    health: Health
+    metrics: MetricsLogger
+    stream: SampleStream
+    taken: dict[int, int] = field(
+        default_factory=dict
+    )  # step of a checkpoint -> how often it was gone back to
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
         """Go back; False where it cannot be done, which is said.
@@ -124,8 +123,8 @@ class Rollback:
         self.metrics.rewind(saved.step)
         load_checkpoint(self.engine, path, self.precision)
         config = self.state.train_config
-        for field in fields(RunState):
-            setattr(self.state, field.name, getattr(saved, field.name))
+        for each in fields(RunState):
+            setattr(self.state, each.name, getattr(saved, each.name))
         self.state.train_config, self.state.skipped_samples = config, ranges
         self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
         self.state.zero_stage = self.engine.zero_optimization_stage()

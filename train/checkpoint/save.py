@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ from train.checkpoint.files import (
     name_of,
     rank_file,
     size_text,
-    undo,
+    undo_save,
     write_manifest,
 )
 from train.checkpoint.staging import HostBuffer, Snapshot
@@ -205,17 +205,22 @@ class Saver:
             ) from error
 
 
+@dataclass
 class Job:
     """What is left to do of a save when all that it writes is copied: no step of training is in the way of it."""
 
-    def __init__(self, path: Path, step: int, ranks: Ranks, keep: int, start: float):
-        self.path, self.step, self.ranks, self.keep, self.start = path, step, ranks, keep, start
-        self.files: dict[str, Snapshot] = {}
-        self.run_state: str | None = None  # rank 0
-        self.error: Exception | None = None  # of the copies
-        self.needed = 0  # bytes of all ranks' files
-        self.failure: BaseException | None = None
-        self.seconds = self.waited_s = 0.0
+    path: Path
+    step: int
+    ranks: Ranks
+    keep: int
+    start: float
+    files: dict[str, Snapshot] = field(default_factory=dict)
+    run_state: str | None = None  # rank 0
+    error: Exception | None = None  # of the copies
+    needed: int = 0  # bytes of all ranks' files
+    failure: BaseException | None = None
+    seconds: float = 0.0
+    waited_s: float = 0.0
 
     def run(self) -> None:
         """Write, agree, commit. Raises nothing: `failure` has it."""
@@ -234,7 +239,7 @@ class Job:
             entries = [entry for each in ranks.run(self._write) for entry in each]
             ranks.run(lambda: write_manifest(self.path, self.step, entries) if first else None)
         except SaveError as error:
-            message = ranks.all_gather(undo(self.path, self.needed, error) if first else "")[0]
+            message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
             raise SaveError(message) from error
         if first:
             discard_old(self.path, self.keep)

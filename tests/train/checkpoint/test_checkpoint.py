@@ -22,7 +22,7 @@ from train.checkpoint.files import (
     read_manifest,
     read_state,
     step_of,
-    undo,
+    undo_save,
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
@@ -221,5 +221,5 @@ def test_what_is_replaced_counts_until_its_successor_is_committed(tmp_path: Path
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.before"]
     with pytest.raises(OSError, match=r"has not the room: .* are free and .* GB are needed"):
         make_room(path, needed=2**60)
-    assert "what it wrote is removed" in undo(path, 2**60, SaveError("rank 0: full"))
+    assert "what it wrote is removed" in undo_save(path, 2**60, SaveError("rank 0: full"))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and problems(path) == []
