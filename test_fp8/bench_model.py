@@ -46,14 +46,14 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive, seconds
+from test_fp8.common.options import ByMachine, Options, model_config, positive, seconds
 from test_fp8.model import rows
 
 if TYPE_CHECKING:
     from test_fp8.model.bench import Bench
 
 OPTIONS = Options(__file__, __doc__, usage=argparse.SUPPRESS)
-OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model")
+OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
 OPTIONS.add(
     "--rows",
     ByMachine(list(rows.DEFAULT_ROWS), list(rows.CPU_ROWS)),
@@ -73,10 +73,7 @@ OPTIONS.add("--measure", list(rows.MEASURES), "what is measured", nargs="+", cho
 OPTIONS.add("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive)
 OPTIONS.add("--seq_length", ByMachine(2048, 64), "tokens of a sample", type=positive)
 OPTIONS.add(
-    "--document_length",
-    ByMachine(512, 16),
-    "mean tokens of a document, rows documents_*",
-    type=positive,
+    "--document_length", ByMachine(512, 16), "mean tokens of a document, rows documents_*", type=positive
 )
 OPTIONS.add("--attention", ["auto"], "of the te rows", nargs="+", choices=list(ATTENTION_BACKENDS))
 OPTIONS.add("--accumulation", ByMachine(8, 2), "micro-batches of a step", type=positive)
@@ -97,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         every = rows.all_rows(options)
         OPTIONS.settle(options)
-        chosen = rows.chosen_rows(options, every)
+        chosen = rows.configured_rows(options, every)
         from test_fp8.model.bench import Bench
 
         bench = Bench(options, chosen)

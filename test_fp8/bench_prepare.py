@@ -36,11 +36,7 @@ from train.prepare.readers import Text
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add(
-    "--tokenizer",
-    None,
-    "a folder with tokenizer.json and tokenizer_config.json",
-    type=Path,
-    required=True,
+    "--tokenizer", None, "a folder with tokenizer.json and tokenizer_config.json", type=Path, required=True
 )
 OPTIONS.add("--input", [sysconfig.get_paths()["purelib"]], "texts", nargs="+")
 OPTIONS.add("--workers", [1, 2], "of prepare_data.py, one after the other", type=positive, nargs="+")

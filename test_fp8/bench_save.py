@@ -24,13 +24,13 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.common.options import ByMachine, Options, model_config, positive
 from test_fp8.common.report import Result
 
 MOST_LOST = 0.15  # of a blocking save
 
 OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model")
+OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
 OPTIONS.add("--stage", 1, "ZeRO's", type=int, choices=range(4))
 OPTIONS.add("--micro_batch", ByMachine(8, 2), "samples of a micro-batch", type=positive)
 OPTIONS.add("--seq_length", ByMachine(2048, 64), "tokens of a sample", type=positive)
@@ -41,10 +41,7 @@ OPTIONS.add("--work_dir", None, "where the temporary folder is made, unless in t
 OPTIONS.add_output("JSON")
 
 COLUMNS: report.Columns = {
-    "save": (
-        lambda r: ("in the background" if r["background"] else "blocking") + ", 1st" * r["first"],
-        "<",
-    ),
+    "save": (lambda r: ("in the background" if r["background"] else "blocking") + ", 1st" * r["first"], "<"),
     "lost s": ("lost_s", ".3f"),
     "begin s": ("begin_s", ".3f"),
     "waited s": ("waited_s", ".3f"),
@@ -70,9 +67,10 @@ def main(argv: Sequence[str]) -> int:
     OPTIONS.settle(options)
     import torch.distributed as dist
 
-    from model.config import load_config, num_parameters
+    from model import accounting
+    from model.config import load_config
     from test_fp8.model.saves import measure
-    from train.checkpoint.save import SaveError
+    from train.checkpoint.save_errors import SaveError
     from train.engine.distributed import init_distributed
 
     init_distributed()
@@ -92,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     dist.destroy_process_group()
     if rank:
         return 0
-    parameters = num_parameters(load_config(options.config))
+    parameters = accounting.num_parameters(load_config(options.config))
     print(
         f"{options.config}, {parameters / 1e6:,.1f} M parameters, ZeRO {options.stage}, {world} ranks, median step "
         f"{results[0]['step_s']:.3f} s\n\n{report.table(results, COLUMNS)}\n\na save in the background loses "

@@ -94,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
         for plan in plans:
             overrides = [*plans[0].row.settings, *plan.row.settings]
             check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
-        from model.config import load_config, num_parameters
+        from model.accounting import num_parameters
+        from model.config import load_config
 
         machine, versions = report.describe()
         training = training_of(plans[0].config)

@@ -17,6 +17,7 @@ leaves. Without a GPU the CPU reference computes the rows; float32 always is the
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.common.options import ByMachine, Options, model_config, positive
 from test_fp8.common.report import Result
 from train.files import drawing
 
@@ -40,13 +41,27 @@ ROWS: dict[str, dict[str, Any]] = {
     "block": {"recipe": "block"},
 }
 
+
+def hugging_face_folder(text: str) -> Path:
+    """The argparse type of --init_from."""
+    folder = Path(text)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise argparse.ArgumentTypeError(
+            f"{text!r} {what}; give a Hugging Face folder, such as a run's output/RUN/hf"
+        )
+    return folder
+
+
 OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--config", ByMachine("mistral_0.4b", "tiny"), "the model, with random weights")
+OPTIONS.add(
+    "--config", ByMachine("mistral_0.4b", "tiny"), "the model, with random weights", type=model_config
+)
 OPTIONS.add(
     "--init_from",
     None,
     "weights and configuration of a Hugging Face folder instead",
-    type=Path,
+    type=hugging_face_folder,
     metavar="FOLDER",
 )
 OPTIONS.add("--data", None, "of prepare_data.py; default: random tokens", type=Path, metavar="FOLDER")

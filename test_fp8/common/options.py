@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from model.config import config_file
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_REPEATED = ("output", "work_dir")
 
@@ -103,6 +105,15 @@ def _checked(
         return value
 
     return parse
+
+
+def model_config(text: str) -> str:
+    """The argparse type of --config: a model configuration that there is."""
+    try:
+        config_file(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("model.config: ")) from error
+    return text
 
 
 positive = _checked(int, lambda n: n > 0, "a positive whole number is expected")

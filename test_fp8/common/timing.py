@@ -18,42 +18,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def timed_ms(step: Callable[[], Any]) -> float:
-    """Milliseconds of one call: on a GPU by CUDA events, from the call to the end of the last kernel; else by the
-    clock. The GPU is idle at the start, so that the time of launching is part of it wherever it is not hidden."""
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        step()
-        return (time.perf_counter() - start) * 1e3
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    before.record()
-    step()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after)
-
-
-def take_turns(
-    steps: Mapping[Key, Callable[[], Any]],
-    rounds: int,
-    before: Mapping[Key, Callable[[], Any]] | None = None,
-) -> dict[Key, list[float]]:
-    """Milliseconds of each step in each of `rounds` rounds; `before` is what must run, untimed, before some of them.
-
-    A round runs every step once, so that a clock that drifts meets all of them alike, and every second round runs
-    them in reverse, so that none always follows the same one.
-    """
-    before = before or {}
-    times: dict[Key, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
-            if name in before:
-                before[name]()
-            times[name].append(timed_ms(steps[name]))
-    return times
-
-
 class Laps:
     """Times between marks on the GPU's own clock, without waiting for it; without a GPU on the host's."""
 
@@ -79,6 +43,35 @@ class Laps:
                     start.elapsed_time(end) if torch.cuda.is_available() else (end - start) * 1e3
                 )
         return times
+
+
+def timed_ms(step: Callable[[], Any]) -> float:
+    """Milliseconds of one call, to the end of its last kernel. The GPU is idle at the start, so that the time of
+    launching is part of it wherever it is not hidden."""
+    synchronize()
+    laps = Laps()
+    laps.mark()
+    step()
+    laps.mark("step")
+    return laps.ms()["step"][0]
+
+
+def take_turns(
+    steps: Mapping[Key, Callable[[], Any]], rounds: int, before: Mapping[Key, Callable[[], Any]] | None = None
+) -> dict[Key, list[float]]:
+    """Milliseconds of each step in each of `rounds` rounds; `before` is what must run, untimed, before some of them.
+
+    A round runs every step once, so that a clock that drifts meets all of them alike, and every second round runs
+    them in reverse, so that none always follows the same one.
+    """
+    before = before or {}
+    times: dict[Key, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
+            if name in before:
+                before[name]()
+            times[name].append(timed_ms(steps[name]))
+    return times
 
 
 def mean_pass_ms(laps: Mapping[str, Sequence[float]], accumulation: int) -> float:

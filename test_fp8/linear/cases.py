@@ -123,11 +123,7 @@ class Case:
         """Gradients of "dgrad" and "wgrad" by `names`. torch.autograd.grad, as `.grad` would be accumulated into."""
         of = {"dgrad": self.x, "wgrad": self.linear.weight}
         return dict(
-            zip(
-                names,
-                torch.autograd.grad(output, [of[name] for name in names], self.gradient),
-                strict=True,
-            )
+            zip(names, torch.autograd.grad(output, [of[name] for name in names], self.gradient), strict=True)
         )
 
     def need(self, *names: str) -> None:

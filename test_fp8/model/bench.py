@@ -11,28 +11,30 @@ from typing import Any
 
 import torch
 
+from model.accounting import flops_per_token, num_parameters
 from model.build import build_model
-from model.config import flops_per_token, load_config, num_parameters
+from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row
 from test_fp8.common.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
 from test_fp8.model.results import EXPLAINED, Series, results_of
-from test_fp8.model.rows import MEASURES, Setting, settings_of
+from test_fp8.model.rows import MEASURES, Setting, Settings
 from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
 from train.autotune import resolve_auto
+from train.data.stream import Batch
 
 OPTIMIZER_SAMPLES = 8
 
 
 class Bench:
-    """All of `rows` (`chosen_rows`): their configurations, then `prepare`, `run`, and at any time `results`.
+    """All of `rows` (`configured_rows`): `prepare`, then `run`, and at any time `results`.
 
-    Raises ValueError (RowError, ConfigurationError): sizes that the model or FP8 cannot take, rows that cannot be.
+    Raises ValueError: sizes that the model or FP8 cannot take.
     """
 
-    def __init__(self, options: argparse.Namespace, rows: Sequence[tuple[str, Row]]):
+    def __init__(self, options: argparse.Namespace, rows: Sequence[tuple[str, Row, Settings]]):
         self.options = options
         self.config = load_config(options.config)
         length, longest = options.seq_length, self.config.max_position_embeddings
@@ -41,20 +43,21 @@ class Bench:
                 f"--seq_length {length}: a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to the model's "
                 f"max_position_embeddings {longest} is expected"
             )
-        self.series = [Series(row, measure, settings_of(row, options)) for measure, row in rows]
+        self.series = [Series(row, measure, settings) for measure, row, settings in rows]
         self.optimizer_ms: list[float] = []
         self.finished = dict.fromkeys(options.measure, 0)  # rounds
 
     def prepare(self) -> None:
         """The batch, and what transformers' model in bf16 makes of it."""
         options = self.options
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         generator = torch.Generator().manual_seed(options.seed)
-        samples, tokens = max(options.micro_batch), options.seq_length
-        ids = torch.randint(self.config.vocab_size, (samples, tokens + 1), generator=generator).to(device)
-        batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        shape = max(options.micro_batch), options.seq_length + 1
+        ids = torch.randint(self.config.vocab_size, shape, generator=generator)
+        ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
+        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         model = build_model(self.config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
-        self.visitor = Visitor(Reference.of(model, *batch), batch, options.seconds, options.document_length)
+        reference = Reference.of(model, batch.input_ids, batch.labels)
+        self.visitor = Visitor(reference, batch, options.seconds, options.document_length)
 
     def run(self) -> Iterator[None]:
         """Measure; yields after each round, when `results` has news."""
@@ -93,7 +96,7 @@ class Bench:
                 if series.failed:
                     return
                 continue
-            series.visits.setdefault(setting, []).append((turn, visit))
+            series.visits.setdefault(setting, []).append(visit)
             rate = series.tokens_per_second(setting, [visit])
             print(
                 f"{label} {rate:>11,.0f} tokens/s, loss {visit.loss:.5f}, {visit.attention}, visit of "

@@ -84,16 +84,10 @@ def read_batches(options: argparse.Namespace, vocabulary: int) -> Batches:
 
 def read_config(options: argparse.Namespace) -> Any:
     """The configuration of --init_from, else of --config. Raises ValueError, which names the option."""
-    folder = options.init_from
-    if folder and not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise ValueError(
-            f"--init_from: {str(folder)!r} {what}; give a Hugging Face folder, such as a run's output/RUN/hf"
-        )
     try:
-        return load_config(str(folder or options.config))
+        return load_config(str(options.init_from or options.config))
     except ValueError as error:
-        option = "--init_from" if folder else "--config"
+        option = "--init_from" if options.init_from else "--config"
         raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
 
 

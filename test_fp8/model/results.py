@@ -35,13 +35,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class Series:
-    """All visits to `row` in one measure, by setting, each with the number of its round. `failed` says what is wrong
+    """All visits to `row` in one measure, by setting. `failed` says what is wrong
     with the row; it is not visited again then, and has no speed. `choices`: what precision.auto chose."""
 
     row: Row
     measure: str
     settings: dict[Setting, TrainingArguments]
-    visits: dict[Setting, list[tuple[int, Visit]]] = field(default_factory=dict)
+    visits: dict[Setting, list[Visit]] = field(default_factory=dict)
     reasons: dict[Setting, str] = field(default_factory=dict)
     failed: str | None = None
     choices: dict[Setting, dict[str, Any]] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Series:
         """From the medians over `visits`, or all of `setting`."""
         arguments = self.settings[setting]
         tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
-        laps = merged(visits or [visit for _, visit in self.visits[setting]])
+        laps = merged(visits or self.visits[setting])
         if self.measure == "step":
             steps = arguments.gradient_accumulation_steps or 1
             return tokens * steps / statistics.median(laps["step"]) * 1e3
@@ -140,10 +140,7 @@ def _add_ratios(results: Sequence[Result]) -> None:
 
 
 def _result(
-    series: Series,
-    proofs: Mapping[str, Proof],
-    optimizer_ms: Sequence[float],
-    flops_per_token: float,
+    series: Series, proofs: Mapping[str, Proof], optimizer_ms: Sequence[float], flops_per_token: float
 ) -> Result:
     setting = None if series.failed else series.best()
     arguments = series.settings[setting or next(iter(series.settings))]
@@ -159,7 +156,7 @@ def _result(
     if setting is None:
         first = next(iter(series.reasons.values()), "not visited")
         return result | {"reason": series.failed or first, "failed": bool(series.failed)}
-    visits = [visit for _, visit in series.visits[setting]]
+    visits = series.visits[setting]
     laps, speed, last = merged(visits), series.tokens_per_second(setting), visits[-1]
     pass_ms = series.pass_ms(setting, laps)
     rounds = [series.tokens_per_second(setting, [visit]) for visit in visits]

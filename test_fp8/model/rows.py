@@ -62,7 +62,7 @@ def _presets() -> dict[str, Row]:
         for kind, how in kinds.items():
             settings[f"{variant}_{kind}"] = {"model.variant": variant, **how, **EAGER}
             settings[f"{variant}_{kind}_graph"] = {"model.variant": variant, **how, **GRAPH}
-        # chooses FP8 or bf16, graphs and attention by measurement: a minute more for each micro-batch
+        # chooses FP8 or bf16 for each module, graphs and attention by measurement: a minute more for each micro-batch
         settings[f"{variant}_auto"] = {"model.variant": variant, **_fp8("delayed"), "precision.auto": True}
         # the same passes within random documents (--document_length), next to the row without "documents_"
         for kind in ("bf16", "fp8_delayed"):
@@ -127,8 +127,14 @@ def all_rows(options: argparse.Namespace) -> dict[str, Row]:
     return rows
 
 
-def chosen_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> list[tuple[str, Row]]:
-    """(measure, row) of all that is measured; `rows` are `all_rows`. Raises RowError: nothing."""
+Settings = dict[Setting, TrainingArguments]
+
+
+def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> list[tuple[str, Row, Settings]]:
+    """(measure, row, its settings) of all that is measured; `rows` are `all_rows`.
+
+    Raises ValueError (RowError, ConfigurationError): nothing is; what cannot be.
+    """
     added = [name for name in rows if name not in PRESETS]
     chosen = {"bare": select([*options.rows, *added], rows, "--rows")}
     in_steps = select([*options.step_rows, *added], rows, "--step_rows")
@@ -138,10 +144,10 @@ def chosen_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> list[tu
     found = [(measure, row) for measure in MEASURES if measure in options.measure for row in chosen[measure]]
     if not found:
         raise RowError("there is nothing to measure; name rows with --rows or --row")
-    return found
+    return [(measure, row, settings_of(row, options)) for measure, row in found]
 
 
-def settings_of(row: Row, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
+def settings_of(row: Row, options: argparse.Namespace) -> Settings:
     """What the first round tries: every micro-batch, smallest first, with every attention that the row can have; with
     the resolved configuration of each. Raises RowError, ConfigurationError: it is not allowed."""
     settings = {}

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from model.autotune.timing import release_memory
 from model.build import build_model
 from model.config import load_config
-from model.documents import Documents, random_documents
+from model.documents import random_documents
 from model.fp8 import te_backend
-from model.fp8.modules import fp8_modules
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, fp8_modules
 from model.graphs import use_cuda_graphs
 from model.proof import attention_of, prove
-from model.variants import VARIANTS, why_no_graphs
+from model.variants import VARIANTS
 from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
 from train.config.arguments import TrainingArguments
@@ -75,29 +74,19 @@ class Proof:
 
 
 class Passes:
-    """passes(index): pass `index` of a step on always the same batch; returns the loss, detached.
+    """passes(index): pass `index` of a step, always on `batch`; returns the loss, detached.
 
     The gradients come back to be dropped, not through `.grad`: an engine's hooks do not see them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cache_weights: bool,
-        input_ids: Tensor,
-        labels: Tensor,
-        documents: Documents | None,
-    ):
-        self.model, self.cache_weights = model, cache_weights
-        self.input_ids, self.labels = input_ids, labels
-        self.documents = documents
+    def __init__(self, model: nn.Module, cache_weights: bool, batch: Batch):
+        self.model, self.cache_weights, self.batch = model, cache_weights, batch
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def __call__(self, index: int) -> Tensor:
+        input_ids, labels, documents = self.batch
         first = index == 0 if self.cache_weights else None
-        loss = self.model(
-            self.input_ids, labels=self.labels, is_first_microbatch=first, documents=self.documents
-        ).loss
+        loss = self.model(input_ids, labels=labels, is_first_microbatch=first, documents=documents).loss
         torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return loss.detach()
 
@@ -105,17 +94,11 @@ class Passes:
         return "first" if self.cache_weights and index == 0 else "later"
 
 
-@torch.no_grad()
-def whole_rows(model: nn.Module, input_ids: Tensor, labels: Tensor) -> float:
-    """The loss of a model with a document mask where each row is one document: that of a model without."""
-    return float(model(input_ids, labels=labels).loss)
-
-
 def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
     """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
     speed, variant = arguments.speed, arguments.model.variant
-    if speed.cuda_graphs and (no_graphs := why_no_graphs(variant, emulated=not torch.cuda.is_available())):
-        raise NotHere(no_graphs)
+    if speed.cuda_graphs and VARIANTS[variant].graphs and not torch.cuda.is_available():
+        raise NotHere("a CUDA graph needs a GPU")
     attention = arguments.model.attention_backend
     te_backend.choose_attention_backend(attention)
     precision = Precision(arguments.precision)
@@ -165,14 +148,11 @@ def prove_row(
 
 
 class Visitor:
-    """Visits to rows under the same conditions: `batch`, int64 [samples, T] token ids and labels, of which a
-    micro-batch is the first samples; `seconds` of timed passes or steps a visit. Rows with a document mask are timed
-    within random documents of `document_length` tokens on average; that they compute the reference's model is shown
-    with each row as one document."""
+    """Visits to rows under the same conditions: a micro-batch is the first samples of `batch`; `seconds` of timed
+    passes or steps. Rows with a document mask are timed within random documents of `document_length` tokens on
+    average; that they compute the reference's model is shown with each row as one document."""
 
-    def __init__(
-        self, reference: Reference, batch: tuple[Tensor, Tensor], seconds: float, document_length: int = 512
-    ):
+    def __init__(self, reference: Reference, batch: Batch, seconds: float, document_length: int = 512):
         self.reference, self.batch, self.seconds = reference, batch, seconds
         self.document_length = document_length
         self.proofs: dict[str, Proof] = {}  # by what_runs
@@ -184,22 +164,12 @@ class Visitor:
         free_memory()
         before = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else None
         model, precision = build(arguments)
-        key = what_runs(arguments)
-        if key not in self.proofs:
-            try:
-                self.proofs[key] = prove_row(model, precision, arguments, self.reference, self.batch[0])
-            except ValueError as error:
-                if NO_ATTENTION in str(error):
-                    asked_for = arguments.model.attention_backend
-                    raise NotHere(
-                        f"Transformer Engine has no attention {asked_for} for this model"
-                    ) from error
-                raise
+        proof = self._proof(model, precision, arguments)
         visit = (self._step if measure == "step" else self._bare)(model, precision, arguments)
         visit.attention = attention_of(model, precision)
-        if visit.attention.split()[0] != self.proofs[key].attention.split()[0]:
+        if visit.attention.split()[0] != proof.attention.split()[0]:
             raise DifferentModel(
-                f"attention {self.proofs[key].attention} was checked, and {visit.attention} ran in the timed batch"
+                f"attention {proof.attention} was checked, and {visit.attention} ran in the timed batch"
             )
         visit.before_gib = before
         if torch.cuda.is_available():
@@ -208,33 +178,47 @@ class Visitor:
         visit.seconds = time.perf_counter() - start
         return visit
 
-    def _micro_batch(self, arguments: TrainingArguments) -> tuple[Tensor, Tensor]:
-        samples = arguments.per_device_train_batch_size
-        return self.batch[0][:samples].contiguous(), self.batch[1][:samples].contiguous()
+    def _proof(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Proof:
+        """That of the first visit to what runs alike."""
+        key, ids = what_runs(arguments), self.batch.input_ids
+        if key not in self.proofs:
+            try:
+                self.proofs[key] = prove_row(model, precision, arguments, self.reference, ids)
+            except ValueError as error:
+                if NO_ATTENTION not in str(error):
+                    raise
+                asked_for = arguments.model.attention_backend
+                raise NotHere(f"Transformer Engine has no attention {asked_for} for this model") from error
+        return self.proofs[key]
 
-    def _documents(self, arguments: TrainingArguments) -> Documents | None:
+    def _micro_batch(self, arguments: TrainingArguments) -> Batch:
+        samples = arguments.per_device_train_batch_size
+        ids, labels = self.batch.input_ids[:samples].contiguous(), self.batch.labels[:samples].contiguous()
         if not arguments.data.document_mask:
-            return None
-        shape = arguments.per_device_train_batch_size, arguments.max_seq_length
+            return Batch(ids, labels)
         generator = torch.Generator().manual_seed(arguments.seed)
-        return random_documents(*shape, self.document_length, generator).to(self.batch[0].device)
+        documents = random_documents(samples, arguments.max_seq_length, self.document_length, generator)
+        return Batch(ids, labels, documents.to(ids.device))
 
-    def _error(self, loss: float, arguments: TrainingArguments) -> float:
-        samples = arguments.per_device_train_batch_size
-        return loss_error(loss, arguments.precision.compute, self.reference, samples)
+    def _error(self, loss: float, model: nn.Module, batch: Batch, arguments: TrainingArguments) -> float:
+        """How far `loss`, in whole rows where `batch` has documents, is from the reference's."""
+        if batch.documents is not None:
+            with torch.no_grad():
+                loss = float(model(batch.input_ids, labels=batch.labels).loss)
+        return loss_error(loss, arguments.precision.compute, self.reference, len(batch.input_ids))
 
     def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
-        input_ids, labels = self._micro_batch(arguments)
-        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
-        cache_weights = precision.fp8 and VARIANTS[arguments.model.variant].te and accumulation > 1
+        batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
+        variant = VARIANTS[arguments.model.variant]
+        cache_weights = precision.fp8 and variant.te and accumulation > 1
         start, capture_s = time.perf_counter(), None
-        if arguments.speed.cuda_graphs:
-            use_cuda_graphs(model, precision, input_ids, labels, cache_weights, documents)
+        if arguments.speed.cuda_graphs and variant.graphs:
+            use_cuda_graphs(model, precision, batch.input_ids, batch.labels, cache_weights, batch.documents)
             capture_s = time.perf_counter() - start
-        passes = Passes(model, cache_weights, input_ids, labels, documents)
+        passes = Passes(model, cache_weights, batch)
         loss = float(passes(0))
         prepare_s = time.perf_counter() - start
-        error = self._error(loss if documents is None else whole_rows(model, input_ids, labels), arguments)
+        error = self._error(loss, model, batch, arguments)
         passes(1)
         count = times_in(self.seconds, timed_ms(lambda: passes(1)), MIN_PASSES, MAX_PASSES)
         launch_ms = enqueue_ms(lambda: passes(1))  # whose work keeps the GPU busy when the first lap begins
@@ -248,9 +232,7 @@ class Visitor:
         return Visit(times, launch_ms, prepare_s, capture_s, loss, error, [])
 
     def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
-        input_ids, labels = self._micro_batch(arguments)
-        accumulation, documents = arguments.gradient_accumulation_steps or 1, self._documents(arguments)
-        batch = Batch(input_ids, labels, documents)
+        batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
         ds_config, _ = resolve_ds_config(arguments, 1)
         engine = build_engine(model, arguments, ds_config)
         try:
@@ -258,15 +240,14 @@ class Visitor:
             start = time.perf_counter()
             loss = float(micro_step(batch, 0))
             prepare_s = time.perf_counter() - start
-            alike = loss if documents is None else whole_rows(engine.module, input_ids, labels)
-            error = self._error(alike, arguments)
+            error = self._error(loss, engine.module, batch, arguments)
             start, others = time.perf_counter(), range(1, accumulation) or range(1)
             for index in others:
                 micro_step(batch, index)
             synchronize()
             step_ms = (time.perf_counter() - start) / len(others) * accumulation * 1e3
 
-            passes = Passes(engine.module, micro_step.cache_weights, input_ids, labels, documents)
+            passes = Passes(engine.module, micro_step.cache_weights, batch)
             laps = Laps()
             for number in range(times_in(self.seconds, step_ms, MIN_STEPS, MAX_STEPS)):
                 if micro_step.main_grads:

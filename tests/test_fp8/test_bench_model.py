@@ -34,6 +34,7 @@ from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
 from tests import programs
 from tests.conftest import random_ids, small_config
 from train.config.arguments import TrainingArguments
+from train.data.stream import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,11 +194,11 @@ def test_the_best_micro_batch_is_visited_again_and_reported() -> None:
     one = series("te_layer_bf16", micro_batches=(2, 4))
     assert list(one.candidates(0, None)) == [Setting(2, "auto"), Setting(4, "auto")]
     one.visits = {
-        Setting(2, "auto"): [(0, visit(later=[8.0]))],
-        Setting(4, "auto"): [(0, visit(later=[10.0]))],
+        Setting(2, "auto"): [visit(later=[8.0])],
+        Setting(4, "auto"): [visit(later=[10.0])],
     }
     assert list(one.candidates(1, None)) == [Setting(4, "auto")]
-    one.visits[Setting(4, "auto")].append((1, visit(later=[11.0])))
+    one.visits[Setting(4, "auto")].append(visit(later=[11.0]))
     (result,) = results_of([one], proofs_of([one]), [], 2e9)
     assert result["micro_batch"] == 4
     assert result["tokens_per_second"] == pytest.approx(4 * 64 / 10.5 * 1e3)
@@ -212,7 +213,7 @@ def test_the_best_micro_batch_is_visited_again_and_reported() -> None:
 def test_what_does_not_fit_is_a_reason_and_larger_ones_are_not_tried() -> None:
     one = series("hf_bf16", micro_batches=(2, 4, 8))
     candidates = one.candidates(0, None)
-    one.visits[next(candidates)] = [(0, visit(later=[1.0]))]
+    one.visits[next(candidates)] = [visit(later=[1.0])]
     capture = RuntimeError("capture failed")
     capture.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
     assert one.refuse(next(candidates), capture) is False
@@ -232,7 +233,7 @@ def test_what_does_not_fit_is_a_reason_and_larger_ones_are_not_tried() -> None:
 def test_a_row_without_a_speed_says_why(error: Exception, fault: bool, text: str) -> None:
     one = series("te_layer_fp8_delayed")
     if fault:  # found in a later round: what was measured before does not count
-        one.visits[Setting(2, "auto")] = [(0, visit(later=[1.0]))]
+        one.visits[Setting(2, "auto")] = [visit(later=[1.0])]
     assert one.refuse(Setting(2, "auto"), error) is fault
     (result,) = results_of([one], {}, [], 1.0)
     assert (result["reason"], result["failed"]) == (text, fault)
@@ -246,7 +247,7 @@ def test_ratios_are_to_eager_and_to_the_fastest_bf16_of_the_same_measure() -> No
         for name, ms in rows.items():
             one = series(name, measure)
             laps = {"later": [ms], "step": [ms * factor]} if measure == "step" else {"later": [ms]}
-            one.visits[Setting(2, "auto")] = [(0, visit(**laps))]
+            one.visits[Setting(2, "auto")] = [visit(**laps)]
             measured.append(one)
     results = {(r["measure"], r["row"]): r for r in results_of(measured, proofs_of(measured), [2.0], 1.0)}
     for measure in ("bare", "step"):
@@ -268,7 +269,7 @@ def test_what_precision_auto_gave_bf16_is_not_the_bf16_to_beat() -> None:
         auto.settings[setting], precision=PrecisionConfig(compute="bf16", recipe="delayed")
     )
     auto.choices[setting] = {"compute": "bf16", "cuda_graphs": False, "why": []}
-    auto.visits[setting], bf16.visits[setting] = [(0, visit(later=[9.0]))], [(0, visit(later=[10.0]))]
+    auto.visits[setting], bf16.visits[setting] = [visit(later=[9.0])], [visit(later=[10.0])]
     results = results_of([auto, bf16], proofs_of([auto, bf16]), [], 1.0)
     assert [r["best_bf16"] for r in results] == [False, True]
     assert results[0]["ratio_to_best_bf16"] == pytest.approx(10 / 9)
@@ -335,7 +336,7 @@ def test_an_attention_that_there_is_not_is_no_fault_of_the_row(monkeypatch: pyte
         raise ValueError("No dot product attention backend is available for the provided inputs.")
 
     monkeypatch.setattr(bench_visit, "prove_row", no_attention)
-    batch = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int64)
+    batch = Batch(torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64, dtype=torch.int64))
     visitor = bench_visit.Visitor(Reference({}, torch.empty(0), [1.0, 1.0]), batch, 0.0)
     arguments = configured(PRESETS["te_layer_bf16"])
     arguments.model.attention_backend = "flash"
@@ -349,7 +350,6 @@ def test_an_attention_that_there_is_not_is_no_fault_of_the_row(monkeypatch: pyte
         (["--rows", "te_layr"], "matches no row"),
         (["--rows", "hf_bf16", "--step_rows", "te_layer_bf16", "--measure", "step"], "nothing to measure"),
         (["--seq_length", "40"], "multiple of 16"),
-        (["--config", "tinny"], "tinny"),
         (["--rows", "hf_bf16", "--row", "r", "precision.compute=fp32"], "fp32"),
         (["--row", "r", "precision.recipe=delyed"], "delyed"),
     ],

@@ -52,17 +52,16 @@ def test_the_program(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder, what in ((tmp_path / "no", "is not a folder"), (tmp_path, "has no config.json")):
-        assert compare_gradients.main(["--init_from", str(folder)]) == 2
-        assert capsys.readouterr().err == (
-            f"error: --init_from: '{folder}' {what}; give a Hugging Face folder, such as a run's output/RUN/hf\n"
-        )
-
-
-def test_a_configuration_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare_gradients.main(["--config", "nonsense"]) == 2
-    assert capsys.readouterr().err.startswith("error: --config: 'nonsense' is neither a file")
+def test_what_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "; give a Hugging Face folder, such as a run's output/RUN/hf\n"
+    for option, value, what in (
+        ("--init_from", tmp_path / "no", f"is not a folder{folder}"),
+        ("--init_from", tmp_path, f"has no config.json{folder}"),
+        ("--config", "nonsense", "is neither a file, nor a folder, nor one of hare_0.4b, "),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            compare_gradients.main([option, str(value)])
+        assert f"error: argument {option}: '{value}' {what}" in capsys.readouterr().err
 
 
 def test_a_damaged_configuration_is_blamed_on_its_folder(

@@ -4,6 +4,8 @@ import argparse
 import getpass
 import json
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 from test_fp8.common import report, timing
 from test_fp8.common.options import Options, output_file, positive
 from train.files import drawing
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> None:
@@ -99,3 +103,42 @@ def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
     )
     assert options.command(options.parse_args([])) == "python test_fp8/x.py tiny --steps 5 --names a"
     assert "100 %; default: 5\n" in options.format_help() and "in tokens\n" in options.format_help()
+
+
+BAD_ARGUMENTS = {
+    "test_fp8/test_fp8.py": ["--shapes", "8x8x8"],
+    "test_fp8/bench_model.py": ["--config", "tinny"],
+    "test_fp8/bench_data.py": ["--tokens", "0"],
+    "test_fp8/bench_prepare.py": ["--tokenizer", "nowhere"],
+    "test_fp8/bench_save.py": ["--config", "tinny"],
+    "test_fp8/compare_convergence.py": ["--", "--learnin_rate", "1"],
+    "test_fp8/compare_gradients.py": ["--rows", "fp9"],
+    "fp8_inference_demo/fp8_inference.py": ["--model", "nowhere"],
+}
+
+
+@pytest.mark.interpreter
+def test_help_and_bad_arguments_are_answered_without_torch() -> None:
+    code = """
+import json, runpy, sys
+for program, bad in json.loads(sys.argv[1]).items():
+    for arguments, status in ((["--help"], {0}), (bad, {1, 2})):
+        sys.argv = [program, *arguments]
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except SystemExit as end:
+            assert end.code in status, (program, end.code)
+        heavy = {"torch", "transformers", "deepspeed", "matplotlib", "pyarrow", "datatrove"} & set(sys.modules)
+        assert not heavy, (program, arguments, heavy)
+"""
+    command = [sys.executable, "-c", code, json.dumps(BAD_ARGUMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "8x8x8",
+        "'tinny' is neither a file",
+        "'0'",
+        "did you mean learning_rate?",
+        "no such folder",
+    ):
+        assert told in done.stderr

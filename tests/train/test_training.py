@@ -17,7 +17,8 @@ from model.proof import ProofError
 from tests import programs
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
-from train.checkpoint.files import CheckpointError, identity
+from train.checkpoint.files import identity
+from train.checkpoint.load import CheckpointError
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
 from train.run_folder import RunFolder
