@@ -2,13 +2,15 @@
 
     python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S
 
-FAULT is a function of FAULTS; the rank that has it prints `fault <seconds since 1970>` first.
+FAULT is a function of FAULTS; the rank that has it prints `fault <seconds since 1970>` first. The time of a forward,
+by which ranks are compared, is a clock of their own, so that it does not depend on what else the machine does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import sys
 import time
@@ -21,11 +23,13 @@ import torch.distributed as dist
 from torch import nn
 
 from train.guard import signals
+from train.guard import slow_ranks as slow_ranks_module
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
 
-STEPS = 1000
+STEPS = 400
 FORWARD_S = 0.01
+JITTER = 0.2  # of one forward to the next
 
 
 def never_returns() -> None:
@@ -51,6 +55,15 @@ class Engine:
         return 1
 
 
+class Clock:
+    """time.perf_counter of slow_ranks.py."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
 FAULTS = {
     "slow": lambda: None,  # see main
     "none": lambda: None,
@@ -67,13 +80,16 @@ def main() -> int:
     dist.init_process_group("gloo")
     rank, vote = dist.get_rank(), signals.StopVote(timeout_s)
     engine = Engine()
+    chance, clock = random.Random(rank), Clock()
+    slow_ranks_module.time = clock  # type: ignore[assignment]
     slow_ranks = SlowRanks(engine, vote.group, cuda_graphs=False)
     forward_s = FORWARD_S * (1.5 if fault == "slow" and rank == 1 else 1)
     with Watchdog(timeout_s) as watchdog:
         for step in range(1, STEPS + 1):
             watchdog.doing(f"step {step}, micro-batch 1 of 1")
             slow_ranks.begin()
-            time.sleep(forward_s)
+            time.sleep(FORWARD_S)
+            clock.now_s += forward_s * chance.uniform(1 - JITTER, 1 + JITTER)
             engine.module.model.norm(torch.zeros(1))
             if step == 20 and rank == int(os.environ.get("FAULTY_RANK", "1")):
                 print(f"fault {time.time()}", flush=True)
