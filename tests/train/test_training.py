@@ -21,6 +21,7 @@ from train.checkpoint.files import identity
 from train.checkpoint.load import CheckpointError
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
+from train.prepare_data import main as prepare_data
 from train.run_folder import RunFolder
 
 GPU = torch.cuda.is_available()
@@ -47,8 +48,17 @@ def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
 @pytest.mark.parametrize(
     "variant,precision",
-    [("te_layer", "bf16"), ("te_layer", "delayed"), ("te_linear", "delayed"), ("te_layer", "current")]
-    + [("te_linear", "block"), ("hf", "bf16"), ("torchao", "tensorwise"), ("torchao", "rowwise")],
+    [("te_layer", "delayed"), ("hf", "bf16"), ("torchao", "tensorwise")]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("te_layer", "bf16"),
+            ("te_layer", "current"),
+            ("te_linear", "delayed"),
+            ("te_linear", "block"),
+        ]
+        + [("torchao", "rowwise")]
+    ],
 )
 def test_resume_is_bit_exact(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
     check_resume(settings, tmp_path, variant, {**PRECISIONS, **TORCHAO}[precision])
@@ -133,21 +143,54 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
     assert float(loss) == pytest.approx(eval_loss, abs=1e-2)
 
 
+def deepspeed_launcher() -> list[str]:
+    return ["deepspeed", "--num_gpus", "2", "--master_port", str(20000 + os.getpid() % 20000)]
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.interpreter
 def test_two_gpus_under_deepspeed(settings: dict, tmp_path: Path) -> None:
-    check_two_ranks(settings, tmp_path)
+    check_two_ranks(settings, tmp_path, deepspeed_launcher())
 
 
 @pytest.mark.skipif(
     GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
 )
+@pytest.mark.process
+def test_two_ranks(settings: dict, tmp_path: Path) -> None:
+    check_two_ranks(settings, tmp_path, [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"])
+
+
+@pytest.mark.skipif(
+    GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
+)
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
-    check_two_ranks(settings, tmp_path)
+    """Its launcher starts the same program with the same results, and passes a failure on."""
+    config, curves = tmp_path / "config.json", []
+    own = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
+    for name, launcher in (("own", own), ("deepspeed", deepspeed_launcher())):
+        config.write_text(json.dumps({**settings, "output_dir": str(tmp_path / name)}))
+        done = two_ranks(launcher, config)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "ranks [0, 1]" in done.stdout
+        curves.append(curve(tmp_path / name))
+    assert curves[0] == curves[1]
+    refused = two_ranks(deepspeed_launcher(), config, "--learning_rate", "1e-3")
+    assert refused.returncode != 0
+    told = refused.stderr.count("is of a run that was configured differently")
+    assert told == 1, "told once, not by each rank"
 
 
-def check_two_ranks(settings: dict, tmp_path: Path) -> None:
+def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [*launcher, str(ROOT / "train/train.py"), str(config), *arguments]
+    return programs.run(command, capture_output=True, text=True, env=environment)
+
+
+def check_two_ranks(settings: dict, tmp_path: Path, launcher: list[str]) -> None:
     """The launcher, two ranks, ZeRO 1, FP8: as many samples as one rank, so nearly the same losses; and a resume."""
     alone = curve(run(settings, gradient_accumulation_steps=None, train_batch_size_tokens=256))
     config = tmp_path / "config.json"
@@ -156,19 +199,7 @@ def check_two_ranks(settings: dict, tmp_path: Path) -> None:
     config.write_text(json.dumps(settings))
 
     def launch(*arguments: str) -> subprocess.CompletedProcess:
-        port = str(20000 + os.getpid() % 20000)
-        command = [
-            "deepspeed",
-            "--num_gpus",
-            "2",
-            "--master_port",
-            port,
-            str(ROOT / "train/train.py"),
-            str(config),
-        ]
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        return programs.run(command + list(arguments), capture_output=True, text=True, env=environment)
+        return two_ranks(launcher, config, *arguments)
 
     first = launch()
     assert first.returncode == 0, first.stdout + first.stderr
@@ -190,12 +221,9 @@ def check_two_ranks(settings: dict, tmp_path: Path) -> None:
     other = launch("--learning_rate", "1e-3")
     assert other.returncode != 0
     assert "learning_rate: 0.005 -> 0.001" in other.stderr
-    assert (
-        other.stderr.count("is of a run that was configured differently") == 1
-    )  # told once, not by each rank
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
 def test_zero_stages_train_alike(settings: dict, tmp_path: Path, stage: int) -> None:
     """ZeRO 0, 2 and 3 follow ZeRO 1, resume bit-exactly and export."""
     one = curve(run(settings, output_dir=str(tmp_path / "one")))
@@ -278,9 +306,15 @@ def test_resume_with_another_configuration_is_refused(settings: dict, data: Path
     with pytest.raises(CheckpointError, match=r"precision\.recipe: \"delayed\" -> \"current\""):
         run(settings, precision={"recipe": "current"})
     other = tmp_path / "other"
-    source = ["--input", os.path.dirname(json.__file__), "--tokenizer", str(data / "tokenizer")]
-    tool = [sys.executable, str(ROOT / "train/prepare_data.py"), *source, "--output", str(other)]
-    programs.run([*tool, "--eval_fraction", "0.3"], check=True, capture_output=True)
+    source = [
+        "--input",
+        os.path.dirname(json.__file__),
+        "--tokenizer",
+        str(data / "tokenizer"),
+        "--workers",
+        "1",
+    ]
+    assert prepare_data([*source, "--output", str(other), "--eval_fraction", "0.3"]) == 0
     with pytest.raises(CheckpointError, match="data.sources.text.shards_sha256"):
         run(settings, data={"sources": {"text": str(other)}})
     run(settings, logging_steps=3)  # what does not change the numbers may change
