@@ -28,6 +28,7 @@ from train.checkpoint.files import (
     size_text,
     step_folders,
 )
+from train.run_folder import RunFolder
 
 AGES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 NOT_COMMITTED = f"not committed: no {MANIFEST} (its save is under way, was killed or failed)"
@@ -77,7 +78,7 @@ def folders_of(given: Path) -> list[Path]:
         raise CheckpointError(f"{given} is not a folder; give an output_dir, its checkpoints, or one of them")
     if FOLDER.fullmatch(given.resolve().name) or (given / MANIFEST).is_file():
         return [given]
-    root = given / "checkpoints"
+    root = RunFolder(given).checkpoints
     return step_folders(root if root.is_dir() else given)
 
 

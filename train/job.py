@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -49,10 +51,10 @@ def main(argv: list[str]) -> int:
             signal.signal(number, job.pass_on)
         return job.run()
     except ConfigurationError as error:
-        print(error, file=sys.stderr)
+        say(str(error), sys.stderr)
         return NOT_AS_IT_IS
     except JobError as error:
-        print(f"run_training.sh: {error}", file=sys.stderr)
+        say(f"run_training.sh: {error}", sys.stderr)
         return 1
 
 
@@ -79,27 +81,21 @@ class Job:
             self.go_on_if_requeued()
         processes = processes_per_node()
         set_environment(processes)
-        if (corpus := missing_corpus(self.arguments)) and (status := self.prepare_once(corpus)):
+        if (corpus := missing_corpus(self.arguments)) and (status := self.prepare(corpus)):
             return self.ended(status)
         state, checkpoint = run_state(self.arguments)
+        anew = "--resume_from_checkpoint never"
         if state == "finished":
-            say(
-                f"training: {self.folder.path} is finished ({checkpoint}), nothing to train. To start anew: "
-                "--resume_from_checkpoint never; elsewhere: --output_dir DIR"
-            )
+            done = f"training: {self.folder.path} is finished ({checkpoint}), nothing to train"
+            say(f"{done}. To start anew: {anew}; elsewhere: --output_dir DIR")
         else:
             if state == "resume":
-                say(
-                    f"training: {self.folder.path} goes on from {checkpoint} "
-                    "(to start anew: --resume_from_checkpoint never)"
-                )
+                say(f"training: {self.folder.path} goes on from {checkpoint} (to start anew: {anew})")
             if status := self.train(launch_command(processes)):
                 return status
         if self.first_node and self.arguments.save_strategy != "no":
             self.generate()
         return 0
-
-    # ---------------------------------------------------------------- programs and signals
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Handler of signals: what runs gets it too. Before anything runs it is remembered."""
@@ -121,11 +117,12 @@ class Job:
         try:
             self.child = subprocess.Popen(command)
         except OSError as error:
-            complain(f"{command[0]}: {error}")
+            say(f"{command[0]}: {error}", sys.stderr)
             return 127
         if self.stop_asked or self.interrupted:  # before there was anybody to tell
             self.pass_on(signal.SIGINT if self.interrupted else signal.SIGUSR1, None)
-        status = self.child.wait()
+        # With a timeout it polls. A wait that blocks would not see a signal that came just before it.
+        status = self.child.wait(timeout=math.inf)
         self.child = None
         return status if status >= 0 else 128 - status
 
@@ -136,8 +133,6 @@ class Job:
         if status == STOPPED or (self.stop_asked and status in [128 + number for number in SIGNALS]):
             return self.stopped()  # a signal ends what has not yet begun
         return status
-
-    # ---------------------------------------------------------------- training
 
     def train(self, launch: list[str]) -> int:
         """Start it until it is done, stopped, or another start would not help; returns the exit status."""
@@ -151,14 +146,14 @@ class Job:
                 return self.ended(status)
             how = f"training: ended with status {status}"
             if self.newest_checkpoint() == checkpoint and self.last_step() <= step:
-                complain(f"{how} and came no further than step {step}; not started again")
+                say(f"{how} and came no further than step {step}; not started again", sys.stderr)
                 return status
             if restarts == self.max_restarts:
-                complain(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)")
+                say(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)", sys.stderr)
                 return status
             restarts += 1
             self.go_on_from_own_checkpoint()
-            complain(f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}")
+            say(f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}", sys.stderr)
 
     def start(self, launch: list[str]) -> int:
         """Start the training once; returns its status, STOPPED also where the launcher has not said so."""
@@ -174,12 +169,10 @@ class Job:
             if output_of(["scontrol", "requeue", self.slurm_job]) is not None:
                 say(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
             else:
-                complain(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again")
+                say(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", sys.stderr)
         else:
             say(f"{at}; the same command goes on from there")
         return STOPPED
-
-    # ---------------------------------------------------------------- how far the run has come
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(committed(self.folder.checkpoints)), None)
@@ -215,29 +208,27 @@ class Job:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             note.write_text(mine)
 
-    # ---------------------------------------------------------------- before and after
-
-    def prepare_once(self, corpus: Path) -> int:
+    def prepare(self, corpus: Path) -> int:
         """Prepare the embedded corpus; of several nodes that start on one shared folder, one does and the others
-        wait. Returns the status of what went wrong, 0 if nothing."""
+        wait. Returns the status of the first program that fails, 0 if none does."""
+        source, tokenizer = ("--input", EMBEDDED_CORPUS), corpus.parent / "tokenizer-4096"
+        train_tokenizer = python(
+            "train/train_tokenizer.py", *source, "--vocab_size", "4096", "--output", str(tokenizer)
+        )
+        folders = ("--tokenizer", str(tokenizer), "--output", str(corpus))
+        # of about 600 files: enough of them for the evaluation to mean something
+        prepare_data = python("train/prepare_data.py", *source, *folders, "--eval_fraction", "0.05")
         corpus.parent.mkdir(parents=True, exist_ok=True)
         with (corpus.parent / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return 0 if (corpus / "manifest.json").is_file() else self.prepare(corpus)
-
-    def prepare(self, corpus: Path) -> int:
-        os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # what setup_env.sh goes by
-        if status := self.call(["bash", "-c", INSTALL]):
-            return status
-        say(f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}")
-        tokenizer, source = str(corpus.parent / "tokenizer-4096"), ("--input", EMBEDDED_CORPUS)
-        if not Path(tokenizer, "tokenizer_config.json").is_file():
-            size = ("--vocab_size", "4096")
-            if status := self.call(python("train/train_tokenizer.py", *source, *size, "--output", tokenizer)):
-                return status
-        # of about 600 files: enough of them for the evaluation to mean something
-        options = ("--tokenizer", tokenizer, "--output", str(corpus), "--eval_fraction", "0.05")
-        return self.call(python("train/prepare_data.py", *source, *options))
+            if (corpus / "manifest.json").is_file():
+                return 0
+            say(f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}")
+            os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # what setup_env.sh goes by
+            programs = [["bash", "-c", INSTALL], train_tokenizer, prepare_data]
+            if (tokenizer / "tokenizer_config.json").is_file():
+                programs.remove(train_tokenizer)
+            return next(filter(None, map(self.call, programs)), 0)
 
     def generate(self) -> None:
         """The demo, in the place of this process: its status and the signals are its own."""
@@ -286,10 +277,8 @@ def is_configured_as(checkpoint: Path, arguments: TrainingArguments) -> bool:
 
 def missing_corpus(arguments: TrainingArguments) -> Path | None:
     """Folder of the embedded corpus, if it is a source and has no manifest, the last file that is written."""
-    for folder in map(Path, arguments.data.sources.values()):
-        if folder.name == EMBEDDED_CORPUS and not (folder / "manifest.json").is_file():
-            return folder
-    return None
+    found = [Path(f) for f in arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
+    return next((folder for folder in found if not (folder / "manifest.json").is_file()), None)
 
 
 # ---------------------------------------------------------------- what the machine and its settings say
@@ -368,16 +357,13 @@ def output_of(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        complain(f"{command[0]}: {error}")
+        say(f"{command[0]}: {error}", sys.stderr)
         return None
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def complain(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def say(line: str, file: TextIO | None = None) -> None:
+    """On standard output, or on `file`, now."""
+    print(line, file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def run_training(args: TrainingArguments) -> None:
         is_main=rank == 0,
     )
     if rank == 0:
-        (output_dir / signals.STOPPED_FILE).unlink(missing_ok=True)
+        RunFolder(output_dir).stopped.unlink(missing_ok=True)
         write_configurations(output_dir, args, ds_config)
         if tuned is not None:
             autotune.save(tuned, output_dir)

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 
 from train.files import write_durably
+from train.run_folder import RunFolder
 
 # EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, the same command goes on from the checkpoint.
 STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOPPED_FILE = "stopped.json"
 
 _received: list[str] = []
 
@@ -97,4 +97,4 @@ class StopVote:
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
     """Leave `stopped.json` in the run's folder; rank 0 calls it."""
     what = {"step": stopped.step, "checkpoint": stopped.checkpoint and stopped.checkpoint.name}
-    write_durably(output_dir / STOPPED_FILE, json.dumps(what) + "\n")
+    write_durably(RunFolder(output_dir).stopped, json.dumps(what) + "\n")
