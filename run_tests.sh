@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The tests: sets up what is missing, checks format, lint and types, runs pytest.
 #
-#   ./run_tests.sh [pytest arguments]          what every machine can run
-#   ./run_tests.sh --slow [pytest arguments]   also what takes minutes
+#   ./run_tests.sh [pytest arguments]          what a person runs: one whole proof of each kind
+#   ./run_tests.sh --all [pytest arguments]    all that a machine without a GPU can run
 #   ./run_tests.sh --reliability [arguments]   only tests/reliability, with the many trials of its full form
 #   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
 #
@@ -19,7 +19,7 @@ case "${1:-}" in
     sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
-  --gpu | --slow | --reliability)
+  --gpu | --all | --reliability)
     mode="${1#--}"
     shift
     ;;
@@ -46,9 +46,13 @@ if [[ "$mode" == gpu ]]; then
 fi
 
 setup_env dev
-lint
+"$PY" -m ruff format --check .
+"$PY" -m ruff check .
+types="$(mktemp)"
+trap 'rm -f "$types"' EXIT
+"$PY" -m mypy >"$types" 2>&1 &
 marks="not gpu and not multi_gpu"
-if [[ "$mode" != slow ]]; then marks+=" and not slow"; fi
+if [[ "$mode" == cpu ]]; then marks+=" and not slow"; fi
 if [[ "$mode" == reliability ]]; then
   set -- tests/reliability "$@"
 else
@@ -57,4 +61,8 @@ fi
 # Two workers share the cores: more torch threads than that only get in each other's way.
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
-exec "$PY" -m pytest -n 2 -m "$marks" "$@"
+status=0
+"$PY" -m pytest -n 2 --dist loadgroup --durations=10 -m "$marks" "$@" || status=$?
+if ! wait $!; then ((status != 0)) || status=1; fi
+cat "$types"
+exit "$status"

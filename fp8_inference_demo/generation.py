@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from model.build import build_model
 from model.config import load_config
-from model.fp8.precision import Precision, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 

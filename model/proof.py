@@ -15,7 +15,8 @@ from transformers import MistralConfig
 from model.config import head_dim, window_size
 from model.documents import Documents, attend, random_documents
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.precision import Precision, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
 from model.mistral_base import causal_attention

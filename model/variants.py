@@ -44,12 +44,9 @@ ATTENTION_BACKENDS = {
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
-    """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can. Values that no variant
-    takes are for `PrecisionConfig.validate` to name."""
+    """What cannot go with `variant` (one of VARIANTS), as sentences; empty when everything can."""
     problems: list[str] = []
     recipes = VARIANTS[variant].recipes
-    if any(getattr(precision, key) not in precision.CHOICES[key] for key in ("compute", "recipe")):
-        return problems
     if precision.compute == "fp8":
         if not recipes:
             problems.append(
@@ -77,3 +74,22 @@ def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | N
 def compiles(variant: str, precision: PrecisionConfig, compile: bool | None) -> bool:
     """Whether torch.compile compiles the layers of `variant`, where `compile` is what the user said."""
     return (variant == "torchao" and not precision.emulated) if compile is None else compile
+
+
+def why_no_graphs(
+    variant: str, *, gradient_checkpointing: bool = False, zero_stage: int = 0, emulated: bool = False
+) -> str | None:
+    """Why there are no CUDA graphs, with what to do instead; None where there can be. emulated: see PrecisionConfig."""
+    if not VARIANTS[variant].graphs:
+        capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
+        return f"CUDA graphs are for {capable}; set it to false, or take one of these"
+    if gradient_checkpointing:
+        return (
+            "recomputation reads the random generator's state, which cannot be captured; turn one of them off"
+        )
+    if zero_stage == 3:
+        return (
+            "ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, 1 or 2, or set "
+            "speed.cuda_graphs to false"
+        )
+    return "a CUDA graph needs a GPU" if emulated else None

@@ -67,10 +67,9 @@ def main(argv: Sequence[str]) -> int:
     OPTIONS.settle(options)
     import torch.distributed as dist
 
-    from model import accounting
-    from model.config import load_config
+    from model.config import load_config, num_parameters
     from test_fp8.model.saves import measure
-    from train.checkpoint.save_errors import SaveError
+    from train.checkpoint.save import SaveError
     from train.engine.distributed import init_distributed
 
     init_distributed()
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     dist.destroy_process_group()
     if rank:
         return 0
-    parameters = accounting.num_parameters(load_config(options.config))
+    parameters = num_parameters(load_config(options.config))
     print(
         f"{options.config}, {parameters / 1e6:,.1f} M parameters, ZeRO {options.stage}, {world} ranks, median step "
         f"{results[0]['step_s']:.3f} s\n\n{report.table(results, COLUMNS)}\n\na save in the background loses "

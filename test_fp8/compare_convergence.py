@@ -94,8 +94,7 @@ def main(argv: Sequence[str]) -> int:
         for plan in plans:
             overrides = [*plans[0].row.settings, *plan.row.settings]
             check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
-        from model.accounting import num_parameters
-        from model.config import load_config
+        from model.config import load_config, num_parameters
 
         machine, versions = report.describe()
         training = training_of(plans[0].config)

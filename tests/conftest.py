@@ -100,8 +100,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", programs.Popen)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is."""
+    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. Tests that share what was
+    made for their file run in one worker, and what takes long comes first, so that no worker ends long after others."""
     devices = torch.cuda.device_count()
     hopper = devices > 0 and torch.cuda.get_device_capability() >= (9, 0)
     for item, (marker, have, what) in itertools.product(
@@ -110,6 +112,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ):
         if item.get_closest_marker(marker) and not have:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+        if any(found[-1].scope == "module" for found in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    whole_runs = {i.path for i in items if "settings" in i.fixturenames or i.get_closest_marker("process")}  # type: ignore[attr-defined]
+    items.sort(key=lambda item: item.path not in whole_runs)
 
 
 def pytest_collection_finish() -> None:

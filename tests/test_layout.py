@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,15 @@ ONLY_IN = {
     },
 }
 
+# Attributes that DeepSpeed does not promise, and who may name them: `import deepspeed` is not where the coupling is.
+PRIVATE = re.compile(
+    r"\b(fp32_groups\w*|bf16_groups|fp16_groups|\w*partitioned_\w*groups\w*|single_partition_of_\w+"
+    r"|round_robin_bit16\w*|_hp_\w+|checkpoint_engine|checkpoint_event_\w+|_copy_recovery_script|_global_grad_norm"
+    r"|clip_fp32_gradients|param_names|ds_(?:shape|numel|tensor|id)|grad_acc_dtype|update_lp_params"
+    r"|_unflatten_partitioned_parameters|_grad_acc_hooks|loss_scale_config|loss_scaler)\b|\.overflow\b"
+)
+KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
+
 
 def imports(path: Path) -> set[str]:
     """Top-level names that a file imports, also by importlib.import_module("...")."""
@@ -62,6 +72,10 @@ def test_packages_are_imported_only_where_they_belong(package: str) -> None:
     assert users <= ONLY_IN[package]
 
 
+def test_deepspeeds_private_names_stand_in_two_files() -> None:
+    assert {relative(p) for p in SOURCES if PRIVATE.search(p.read_text())} == KNOW_DEEPSPEED
+
+
 def test_training_does_not_know_preparation() -> None:
     """What train.py imports, and what that imports, has nothing of preparation: a GPU node does without it."""
     seen: set[str] = set()
@@ -85,10 +99,10 @@ def test_model_and_demo_do_not_know_training() -> None:
 
 
 def test_the_loop_receives_built_objects() -> None:
-    """loop.py and evaluation.py import nothing of the model but what they ask about precision and FP8 state."""
+    """loop.py and evaluation.py import nothing of the model but what they ask about FP8 modules and state."""
     found = set()
     for name in ("loop", "evaluation"):
         tree = ast.parse((ROOT / f"train/{name}.py").read_text())
         modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
         found |= {m for m in modules if m.startswith("model")}
-    assert found == {"model.fp8.precision", "model.fp8.state"}
+    assert found == {"model.fp8.modules", "model.fp8.state"}

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from model import accounting
 from model.autotune.measure import autotune
-from model.autotune.record import Record, asked_of, circumstances_of, differences, versions_of
+from model.autotune.record import Record, asked_of, circumstances_of, versions_of
 from model.autotune.task import Task
-from model.config import load_config
+from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.fp8.recipes import RECIPES
-from train.checkpoint.load import committed
+from model.variants import why_no_graphs
+from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.differences import Difference, differences
 from train.config.ds_config import resolve_ds_config
 from train.files import write_durably
 
@@ -70,8 +71,11 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
     float32_buffers = stage == 1 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     main_grad = args.speed.main_grad and float32_buffers
     shares_amax = RECIPES[args.precision.recipe].has_state and args.precision.reduce_amax
+    no_graphs = why_no_graphs(
+        args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
+    )
     # the measurement itself holds weights and, with main_grad, float32 gradients
-    held = accounting.num_parameters(config) * (2 + 4 * main_grad) / accounting.GIB
+    held = num_parameters(config) * (2 + 4 * main_grad) / GIB
     return Task(
         config=config,
         variant=args.model.variant,
@@ -84,13 +88,10 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         # ZeRO 3 frees the weights, so that no FP8 copy is kept of them, and moves them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        # not what value_problems and resolve_ds_config refuse, nor, unless the user turned it on, what nobody has run:
-        # a graph with delayed scaling's reduction over ranks in it
-        graphs_allowed=stage < 3
-        and not args.gradient_checkpointing
-        and (args.speed.cuda_graphs or world_size == 1 or not shares_amax),
+        # nor, unless the user turned it on, what nobody has run: a graph with delayed scaling's reduction over ranks
+        graphs_allowed=no_graphs is None and (args.speed.cuda_graphs or world_size == 1 or not shares_amax),
         document_mask=args.data.document_mask,
-        other_memory_gib=max(0.0, accounting.state_memory_gib(config, stage, world_size) - held),
+        other_memory_gib=max(0.0, state_memory_gib(config, stage, world_size) - held),
     )
 
 
@@ -104,7 +105,7 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         if others:
             raise ConfigurationError(
                 f"precision.auto: the choice in {path} was made for something else:\n  "
-                + "\n  ".join(others)
+                + "\n  ".join(map(str, others))
                 + "\nset precision.auto to true to measure anew, or restore these"
             )
         return reused(record, path, differences(record.versions, versions), say)
@@ -117,14 +118,17 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         other_wishes = differences(record.asked, asked)
         if not other_wishes and (resuming or not others):
             return reused(record, path, others, say)
-        say(f"precision.auto: {path} was made for something else: " + "; ".join(other_wishes + others))
+        say(
+            f"precision.auto: {path} was made for something else: "
+            + "; ".join(map(str, other_wishes + others))
+        )
     return autotune(task, say)
 
 
-def reused(record: Record, path: Path, changed: list[str], say: Callable[[str], None]) -> Record:
+def reused(record: Record, path: Path, changed: list[Difference], say: Callable[[str], None]) -> Record:
     say(f"{record.summary()}; read from {path}, not measured again")
     if changed:
-        say(f"precision.auto: since it was measured there changed: {'; '.join(changed)}")
+        say(f"precision.auto: since it was measured there changed: {'; '.join(map(str, changed))}")
     return record
 
 

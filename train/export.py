@@ -21,7 +21,8 @@ import torch
 from transformers import MistralConfig
 
 from model.fp8.precision import DTYPES
-from train.checkpoint import load as checkpoint
+from train.checkpoint.files import CheckpointError, identity, problems, read_state
+from train.checkpoint.load import others_than, read_hf_weights
 from train.data.format import TOKENIZER_FOLDER
 from train.run_folder import EXPORTED_FROM
 
@@ -40,13 +41,13 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
     if out.exists() and not (out / EXPORTED_FROM).exists():
         found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
     if found:
-        raise checkpoint.CheckpointError("; ".join(found))
+        raise CheckpointError("; ".join(found))
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _write_model(path, partial)
     for file in sorted(tokenizer.iterdir()):
         shutil.copy2(file, partial / file.name)
-    origin = {"checkpoint": path.name, "manifest_sha256": checkpoint.identity(path)}
+    origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
     (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
     if out.exists():
         shutil.rmtree(out)
@@ -59,9 +60,9 @@ def _write_model(path: Path, out: Path) -> None:
     from transformers import MistralForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    state = checkpoint.read_state(path)
+    state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
-    weights = checkpoint.read_hf_weights(path, config)
+    weights = read_hf_weights(path, config)
     dtype = DTYPES[state.train_config["precision"]["compute"]]
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config)
@@ -70,7 +71,7 @@ def _write_model(path: Path, out: Path) -> None:
     )
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
-        raise checkpoint.CheckpointError(f"{path}: missing weights {missing}, unknown weights {unexpected}")
+        raise CheckpointError(f"{path}: missing weights {missing}, unknown weights {unexpected}")
     model.tie_weights()
     model.config.dtype = dtype
     transformers_logging.disable_progress_bar()
@@ -88,16 +89,14 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
-        if found := checkpoint.problems(arguments.checkpoint):
+        if found := problems(arguments.checkpoint):
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
-            raise checkpoint.CheckpointError("; ".join(found) + checkpoint.others_than(arguments.checkpoint))
+            raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
         tokenizer = arguments.tokenizer
         if tokenizer is None:
-            tokenizer = tokenizer_of(
-                checkpoint.read_state(arguments.checkpoint).train_config["data"]["sources"]
-            )
+            tokenizer = tokenizer_of(read_state(arguments.checkpoint).train_config["data"]["sources"])
         export(arguments.checkpoint, arguments.out, tokenizer)
-    except (checkpoint.CheckpointError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
     print(f"wrote {arguments.out}")
 

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
 from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
-from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments, resume_differences
+from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.config.differences import resume_differences
 from train.guard.signals import SIGNALS, STOPPED
 from train.run_folder import RunFolder
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.fp8.precision import fp8_modules
-from train.checkpoint import load as checkpoint
+from model.fp8.modules import fp8_modules
+from train.checkpoint.files import committed
 from train.checkpoint.rollback import Rollback, past_skipped
-from train.checkpoint.save_errors import SaveError
+from train.checkpoint.save import SaveError
 from train.data.stream import MicroBatches
 from train.engine.optimizer import learning_rate_at
 from train.evaluation import evaluate, evaluate_late
@@ -324,7 +324,7 @@ def _check(loss: float, skipped: bool, run: Run) -> None:
 def _advice(run: Run) -> str:
     """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
     remedy = "with a lower learning_rate or another precision.recipe"
-    if not (run.saver.pending or checkpoint.committed(run.output_dir / "checkpoints")):
+    if not (run.saver.pending or committed(run.output_dir / "checkpoints")):
         return f"this run has saved no checkpoint. Start anew {remedy}"
     return (
         "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "

@@ -34,16 +34,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import MistralConfig
 
-from model import accounting
 from model.build import build_model
-from model.config import ARCHITECTURE, load_config
+from model.config import ARCHITECTURE, flops_per_token, load_config, num_parameters, state_memory_gib
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.proof import ProofError, attention_of, backend_of, prove
 from train import autotune
-from train.checkpoint import load as checkpoint
-from train.checkpoint.files import identity
+from train.checkpoint.files import CheckpointError, RunState, identity, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.resume import resume_state
 from train.checkpoint.rollback import left_out_since
 from train.checkpoint.save import Saver
@@ -69,7 +68,7 @@ USER_ERRORS = (
     ProofError,
     TrainingError,
     ReplicaError,
-    checkpoint.CheckpointError,
+    CheckpointError,
     te_backend.BackendError,
 )
 
@@ -170,7 +169,7 @@ def run_training(args: TrainingArguments) -> None:
     # what to resume from
     ds_config, notes = resolve_ds_config(args, world)
     output_dir = Path(args.output_dir or "output")
-    state = checkpoint.RunState(
+    state = RunState(
         step=0,
         consumed_samples=0,
         consumed_tokens=0,
@@ -180,9 +179,9 @@ def run_training(args: TrainingArguments) -> None:
         model_config=model_description(config),
         data_fingerprint=train_stream.fingerprint(),
     )
-    resume_from = checkpoint.choose(output_dir / "checkpoints", args.resume_from_checkpoint, say)
+    resume_from = choose_checkpoint(output_dir / "checkpoints", args.resume_from_checkpoint, say)
     if resume_from is not None:
-        saved = checkpoint.read_state(resume_from)
+        saved = read_state(resume_from)
         for line in resume_state(state, saved, resume_from, args.data.allow_changes_on_resume):
             say(line)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
@@ -190,7 +189,7 @@ def run_training(args: TrainingArguments) -> None:
             state.skipped_samples = left_out_since(resume_from, saved)
 
     # proof, before the first step
-    flops = accounting.flops_per_token(config, args.max_seq_length)
+    flops = flops_per_token(config, args.max_seq_length)
     report = start_report(args, model, precision, flops, train_stream, state)
     for line in [*report, *(f"DeepSpeed: {note}" for note in notes)]:
         say(line)
@@ -208,7 +207,7 @@ def run_training(args: TrainingArguments) -> None:
     engine = build_engine(model, args, ds_config)
     if resume_from is not None:
         with without_prints():
-            checkpoint.load(engine, resume_from, precision)
+            load_checkpoint(engine, resume_from, precision)
     micro_step = MicroStep(engine, precision, args)
     for line in micro_step.notes:
         say(line)
@@ -219,7 +218,7 @@ def run_training(args: TrainingArguments) -> None:
 
     # from here on the run writes: whatever could refuse it has had its say. First what makes room
     if rank == 0:
-        aside = checkpoint.set_aside(output_dir / "checkpoints", state.step)
+        aside = set_aside(output_dir / "checkpoints", state.step)
         if aside is not None:
             say(f"checkpoints of later steps were moved to {aside}")
     metrics = MetricsLogger(
@@ -317,16 +316,14 @@ def start_report(
     precision: Precision,
     flops: float,
     train_stream: Any,
-    state: checkpoint.RunState,
+    state: RunState,
 ) -> list[str]:
     """The lines that say what is about to run."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
-    parameters = accounting.num_parameters(model.config)
-    memory = accounting.state_memory_gib(
-        model.config, state.zero_stage, state.world_size, args.precision.compute
-    )
+    parameters = num_parameters(model.config)
+    memory = state_memory_gib(model.config, state.zero_stage, state.world_size, args.precision.compute)
     lines = [
         args.table(),
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "

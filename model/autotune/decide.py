@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from model.fp8.recipes import Compute
+
 TIE = 0.01  # relative; medians of one GPU repeat within it
 
 # The preferred one first: FP8 was asked for; cuDNN needs no further package.
-COMPUTE = {"fp8": "FP8", "bf16": "bf16"}
+COMPUTE: dict[Compute, str] = {"fp8": "FP8", "bf16": "bf16"}
 ATTENTION_CANDIDATES = ("fused", "flash")
 
 
@@ -32,7 +34,7 @@ class StepTime:
     """Forward and backward of the whole model for one micro-batch; `compute`: of COMPUTE; `peak_gib`: memory that it
     needs; `note`: why it has no time."""
 
-    compute: str
+    compute: Compute
     cuda_graphs: bool
     ms: float | None = None
     peak_gib: float | None = None

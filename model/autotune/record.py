@@ -13,7 +13,7 @@ import torch
 from model.autotune.decide import AttentionTime, StepTime
 from model.autotune.task import Task
 from model.config import ARCHITECTURE
-from model.fp8.recipes import PrecisionConfig
+from model.fp8.recipes import Compute, PrecisionConfig
 from model.speed import SpeedConfig
 from model.variants import ATTENTION_BACKENDS
 
@@ -26,7 +26,7 @@ class Choice:
     """precision.compute, speed.cuda_graphs, model.attention_backend; precision.bf16_modules as it was given, or, in
     older records, with modules more for which bf16 was faster."""
 
-    compute: str
+    compute: Compute
     bf16_modules: list[str]
     cuda_graphs: bool
     attention_backend: str
@@ -76,7 +76,7 @@ class Record:
             record = cls(choice=choice, **values)
             # of the right types too: the choice goes into the configuration unread
             valid = (
-                choice.compute in PrecisionConfig.CHOICES["compute"]
+                choice.compute in ("fp8", "bf16")
                 and isinstance(choice.bf16_modules, list)
                 and all(isinstance(pattern, str) for pattern in choice.bf16_modules)
                 and isinstance(choice.cuda_graphs, bool)
@@ -138,18 +138,6 @@ def versions_of(task: Task) -> dict[str, str]:
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As it reads after a way through JSON."""
     return json.loads(json.dumps(values))
-
-
-def differences(old: Any, new: Any, what: str = "") -> list[str]:
-    """What differs between two JSON values, a line a leaf: "what.key: old -> new"."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        prefix = what + "." if what else ""
-        return [
-            line
-            for key in {**old, **new}
-            for line in differences(old.get(key), new.get(key), f"{prefix}{key}")
-        ]
-    return [] if old == new else [f"{what}: {json.dumps(old)} -> {json.dumps(new)}"]
 
 
 def table(

@@ -10,8 +10,9 @@ from transformers import MistralConfig
 
 from model.build import build_model
 from model.documents import Documents, random_documents
-from model.fp8.precision import Precision, gemm_modules, matrices
-from model.fp8.recipes import RECIPES, PrecisionConfig
+from model.fp8.modules import gemm_modules, matrices
+from model.fp8.precision import Precision
+from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
 from model.speed import SpeedConfig
 
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
@@ -43,7 +44,7 @@ class Task:
     document_mask: bool = False
     other_memory_gib: float = 0.0
 
-    def resolved(self, compute: str) -> Precision:
+    def resolved(self, compute: Compute) -> Precision:
         """The run's precision with `compute`. Amaxes are not shared: the other ranks do not measure along."""
         config = replace(self.precision, auto=False, compute=compute)
         return Precision(replace(config, reduce_amax=False) if RECIPES[config.recipe].has_state else config)

@@ -1,4 +1,4 @@
-"""Which modules run FP8, with which recipe, and why the others do not.
+"""What a configuration of the precision means on this machine.
 
 `Precision` resolves the section "precision" of the training JSON (`recipes.PrecisionConfig`) against the hardware: it
 holds the Transformer Engine (TE) namespace, the recipe object, the parameter dtype and the autocast. FP8 that is asked
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -18,35 +17,14 @@ import torch
 from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
+from model.fp8.modules import fp8_modules, keep_out_of_fp8
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE, RECIPES, PrecisionConfig
-from model.variants import VARIANTS
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class PrecisionError(ValueError):
     """The precision asked for cannot be had; the message says what is missing and what to do."""
-
-
-@dataclass
-class FP8Report:
-    """What runs FP8. `planned`: GEMM modules meant to; `kept`: the others with the reason; `ran`: the modules whose
-    last forward really ran FP8."""
-
-    planned: list[str]
-    kept: dict[str, str]
-    ran: list[str]
-
-    def lines(self, recipe: str | None) -> list[str]:
-        """The log's statement: one line for FP8, one a reason for what stays in high precision."""
-        total = len(self.planned) + len(self.kept)
-        how = f" ({recipe} scaling)" if recipe else ""
-        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8{how}"]
-        for reason in dict.fromkeys(self.kept.values()):
-            names = [name for name, why in self.kept.items() if why == reason]
-            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
-            out.append(f"  not FP8: {shown}: {reason}")
-        return out
 
 
 class Precision:
@@ -59,7 +37,7 @@ class Precision:
     """
 
     def __init__(self, config: PrecisionConfig):
-        problems = config.validate()
+        problems = config.problems()
         if problems:
             raise PrecisionError("; ".join(problems))
         if config.auto:
@@ -163,7 +141,7 @@ class Precision:
                     f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
                 )
             for name in () if self.torchao else matches:
-                _keep_out_of_fp8(model.get_submodule(name), self.te)
+                keep_out_of_fp8(model.get_submodule(name), self.te)
         report = fp8_modules(model, self)
         if not report.planned:
             raise PrecisionError(
@@ -180,56 +158,3 @@ class Precision:
                     )
         if self.torchao:
             torchao_fp8.convert(model, report.planned, self.recipe)
-
-
-def _keep_out_of_fp8(module: nn.Module, te: Any) -> None:
-    """Run `module`, with everything inside, under a disabled autocast."""
-    stack: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        context = te.autocast(enabled=False)
-        context.__enter__()
-        stack.append(context)
-
-    def leave(*_: Any) -> None:
-        stack.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
-    """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
-    kinds: tuple[type, ...] = (nn.Linear,)
-    variant = getattr(model, "variant", None)
-    if variant is None or VARIANTS[variant].te:
-        kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of the GEMMs of one module: [outputs, inputs] each."""
-    return [p for p in module.parameters(recurse=False) if p.dim() == 2]
-
-
-def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time; with torchao,
-    the last time that `torchao_fp8.observe` watched."""
-    report = FP8Report([], {}, [])
-    for name, module in gemm_modules(model, precision).items():
-        reason = None
-        if not precision.fp8:
-            reason = f"precision.compute is {precision.config.compute}"
-        else:
-            parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
-            for pattern in precision.config.bf16_modules:
-                if fnmatch.filter(parents, pattern):
-                    reason = f"precision.bf16_modules has {pattern!r}"
-                    break
-        if reason is None:
-            report.planned.append(name)
-        else:
-            report.kept[name] = reason
-        if getattr(module, "fp8", False):
-            report.ran.append(name)
-    return report

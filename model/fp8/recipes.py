@@ -3,8 +3,13 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import dataclasses
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from model.keys import STRICT, option
 
 # What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
 # In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
@@ -13,7 +18,7 @@ FP8_ROW_MULTIPLE = 8
 FP8_TRAIN_ROW_MULTIPLE = 16
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """library: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from
     earlier steps, which checkpoints keep. knobs: the keys of PrecisionConfig that it reads, besides those that all
@@ -39,56 +44,49 @@ RECIPES = {
 }
 
 
-def _option(default: Any, help: str) -> Any:
-    make = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return field(metadata={"help": help}, **make)
+Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 
 
-@dataclass
+@dataclass(config=STRICT)
 class PrecisionConfig:
     """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
 
-    compute: str = _option("fp8", "arithmetic of the matrix products: fp8 | bf16 | fp16 | fp32")
-    recipe: str = _option(
-        "delayed", "FP8 scaling recipe: delayed | current | block; variant torchao: tensorwise | rowwise"
+    compute: Compute = option("arithmetic of the matrix products", "fp8")
+    recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
+        "FP8 scaling recipe; tensorwise and rowwise are variant torchao's, the others te_linear's and te_layer's",
+        "delayed",
     )
-    backend: str = _option(
-        "auto", "auto | transformer_engine | reference; auto takes the reference only without CUDA"
+    backend: Literal["auto", "transformer_engine", "reference"] = option(
+        "auto takes the reference only without CUDA", "auto"
     )
-    fp8_format: str = _option(
-        "e4m3", "e4m3 | hybrid: gradients in e5m2, of more range and half the precision"
+    fp8_format: Literal["e4m3", "hybrid"] = option(
+        "hybrid: gradients in e5m2, of more range and half the precision", "e4m3"
     )
-    margin: int = _option(0, "delayed: the scale is divided by 2^margin")
-    amax_history_len: int = _option(1024, "delayed: steps of amax history")
-    amax_compute_algo: str = _option("max", "delayed: amax of the history: max | most_recent")
-    reduce_amax: bool = _option(True, "delayed: share amax over all ranks")
-    calibration_passes: int = _option(
-        4,
+    margin: int = option("delayed: the scale is divided by 2^margin", 0, ge=0)
+    amax_history_len: int = option("delayed: steps of amax history", 1024, ge=1)
+    amax_compute_algo: Literal["max", "most_recent"] = option("delayed: amax of the history", "max")
+    reduce_amax: bool = option("delayed: share amax over all ranks", True)
+    calibration_passes: int = option(
         "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
+        4,
+        ge=0,
+        resume="free",
     )
-    power_2_scales: bool | None = _option(
-        None, "current, block: powers of two as scales; null: block yes, current no"
+    power_2_scales: bool | None = option(
+        "current, block: powers of two as scales; null: block yes, current no", None
     )
-    amax_epsilon: float = _option(0.0, "current, block: smallest amax assumed")
-    fast_accumulation_wgrad: bool = _option(
-        False, "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)"
+    amax_epsilon: float = option("current, block: smallest amax assumed", 0.0, ge=0)
+    fast_accumulation_wgrad: bool = option(
+        "delayed, current: weight gradients with the tensor cores' fast accumulation (less exact)", False
     )
-    bf16_modules: list[str] = _option(
-        ["lm_head"], "module name patterns (* and ?) that stay in bf16, with all that they contain"
+    bf16_modules: list[str] = option(
+        "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
     )
-    auto: bool | str = _option(
-        False,
+    auto: bool | Annotated[str, Field(min_length=1)] = option(
         "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or "
         "bf16, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
+        False,
     )
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "compute": ("fp8", "bf16", "fp16", "fp32"),
-        "recipe": tuple(RECIPES),
-        "backend": ("auto", "transformer_engine", "reference"),
-        "fp8_format": ("e4m3", "hybrid"),
-        "amax_compute_algo": ("max", "most_recent"),
-    }
 
     @property
     def emulated(self) -> bool:
@@ -97,25 +95,11 @@ class PrecisionConfig:
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
-    def validate(self) -> list[str]:
-        """All problems of this section, as sentences; empty when there is none."""
-        problems = [
-            f"precision.{key}: {getattr(self, key)!r} is not one of {', '.join(allowed)}"
-            for key, allowed in self.CHOICES.items()
-            if getattr(self, key) not in allowed
-        ]
-        if self.amax_history_len < 1:
-            problems.append(f"precision.amax_history_len: {self.amax_history_len} must be at least 1")
-        if self.calibration_passes < 0:
-            problems.append(f"precision.calibration_passes: {self.calibration_passes} must not be negative")
-        if self.margin < 0:
-            problems.append(f"precision.margin: {self.margin} must not be negative")
-        if self.amax_epsilon < 0:
-            problems.append(f"precision.amax_epsilon: {self.amax_epsilon} must not be negative")
-        if self.auto == "":
-            problems.append("precision.auto: an empty path; give true, false or the path of a saved choice")
-        recipe = RECIPES.get(self.recipe)
-        torchao = recipe is not None and recipe.library == "torchao"
+    def problems(self) -> list[str]:
+        """What does not go together in this section, as sentences; empty when everything does."""
+        problems: list[str] = []
+        recipe = RECIPES[self.recipe]
+        torchao = recipe.library == "torchao"
         if self.auto and (self.compute != "fp8" or torchao):
             theirs = " or ".join(r.name for r in RECIPES.values() if r.library == "te")
             problems.append(
@@ -123,7 +107,7 @@ class PrecisionConfig:
                 f"and recipe {theirs}; compute {self.compute} with recipe {self.recipe} is given. Change "
                 "these or remove it"
             )
-        if self.compute == "fp8" and recipe is not None:
+        if self.compute == "fp8":
             defaults = PrecisionConfig()
             for knob in dict.fromkeys(knob for r in RECIPES.values() for knob in r.knobs):
                 if knob not in recipe.knobs and getattr(self, knob) != getattr(defaults, knob):

@@ -25,12 +25,12 @@ class Row:
         Raises ValueError: a key that there is not, a text that is no value of it.
         """
         from train.config.arguments import TrainingArguments
-        from train.config.strict_json import set_override
+        from train.config.command_line import override
 
         raw: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in base.items()}
         for key, value in self.settings.items():
             if isinstance(value, str):
-                set_override(raw, TrainingArguments, key, value)
+                override(raw, TrainingArguments, key, value)
             else:
                 section, _, name = key.rpartition(".")
                 (raw.setdefault(section, {}) if section else raw)[name] = value

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.accounting import num_parameters
+from model.config import num_parameters
 from model.conversion import to_hf_state_dict
 
 PROBE_TOKENS = 64

@@ -10,7 +10,7 @@ from test_fp8.common import report
 from test_fp8.common.rows import is_under
 from test_fp8.convergence.rows import ROW_KEYS
 from test_fp8.convergence.trainings import Record
-from train.config.strict_json import leaves
+from train.config.differences import leaves
 from train.files import drawing
 
 # Keys that say where a run is kept and told of, not what it is.
@@ -23,7 +23,7 @@ NOT_TRAINING = (
 def training_of(config: dict[str, Any]) -> Record:
     """What a resolved configuration says of the training that all rows share, dotted key -> value, without paths."""
     left_out = (*ROW_KEYS, *NOT_TRAINING)
-    values = {key: value for key, value in leaves(config) if not is_under(key, left_out)}
+    values = {key: value for key, value in leaves(config).items() if not is_under(key, left_out)}
     for key in ("model.config", "model.init_from"):
         values[key] = values[key] and Path(values[key]).name
     sources = [key for key in values if key.startswith("data.sources.")]
@@ -36,7 +36,7 @@ def settings_of(config: dict[str, Any]) -> Record:
     """How a row computes, dotted key -> value: what a row may change, of the DeepSpeed configuration the ZeRO stage."""
     values = {
         key: value
-        for key, value in leaves(config)
+        for key, value in leaves(config).items()
         if is_under(key, ROW_KEYS) and not is_under(key, ["deepspeed"])
     }
     return {**values, "zero_stage": config["deepspeed"].get("zero_optimization", {}).get("stage", 0)}

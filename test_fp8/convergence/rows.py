@@ -22,7 +22,7 @@ from test_fp8.common.options import ROOT
 from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from test_fp8.convergence.trainings import ComparisonError, Record, differences, read_metrics, unfinished
 from train.config.arguments import TrainingArguments, load_arguments
-from train.config.strict_json import leaves
+from train.config.differences import leaves
 
 # What a row may override: how a step is computed. All else says what is trained, and on what.
 ROW_KEYS = (
@@ -177,7 +177,7 @@ def not_as_planned(plan: Plan) -> dict[str, str]:
     """What the run's own train_config.json has otherwise than the plan, apart from what the plan leaves to the run
     (null). Raises OSError, ValueError: it left none."""
     left = json.loads((plan.folder / "train_config.json").read_text(encoding="utf-8"))
-    to_the_run = [key for key, value in leaves(plan.config) if value is None]
+    to_the_run = [key for key, value in leaves(plan.config).items() if value is None]
     return {k: v for k, v in differences(plan.config, left).items() if not is_under(k, to_the_run)}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from test_fp8.common.rows import is_under
-from train.config.strict_json import leaves
+from train.config.differences import leaves
 
 Record = dict[str, Any]
 
@@ -31,7 +31,7 @@ class ComparisonError(ValueError):
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     """Dotted key -> "old -> new" of everything that differs between two JSON objects."""
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before, after = leaves(old), leaves(new)
     return {
         key: f"{json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
         for key in {**before, **after}

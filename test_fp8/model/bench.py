@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from model.accounting import flops_per_token, num_parameters
 from model.build import build_model
-from model.config import load_config
+from model.config import flops_per_token, load_config, num_parameters
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from test_fp8.common.report import Result

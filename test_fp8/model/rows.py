@@ -62,7 +62,7 @@ def _presets() -> dict[str, Row]:
         for kind, how in kinds.items():
             settings[f"{variant}_{kind}"] = {"model.variant": variant, **how, **EAGER}
             settings[f"{variant}_{kind}_graph"] = {"model.variant": variant, **how, **GRAPH}
-        # chooses FP8 or bf16 for each module, graphs and attention by measurement: a minute more for each micro-batch
+        # chooses FP8 or bf16, graphs and attention by measurement: a minute more for each micro-batch
         settings[f"{variant}_auto"] = {"model.variant": variant, **_fp8("delayed"), "precision.auto": True}
         # the same passes within random documents (--document_length), next to the row without "documents_"
         for kind in ("bf16", "fp8_delayed"):

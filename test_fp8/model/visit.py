@@ -20,10 +20,11 @@ from model.build import build_model
 from model.config import load_config
 from model.documents import random_documents
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
 from model.proof import attention_of, prove
-from model.variants import VARIANTS
+from model.variants import VARIANTS, why_no_graphs
 from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
 from train.config.arguments import TrainingArguments
@@ -97,8 +98,8 @@ class Passes:
 def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
     """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
     speed, variant = arguments.speed, arguments.model.variant
-    if speed.cuda_graphs and VARIANTS[variant].graphs and not torch.cuda.is_available():
-        raise NotHere("a CUDA graph needs a GPU")
+    if speed.cuda_graphs and (no_graphs := why_no_graphs(variant, emulated=not torch.cuda.is_available())):
+        raise NotHere(no_graphs)
     attention = arguments.model.attention_backend
     te_backend.choose_attention_backend(attention)
     precision = Precision(arguments.precision)
@@ -209,10 +210,9 @@ class Visitor:
 
     def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
-        variant = VARIANTS[arguments.model.variant]
-        cache_weights = precision.fp8 and variant.te and accumulation > 1
+        cache_weights = precision.fp8 and VARIANTS[arguments.model.variant].te and accumulation > 1
         start, capture_s = time.perf_counter(), None
-        if arguments.speed.cuda_graphs and variant.graphs:
+        if arguments.speed.cuda_graphs:
             use_cuda_graphs(model, precision, batch.input_ids, batch.labels, cache_weights, batch.documents)
             capture_s = time.perf_counter() - start
         passes = Passes(model, cache_weights, batch)

@@ -21,7 +21,7 @@ from model.autotune.decide import (
     choose_step,
 )
 from model.autotune.measure import autotune
-from model.autotune.record import Choice, Record, differences
+from model.autotune.record import Choice, Record
 from model.autotune.task import Task
 from model.autotune.timing import OUT_OF_TIME
 from model.build import build_model
@@ -219,12 +219,6 @@ def test_a_record_survives_its_file() -> None:
         assert right in record.to_json()
         with pytest.raises(ValueError, match="schema 2|its choice is damaged"):
             Record.from_json(record.to_json().replace(right, wrong))
-
-
-def test_differences_name_the_key_and_both_values() -> None:
-    old, new = {"model": {"hidden_size": 8, "a": 1}, "b": 1}, {"model": {"hidden_size": 16, "a": 1}, "b": 1}
-    assert differences(old, new) == ["model.hidden_size: 8 -> 16"]
-    assert differences(old, old) == []
 
 
 def test_auto_has_to_be_resolved_before_a_model_is_built() -> None:

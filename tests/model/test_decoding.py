@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.precision import Precision, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, small_config
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from model.build import build_model
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs

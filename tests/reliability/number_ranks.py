@@ -36,7 +36,6 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train import train
-from train.checkpoint import load as checkpoint
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -187,14 +186,14 @@ def whole_run(
     stop: a signal, or crash) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
     place of its own."""
     if left_out is not None:
-        right_read = checkpoint.read_state
+        right_read = train.read_state
 
         def read(path: Path) -> Any:
             state = right_read(path)
             state.skipped_samples = left_out
             return state
 
-        checkpoint.read_state = read
+        train.read_state = read
     arguments = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
     right = MicroStep.__call__
     calls = 0
@@ -229,7 +228,7 @@ def whole_run(
         signals._received.clear()
         spoil(None)
         if left_out is not None:
-            checkpoint.read_state = right_read
+            train.read_state = right_read
     return {"error": None}
 
 

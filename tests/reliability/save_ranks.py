@@ -41,8 +41,10 @@ from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
-from train.checkpoint import load as checkpoint
-from train.checkpoint import save, save_files
+from train.checkpoint import save
+from train.checkpoint.files import RunState, committed, problems, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.checkpoint.save import SaveError
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -80,21 +82,21 @@ class Trainer:
         self.saver = save.Saver(self.engine, self.root, self.precision, KEEP, str)
         self.background = background
         mark_ends_of_jobs(mark)
-        self.state = checkpoint.RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
+        self.state = RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
         self.log = folder / f"rank_{self.rank}.jsonl"
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.expected = {line["step"]: line for line in map(json.loads, lines)}
         self.why: list[str] = []
         start = time.perf_counter()
-        self.loaded = checkpoint.choose(self.root, "auto", self.why.append)
+        self.loaded = choose_checkpoint(self.root, "auto", self.why.append)
         self.chosen_s = time.perf_counter() - start
         if self.loaded is not None:
             with without_prints():
-                checkpoint.load(self.engine, self.loaded, self.precision)
-            self.state.step = checkpoint.read_state(self.loaded).step
+                load_checkpoint(self.engine, self.loaded, self.precision)
+            self.state.step = read_state(self.loaded).step
             self.compare({"step": self.state.step, "digest": self.digest()})
         if self.rank == 0:
-            checkpoint.set_aside(self.root, self.state.step)
+            set_aside(self.root, self.state.step)
         dist.barrier()
 
     def compare(self, line: dict[str, Any]) -> None:
@@ -281,7 +283,7 @@ def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
     The folder is on a small file system, which another file fills."""
     outcomes = []
     root, filler = trainer.root, trainer.root.parent / "filler"
-    make_room = save_files.make_room
+    make_room = save.make_room
 
     def fill(leave: float, needed: int) -> None:
         free = os.statvfs(root).f_bavail * os.statvfs(root).f_frsize
@@ -304,16 +306,16 @@ def save_on_a_full_disk(trainer: Trainer) -> list[dict[str, Any]]:
         try:
             trainer.saver.finish()
             outcome = "saved"
-        except checkpoint.SaveError as error:
+        except SaveError as error:
             outcome = str(error)
         dist.barrier()
         folders = sorted(p.name for p in root.iterdir())
-        newest = checkpoint.committed(root)[-1]
+        newest = committed(root)[-1]
         outcomes.append(
             {
                 "outcome": outcome,
                 "folders": folders,
-                "problems": checkpoint.problems(newest),
+                "problems": problems(newest),
                 "needed": job.needed,
                 "bytes": sum(file.stat().st_size for file in newest.iterdir()),
             }
@@ -372,8 +374,8 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         marks = ranks.end()
         if marks[0][-1] == "S" or marks[1][-1] == "S":
             trials += 1
-            newest = checkpoint.committed(folder / "checkpoints")
-            assert not newest or not checkpoint.problems(newest[-1]), f"trial {trials}: {newest[-1]}"
+            newest = committed(folder / "checkpoints")
+            assert not newest or not problems(newest[-1]), f"trial {trials}: {newest[-1]}"
     final = load(folder, args)
     return {
         **final,
@@ -386,7 +388,7 @@ def kill_all(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """SIGKILL of a rank that is slow in its save: that save never commits, and the one before is loaded."""
     make(folder, argparse.Namespace(**{**vars(args), "trials": 1}))
-    good = checkpoint.committed(folder / "checkpoints")
+    good = committed(folder / "checkpoints")
     longest_s = 0.0
     for trial in range(args.trials):
         ranks = Ranks(folder, args, lambda t, place=(args.seed + trial) % 4: save_slowly(t, place))
@@ -396,7 +398,7 @@ def kill_one(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         ranks.end()  # the other rank ends by itself: the connection to the killed one is gone
         longest_s = max(longest_s, time.perf_counter() - start)
-        assert checkpoint.committed(folder / "checkpoints") == good, f"trial {trial} committed"
+        assert committed(folder / "checkpoints") == good, f"trial {trial} committed"
     return {**load(folder, args), "good": good[-1].name, "trials": args.trials, "longest_s": longest_s}
 
 

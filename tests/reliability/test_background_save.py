@@ -15,10 +15,9 @@ from tests.reliability.number_ranks import tensors_in
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import curve, metrics, run
 from train import loop
-from train.checkpoint import load as checkpoint
-from train.checkpoint import save
-from train.checkpoint import staging as host_copy
-from train.checkpoint.files import RUN_STATE, read_manifest
+from train.checkpoint import save, staging
+from train.checkpoint.files import RUN_STATE, committed, name_of, problems, read_manifest
+from train.checkpoint.save import SaveError
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.guard import signals
 
@@ -57,7 +56,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
     assert len(slow_writes) == 3 * (3 if stage else 2)
     assert curve(one) == curve(other)
     for step in (5, 10, 15, 20):
-        paths = [folder / "checkpoints" / checkpoint.name_of(step) for folder in (one, other)]
+        paths = [folder / "checkpoints" / name_of(step) for folder in (one, other)]
         files, expected = map(read_manifest, paths)
         assert files.keys() == expected.keys()
         # the run's state has output_dir and save_async, and at ZeRO 3 numbers that DeepSpeed gives each parameter anew
@@ -67,7 +66,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
             tensors, same = (list(tensors_in(torch.load(path / name, weights_only=False))) for path in paths)
             assert len(tensors) == len(same) >= 3
             assert all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
-        assert checkpoint.problems(paths[0]) == []
+        assert problems(paths[0]) == []
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved ")]
     assert len(told) == 8 and all("s (training waited " in line for line in told)
 
@@ -86,9 +85,9 @@ def test_a_stop_while_a_save_is_under_way(
         with pytest.raises(signals.Stopped, match="after step .*is committed"):
             run(settings, save_steps=2)
     root = Path(settings["output_dir"]) / "checkpoints"
-    found = checkpoint.committed(root)
+    found = committed(root)
     assert found[0].name == "step-00000002" and len(found) == 2
-    assert [checkpoint.problems(path) for path in found] == [[], []]
+    assert [problems(path) for path in found] == [[], []]
     signals._received.clear()
     run(settings, save_steps=2)
     assert_equal_runs(root.parent, whole)
@@ -107,11 +106,11 @@ def test_an_exception_in_the_thread_is_the_runs(
     monkeypatch.setattr(save, "write_tensors", write)
     settings |= {"save_steps": 2, "on_save_failure": on_save_failure}
     if on_save_failure == "stop":
-        with pytest.raises(checkpoint.SaveError, match="step-00000002 .* rank 0: ZeroDivisionError"):
+        with pytest.raises(SaveError, match="step-00000002 .* rank 0: ZeroDivisionError"):
             run(settings)
         return
     output_dir = run(settings)
-    names = [path.name for path in checkpoint.committed(output_dir / "checkpoints")]
+    names = [path.name for path in committed(output_dir / "checkpoints")]
     assert names == ["step-00000006"]
     assert capsys.readouterr().out.count("warning: the checkpoint ") == 2
     assert [m["step"] for m in metrics(output_dir)] == [1, 2, 3, 4, 5, 6]
@@ -121,10 +120,8 @@ def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pyt
     def none(*arguments: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host_copy.mmap, "mmap", none)
-    with pytest.raises(
-        checkpoint.SaveError, match="no host memory for a copy .*with save_async false none is"
-    ):
+    monkeypatch.setattr(staging.mmap, "mmap", none)
+    with pytest.raises(SaveError, match="no host memory for a copy .*with save_async false none is"):
         run(settings, save_steps=2)
     assert not list(Path(settings["output_dir"], "checkpoints").glob("*"))
 
@@ -140,8 +137,8 @@ def test_training_errors_leave_the_save_under_way_whole(
     monkeypatch.setattr(loop, "_check", check)
     with pytest.raises(loop.TrainingError, match="step 3 is nan .*checkpoints before it are intact"):
         run(settings, save_steps=2)
-    (path,) = checkpoint.committed(Path(settings["output_dir"]) / "checkpoints")
-    assert path.name == "step-00000002" and checkpoint.problems(path) == []
+    (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
+    assert path.name == "step-00000002" and problems(path) == []
 
 
 def values() -> dict[str, Any]:

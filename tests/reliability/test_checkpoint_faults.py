@@ -20,9 +20,10 @@ import torch
 
 from tests import programs
 from tests.train.runs import ROOT, metrics, run
-from train.checkpoint import load as checkpoint
+from train import train
 from train.checkpoint import save
-from train.checkpoint.files import MANIFEST, committed, newest_good, problems
+from train.checkpoint.files import MANIFEST, committed, identity, newest_good, problems
+from train.checkpoint.save import SaveError
 
 FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
 
@@ -254,9 +255,7 @@ def full_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("save_async", [True, False])
 def test_a_full_disk_ends_a_run(settings: dict, full_once: None, save_async: bool) -> None:
-    with pytest.raises(
-        checkpoint.SaveError, match="rank 0: .*rank_00000.pt could not be written: .*No space left"
-    ):
+    with pytest.raises(SaveError, match="rank 0: .*rank_00000.pt could not be written: .*No space left"):
         run(settings, save_steps=2, save_total_limit=1, save_async=save_async)
     steps = [m["step"] for m in metrics(Path(settings["output_dir"]))]
     # in the background: told at the next step that finds the save ended, at the latest when the next one is due
@@ -274,7 +273,7 @@ def test_a_run_goes_on_after_a_full_disk_when_it_is_told_to(
 
 
 def test_the_last_save_of_a_run_must_succeed(settings: dict, full_once: None) -> None:
-    with pytest.raises(checkpoint.SaveError, match="step-00000006 could not be saved"):
+    with pytest.raises(SaveError, match="step-00000006 could not be saved"):
         run(settings, on_save_failure="continue")
 
 
@@ -284,13 +283,13 @@ def test_a_failed_save_of_a_step_that_is_saved_already_leaves_that(
     """As after going back to an earlier checkpoint in one run; save_total_limit 1."""
     output_dir = run(settings, save_total_limit=1)
     path = output_dir / "checkpoints/step-00000006"
-    identity = checkpoint.identity(path)
-    monkeypatch.setattr(checkpoint, "set_aside", lambda root, step: None)
+    before = identity(path)
+    monkeypatch.setattr(train, "set_aside", lambda root, step: None)
     with monkeypatch.context() as patch:
         patch.setattr(save, "rank_state", lambda *_: 1 / 0)
-        with pytest.raises(checkpoint.SaveError, match="division by zero"):
+        with pytest.raises(SaveError, match="division by zero"):
             run(settings, resume_from_checkpoint="never", save_total_limit=1)
-    assert checkpoint.identity(path) == identity and problems(path) == []
+    assert identity(path) == before and problems(path) == []
     run(settings, resume_from_checkpoint="never", save_total_limit=1, seed=7)
     assert [p.name for p in (output_dir / "checkpoints").iterdir()] == ["step-00000006"]
-    assert checkpoint.identity(path) != identity and problems(path) == []
+    assert identity(path) != before and problems(path) == []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.reliability.launching import launch
 from train.guard.slow_ranks import SlowRankDetector
-from train.guard.watchdog import blame
+from train.guard.watchdog import Watchdog, blame
 
 TIMEOUT_S = 4.0
 RANKS = "tests/reliability/meeting_ranks.py"
@@ -115,3 +117,35 @@ def test_who_is_to_blame() -> None:
     assert blame({0: answer(8, True)}, 3) == [1, 2], "nobody answers the one that keeps it"
     assert blame({0: answer(8, True)}, 2) == [1] and blame({1: answer(8, True)}, 2) == [0]
     assert blame({0: answer(8, True), 1: answer(8, True)}, 2) == [], "cannot be told"
+
+
+def test_a_thread_beside_counts_only_while_the_main_thread_waits_for_it() -> None:
+    """As that of a save, which is in a collective of its own while training hangs elsewhere."""
+    there: dict[str, Any] = {}
+    exec(
+        compile("def collective(event): event.wait()", "torch/distributed/distributed_c10d.py", "exec"), there
+    )
+    ends = threading.Event()
+    beside = threading.Thread(target=there["collective"], args=(ends,), name="save")
+    beside.start()
+    watchdog, found = Watchdog(0), list[tuple[str, bool]]()
+    watchdog._main = threading.get_ident()
+
+    def look() -> None:
+        found.append(watchdog._where())
+
+    def look_until_it_counts() -> None:
+        look()
+        deadline = time.monotonic() + 5
+        while not found[-1][1] and time.monotonic() < deadline:
+            look()
+        ends.set()
+
+    first = threading.Thread(target=look)
+    first.start()
+    while first.is_alive():
+        pass
+    threading.Thread(target=look_until_it_counts).start()
+    beside.join()
+    (texts, waits), *_, (_, waits_for_it) = found
+    assert "thread save:" in texts and (waits, waits_for_it) == (False, True)

@@ -20,8 +20,8 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, metrics, run
 from train import loop
-from train.checkpoint import load as checkpoint
 from train.checkpoint import save
+from train.checkpoint.files import committed, problems
 from train.guard import signals
 
 
@@ -36,7 +36,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
             run(settings)
     folder = Path(settings["output_dir"])
     assert json.loads((folder / "stopped.json").read_text()) == {"step": 3, "checkpoint": "step-00000003"}
-    assert checkpoint.problems(folder / "checkpoints/step-00000003") == []
+    assert problems(folder / "checkpoints/step-00000003") == []
     signals._received.clear()
     run(settings)
     assert not (folder / "stopped.json").exists()
@@ -78,7 +78,7 @@ def test_signals_while_it_saves_change_nothing(
         with pytest.raises(signals.Stopped, match="after step 3;"):
             run(settings, save_steps=2)
     folder = Path(settings["output_dir"])
-    assert [checkpoint.problems(path) for path in checkpoint.committed(folder / "checkpoints")] == [[], []]
+    assert [problems(path) for path in committed(folder / "checkpoints")] == [[], []]
     signals._received.clear()
     run(settings, save_steps=2)
     assert_equal_runs(folder, whole)

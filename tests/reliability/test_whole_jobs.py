@@ -20,8 +20,8 @@ from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics, run
 from train import loop
 from train import train as start
-from train.checkpoint import load as checkpoint
 from train.checkpoint import save
+from train.checkpoint.files import read_state
 from train.guard import signals
 
 LAUNCHED = "training: {} processes"
@@ -137,7 +137,7 @@ def test_preemptions_in_a_requeue_loop(settings: dict, tmp_path: Path, preemptio
     folder = Path(settings["output_dir"])
     assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), "each step once"
     assert_equal_runs(folder, whole, steps)
-    states = [checkpoint.read_state(f / f"checkpoints/step-{steps:08d}") for f in (folder, whole)]
+    states = [read_state(f / f"checkpoints/step-{steps:08d}") for f in (folder, whole)]
     assert states[0].consumed_samples == states[1].consumed_samples == steps * 4
 
 

@@ -17,9 +17,8 @@ from tests import programs
 from tests.conftest import small_config
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics
-from train.checkpoint import load as checkpoint
 from train.checkpoint import reshard
-from train.checkpoint.files import CheckpointError
+from train.checkpoint.files import CheckpointError, committed, problems, read_state
 
 TOKENS = 32  # of a sample
 SAVED, STEPS = 4, 6
@@ -171,9 +170,9 @@ def test_two_ranks_and_one(short: Runs) -> None:
 def test_what_comes_after_is_a_run_as_any_other(short: Runs) -> None:
     """Its checkpoint verifies, and is exported."""
     folder = short.folder / "one_to_two/run"
-    (path,) = checkpoint.committed(folder / "checkpoints")
-    state = checkpoint.read_state(path)
-    assert checkpoint.problems(path) == [] and (state.world_size, state.step) == (2, STEPS)
+    (path,) = committed(folder / "checkpoints")
+    state = read_state(path)
+    assert problems(path) == [] and (state.world_size, state.step) == (2, STEPS)
     assert state.consumed_samples == STEPS * 2
     assert (folder / "hf/model.safetensors").exists()
 
@@ -243,7 +242,7 @@ def test_files_that_lack_something_are_named(
         torch.save(content, written / name)
     weights = {key[7:]: t for key, t in short.state("two", "kept").items() if key.startswith("weight ")}
     with pytest.raises(CheckpointError, match=message):
-        saved = reshard.read(written, checkpoint.read_state(written), list(weights))
+        saved = reshard.read(written, read_state(written), list(weights))
         reshard.check(saved, {key: t.numel() for key, t in weights.items()}, written)
 
 
@@ -353,5 +352,5 @@ def test_a_rollback_to_a_checkpoint_of_another_number_of_ranks(base: dict[str, A
     back = [(m["step"], m["rollback"]["from_step"]) for m in lines if "rollback" in m]
     assert back == [(18, 20)]
     assert [m["step"] for m in lines if "loss" in m] == list(range(1, 23))
-    state = checkpoint.read_state(tmp_path / "two/run/checkpoints/step-00000022")
+    state = read_state(tmp_path / "two/run/checkpoints/step-00000022")
     assert (state.world_size, state.skipped_samples) == (1, [[72, 80]])

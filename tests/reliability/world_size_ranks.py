@@ -29,7 +29,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
 from train import train
-from train.checkpoint import load as checkpoint
+from train.checkpoint import rollback
+from train.checkpoint.load import load_checkpoint
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed
@@ -83,7 +84,7 @@ class Watched:
         self.calls, self.loaded_from = 0, None
 
     def run(self) -> None:
-        build, load, call = train.build_engine, checkpoint.load, MicroStep.__call__
+        build, call = train.build_engine, MicroStep.__call__
 
         def built(*values: Any) -> Any:
             self.engine = build(*values)
@@ -91,7 +92,7 @@ class Watched:
 
         def loaded(engine: Any, path: Path, precision: Any) -> None:
             addresses = [p.data_ptr() for p in engine.module.parameters()]
-            load(engine, path, precision)
+            load_checkpoint(engine, path, precision)
             if engine.zero_optimization_stage() < 3:  # ZeRO 3 moves them in each step
                 assert addresses == [p.data_ptr() for p in engine.module.parameters()]
             if self.loaded_from is None:
@@ -111,15 +112,17 @@ class Watched:
                 self.dump("kept", step.precision)
             return loss
 
-        train.build_engine, checkpoint.load, MicroStep.__call__ = built, loaded, micro_step
+        train.build_engine, MicroStep.__call__ = built, micro_step
+        train.load_checkpoint = rollback.load_checkpoint = loaded
         try:
             train.run_training(self.args)
             if self.loaded_from is not None:
                 with without_prints():
-                    load(self.engine, self.loaded_from, self.precision)
+                    load_checkpoint(self.engine, self.loaded_from, self.precision)
                 self.dump("again", self.precision)
         finally:
-            train.build_engine, checkpoint.load, MicroStep.__call__ = build, load, call
+            train.build_engine, MicroStep.__call__ = build, call
+            train.load_checkpoint = rollback.load_checkpoint = load_checkpoint
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
 
     def dump(self, name: str, precision: Any) -> None:

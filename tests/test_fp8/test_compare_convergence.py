@@ -304,7 +304,7 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--row", "x", "precision.recipe=best"], "best' is not one of delayed"),
+        (["--row", "x", "precision.recipe=best"], '"best" is given, one of delayed'),
         (["--", "--learnin_rate", "1"], "did you mean learning_rate?"),
         (["--", "--data.sources.text", "nowhere"], "nowhere"),
         (["--row", "x", "per_device_train_batch_size=3"], "not divisible by"),
@@ -329,7 +329,7 @@ def test_several_processes_are_started_by_the_launcher(config: Path) -> None:
 
 def test_the_shipped_comparison_is_large_and_long_enough() -> None:
     """Its defaults: at least 0.3B parameters, 300 steps, most of them after warmup."""
-    from model.accounting import num_parameters
+    from model.config import num_parameters
 
     arguments = compare_convergence.parse_arguments([])
     configs = [convergence_rows.make_plan(row, arguments).config for row in chosen_rows(arguments)]

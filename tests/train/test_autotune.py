@@ -18,7 +18,8 @@ from model.fp8.recipes import PrecisionConfig
 from tests.scripted_timer import Script
 from train import autotune as glue
 from train import train
-from train.config.arguments import ConfigurationError, TrainingArguments, resume_differences
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.differences import resume_differences
 from train.config.ds_config import resolve_ds_config
 
 # in records of before, when modules for which bf16 was faster were found too
@@ -79,8 +80,8 @@ def resolve(args: TrainingArguments) -> tuple[TrainingArguments, Record | None, 
     [
         ({"auto": True, "compute": "bf16"}, ["precision.auto", "compute fp8", "compute bf16"]),
         ({"auto": True, "recipe": "rowwise"}, ["precision.auto", "delayed or current or block", "rowwise"]),
-        ({"auto": ""}, ["precision.auto", "empty path"]),
-        ({"auto": 1}, ["precision.auto: 1 is given, true or false or a string is expected"]),
+        ({"auto": ""}, ["precision.auto", "a string that is not empty"]),
+        ({"auto": 1}, ["precision.auto: 1 is given, true or false or a string that is not empty"]),
     ],
 )
 def test_what_auto_cannot_be_combined_with(settings: dict, precision: dict, words: list[str]) -> None:

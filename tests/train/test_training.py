@@ -17,8 +17,7 @@ from model.proof import ProofError
 from tests import programs
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
-from train.checkpoint.files import identity
-from train.checkpoint.load import CheckpointError
+from train.checkpoint.files import CheckpointError, identity
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
 from train.prepare_data import main as prepare_data

@@ -20,6 +20,7 @@ import json
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,7 +30,6 @@ from typing import Any
 from train.files import sha256_file, sync_folder, write_durably
 
 SCHEMA = 2
-UNSIGNED_SCHEMA = 1  # of checkpoints from before manifests had a hash of their own
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
 BEFORE = ".before"
@@ -155,17 +155,15 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         text = (path / MANIFEST).read_text()
         content = json.loads(text)
         files = {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in content["files"]}
-        schema = content["schema"]
-        if schema == SCHEMA:
-            del content["sha256"]
-            if text != _signed(content):
-                raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
+        if (schema := content["schema"]) != SCHEMA:
+            raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA}")
+        del content["sha256"]
+        if text != _signed(content):
+            raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    if schema not in (SCHEMA, UNSIGNED_SCHEMA):
-        raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA} and older")
     return files
 
 
@@ -178,6 +176,67 @@ def discard(path: Path) -> None:
     """Remove a checkpoint, its manifest first, so that a kill half way leaves no half checkpoint that counts."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path)
+
+
+# ---------------------------------------------------------------- the place of a save
+
+
+def make_room(path: Path, needed: int) -> None:
+    """Clear the place for a save, and check that the disk has `needed` bytes.
+
+    Raises OSError: it has not.
+    """
+    if path.exists():
+        if (path / MANIFEST).is_file():
+            before = path.with_name(path.name + BEFORE)  # counts until this save is committed
+            if before.exists():
+                discard(before)
+            path.rename(before)
+        else:
+            shutil.rmtree(path)  # left by a run that died in its save
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(path.parent).free) < needed:
+        raise OSError(
+            f"the disk has not the room: {size_text(free)} are free and {size_text(needed)} are needed"
+        )
+    path.mkdir()
+
+
+def undo_save(path: Path, needed: int, error: Exception) -> str:
+    """Remove what a failed save wrote, put back what it replaced; returns what to tell the user. Never raises."""
+    full, removed = _free(path.parent), "what it wrote is removed"
+    try:
+        if path.exists() and not (path / MANIFEST).exists():  # with one it is what was there before
+            shutil.rmtree(path)
+        before = path.with_name(path.name + BEFORE)
+        if before.exists() and not path.exists():
+            before.rename(path)
+    except OSError as reason:
+        removed = f"what it wrote could not be removed ({reason})"
+    return (
+        f"the checkpoint {path} could not be saved: {error}. {path.parent} had {full} free then and has "
+        f"{_free(path.parent)} now, a save needs about {size_text(needed)}; {removed}, the checkpoints before it are "
+        "as they were. Make room there, lower save_total_limit, or choose another output_dir"
+    )
+
+
+def _free(folder: Path) -> str:
+    try:
+        return size_text(shutil.disk_usage(folder).free)
+    except OSError as error:
+        return f"an unknown size ({error})"
+
+
+def discard_old(path: Path, keep: int) -> None:
+    """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all."""
+    replaced = path.with_name(path.name + BEFORE)
+    older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
+    surplus = older[: max(len(older) - (keep - 1), 0)] if keep else []
+    for old in [*surplus, *([replaced] if replaced.exists() else [])]:
+        try:
+            discard(old)
+        except OSError as error:  # the new one is committed all the same
+            warnings.warn(f"the old checkpoint {old} could not be removed: {error}", stacklevel=2)
 
 
 # ---------------------------------------------------------------- verify

@@ -23,12 +23,9 @@ from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
     MANIFEST,
-    RUN_STATE,
     CheckpointError,
-    RunState,
     committed,
     identity,
-    name_of,
     newest_good,
     problems,
     rank_file,
@@ -37,31 +34,12 @@ from train.checkpoint.files import (
     step_of,
 )
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
-from train.checkpoint.save_errors import SaveError
 from train.engine.zero import forget_moments
-
-__all__ = [
-    "MANIFEST",
-    "RUN_STATE",
-    "CheckpointError",
-    "RunState",
-    "SaveError",
-    "choose",
-    "committed",
-    "identity",
-    "load",
-    "name_of",
-    "others_than",
-    "problems",
-    "read_hf_weights",
-    "read_state",
-    "set_aside",
-]
 
 # ---------------------------------------------------------------- choose
 
 
-def choose(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
+def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, the same on every rank: rank 0 decides and verifies, the others follow.
 
     setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path.
@@ -140,7 +118,7 @@ def set_aside(root: Path, after_step: int) -> Path | None:
 # ---------------------------------------------------------------- load
 
 
-def load(engine: Any, path: Path, precision: Precision) -> None:
+def load_checkpoint(engine: Any, path: Path, precision: Precision) -> None:
     """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
 
     Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else weights, optimizer and FP8

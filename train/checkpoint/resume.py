@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from model.autotune.record import differences
-from train.checkpoint.load import CheckpointError, RunState
-from train.config.arguments import resume_differences
+from train.checkpoint.files import CheckpointError, RunState
+from train.config.differences import differences, resume_differences, rule_of
 
 ALLOW = "data.allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
-BATCH = "train_batch_size_tokens: "
 
 
 def resume_state(state: RunState, saved: RunState, path: Path, allow_data_changes: bool) -> list[str]:
@@ -24,58 +22,52 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow_data_change
 
     Raises CheckpointError: the run that wrote the checkpoint was configured differently, or trained on other data.
     """
-    found = [
-        line
-        for line in resume_differences(saved.train_config, state.train_config)
-        if not _is_of_ranks(line, saved, state)
+    of_config = [
+        d
+        for d in resume_differences(saved.train_config, state.train_config)
+        if not _is_of_ranks(d.key, saved, state)
     ]
-    for what, old, new in (
-        ("model configuration", saved.model_config, state.model_config),
-        ("data", saved.data_fingerprint, state.data_fingerprint),
-    ):
-        found += differences(json.loads(json.dumps(old)), json.loads(json.dumps(new)), what)
     old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
-    of_data = [line for line in found if _is_of_data(line, old_length != new_length)]
-    refused = [line for line in found if line not in of_data or not allow_data_changes]
-    if refused:
+    # with another sequence length a micro-batch may have another number of samples, so that a step has as many tokens
+    allowed = {"data", "length"} if old_length != new_length else {"data"}
+    of_data = [d for d in of_config if rule_of(d.key) in allowed]
+    of_data += differences(saved.data_fingerprint, json.loads(json.dumps(state.data_fingerprint)), "data")
+    others = [d for d in of_config if rule_of(d.key) not in allowed]
+    others += differences(
+        saved.model_config, json.loads(json.dumps(state.model_config)), "model configuration"
+    )
+    if others or (of_data and not allow_data_changes):
+        refused = others if allow_data_changes else others + of_data
         remedy = "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"
-        if len(of_data) == len(found):
+        if not others:
             remedy += f"; --{ALLOW} true goes on with the changed data, at the same number of tokens"
-        if saved.world_size != state.world_size and any(line.startswith(BATCH) for line in refused):
+        if saved.world_size != state.world_size and any(d.key == "train_batch_size_tokens" for d in others):
             remedy = f"{_batch_remedy(saved, state)}; {remedy}"
         raise CheckpointError(
-            f"{path} is of a run that was configured differently:\n  " + "\n  ".join(refused) + "\n" + remedy
+            f"{path} is of a run that was configured differently:\n  "
+            + "\n  ".join(map(str, refused))
+            + f"\n{remedy}"
         )
     state.step = saved.step
     state.consumed_tokens = saved.consumed_tokens
     state.consumed_samples = -(-saved.consumed_samples * old_length // new_length)
     said = _redistribution(saved, state)
-    if not found:
+    if not of_data:
         return said
     return [
         *said,
         f"{ALLOW}: {path} is of a run with other data; these changes are allowed:",
-        *(f"  {line}" for line in found),
+        *(f"  {difference}" for difference in of_data),
         f"the run had consumed {saved.consumed_samples:,} samples of {old_length} tokens and goes on with sample "
         f"{state.consumed_samples:,} of {new_length} tokens (rounded up). What it has seen was in the old order: in "
         "the new one texts may come again, or not at all, until the epochs that are under way end",
     ]
 
 
-def _is_of_data(difference: str, other_length: bool) -> bool:
-    """Whether a line "key: old -> new" is of what ALLOW allows: with another sequence length the number of samples of
-    a micro-batch may be another one, too, so that a step can have as many tokens as before. A document mask is what is
-    computed, not which data."""
-    key = difference.partition(": ")[0]
-    follows = ("max_seq_length", "per_device_train_batch_size") if other_length else ()
-    return key in follows or (key.startswith("data.") and key != "data.document_mask")
-
-
-def _is_of_ranks(difference: str, saved: RunState, state: RunState) -> bool:
-    """Whether a line "key: old -> new" follows from another number of ranks or another ZeRO stage: what DeepSpeed's
-    configuration says of either, and in which type gradients are added up, of which not every stage has the choice.
-    Tokens a step are compared by themselves."""
-    key = difference.partition(": ")[0]
+def _is_of_ranks(key: str, saved: RunState, state: RunState) -> bool:
+    """Whether a difference follows from another number of ranks or another ZeRO stage: what DeepSpeed's configuration
+    says of either, and in which type gradients are added up, of which not every stage has the choice. Tokens a step are
+    compared by themselves."""
     ranks, stage = saved.world_size != state.world_size, saved.zero_stage != state.zero_stage
     return (ranks and key == "deepspeed.gradient_accumulation_steps") or (
         stage and (key.startswith("deepspeed.zero_optimization.") or key == f"deepspeed.{ACCUMULATES_IN}")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from model.fp8.precision import Precision
-from train.checkpoint import load as checkpoint
-from train.checkpoint.files import RunState
+from train.checkpoint.files import RunState, identity, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.data.stream import SampleStream
 from train.files import write_durably
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.metrics import MetricsLogger
@@ -43,28 +44,26 @@ def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
     if dist.get_rank() == 0:
         with contextlib.suppress(FileNotFoundError):
             noted = json.loads((path.parent / NOTE).read_text())
-            if noted["checkpoint"] == checkpoint.identity(path):
+            if noted["checkpoint"] == identity(path):
                 ranges = [noted["skipped_samples"]]
     dist.broadcast_object_list(ranges, src=0)
     return ranges[0]
 
 
+@dataclass
 class Rollback:
     """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes) on every rank."""
 
-    def __init__(
-        self,
-        root: Path,
-        engine: Any,
-        precision: Precision,
-        state: RunState,
-        health: Health,
-        metrics: MetricsLogger,
-        stream: Any,
-    ) -> None:
-        self.root, self.engine, self.precision, self.state = root, engine, precision, state
-        self.health, self.metrics, self.stream = health, metrics, stream
-        self.taken: dict[int, int] = {}  # step of a checkpoint -> how often this process went back to it
+    root: Path
+    engine: Any
+    precision: Precision
+    state: RunState
+    health: Health
+    metrics: MetricsLogger
+    stream: SampleStream
+    taken: dict[int, int] = field(
+        default_factory=dict
+    )  # step of a checkpoint -> how often it was gone back to
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
         """Go back; False where it cannot be done, which is said.
@@ -74,11 +73,11 @@ class Rollback:
 
         Raises CheckpointError: there are checkpoints, and none of them verifies.
         """
-        path = checkpoint.choose(self.root, "auto", self.metrics.message)
+        path = choose_checkpoint(self.root, "auto", self.metrics.message)
         if path is None:
             self.metrics.message("on_spike rollback: there is no checkpoint yet, the run goes on")
             return False
-        saved = checkpoint.read_state(path)
+        saved = read_state(path)
         # its positions are of another order of samples
         if saved.data_fingerprint != self.state.data_fingerprint:
             self.metrics.message(
@@ -112,8 +111,8 @@ class Rollback:
 
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         if dist.get_rank() == 0:
-            checkpoint.set_aside(self.root, saved.step)  # newer ones did not verify
-            note = {"checkpoint": checkpoint.identity(path), "skipped_samples": ranges}
+            set_aside(self.root, saved.step)  # newer ones did not verify
+            note = {"checkpoint": identity(path), "skipped_samples": ranges}
             try:
                 write_durably(self.root / NOTE, json.dumps(note) + "\n")
             except OSError as error:
@@ -122,10 +121,10 @@ class Rollback:
                     "save would take the samples that are left out"
                 )
         self.metrics.rewind(saved.step)
-        checkpoint.load(self.engine, path, self.precision)
+        load_checkpoint(self.engine, path, self.precision)
         config = self.state.train_config
-        for field in fields(RunState):
-            setattr(self.state, field.name, getattr(saved, field.name))
+        for each in fields(RunState):
+            setattr(self.state, each.name, getattr(saved, each.name))
         self.state.train_config, self.state.skipped_samples = config, ranges
         self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
         self.state.zero_stage = self.engine.zero_optimization_stage()

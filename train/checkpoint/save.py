@@ -11,38 +11,89 @@ themselves instead of copies.
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.checkpoint.files import (
     RUN_STATE,
+    CheckpointError,
     RunState,
     describe_file,
+    discard_old,
+    make_room,
     name_of,
     rank_file,
     size_text,
+    undo_save,
     write_manifest,
 )
-from train.checkpoint.save_errors import Ranks, SaveError, nothing_written
-from train.checkpoint.save_files import discard_old, make_room, undo, write_tensors
 from train.checkpoint.staging import HostBuffer, Snapshot
+from train.engine.zero import capture_checkpoint
 from train.files import write_durably
-from train.guard.watchdog import SAVE_THREAD
 
+T = TypeVar("T")
+
+# Between the first rank that has written its files and the last. A hang is for the watchdog to say, and comes first.
+AGREE_TIMEOUT = datetime.timedelta(days=1)
+LARGE_BYTES = 1 << 20  # from which on hashing beside writing is worth a change of threads
 # What a save needs is known but for a little: the state of the run as text, blocks that are not full.
 DISK_MARGIN = 1.05
+
+
+class SaveError(CheckpointError):
+    """A save that failed, the same on every rank. What was committed before it is as it was."""
+
+
+class Ranks:
+    """The ranks as those that save agree, over a gloo group of their own: a save runs while the others are used.
+
+    Every rank builds it, and calls its methods in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT) if self.world > 1 else None
+
+    def all_gather(self, value: T) -> list[T]:
+        """The `value` of each rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """What `action` returns on each rank; it has no collectives in it.
+
+        Raises SaveError on all ranks: it failed on one; the message says on which and why.
+        """
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is: the others would wait for this rank
+            problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        found = self.all_gather((result, problem))
+        if any(problem for _, problem in found):
+            raise SaveError("; ".join(f"rank {r}: {p}" for r, (_, p) in enumerate(found) if p))
+        return [result for result, _ in found]  # type: ignore[misc]  # None only where action gave that
 
 
 @dataclass
@@ -99,11 +150,12 @@ class Saver:
             job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
 
         held = self._held_bytes()
-        with nothing_written(self.engine, take) as taking:
-            self.engine.save_checkpoint(str(self.root), tag=job.path.name, save_latest=False)
-            own = rank_file(self.ranks.rank)
-            taking.attempt(lambda: take(own, rank_state(self.engine.module, self.precision)))
-        job.errors = taking.errors
+        job.error = capture_checkpoint(self.engine, job.path, take)
+        if job.error is None:
+            try:
+                take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
+            except Exception as error:  # told when the ranks agree
+                job.error = error
         if self.ranks.rank == 0:
             job.run_state = json.dumps(asdict(state), indent=1)
         self._job = job
@@ -116,7 +168,7 @@ class Saver:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies are there
             # no daemon: a process that ends by itself first ends its save
-            self._thread = threading.Thread(target=job.run, name=SAVE_THREAD)
+            self._thread = threading.Thread(target=job.run, name="save")
             self._thread.start()
         else:
             job.run()
@@ -153,17 +205,22 @@ class Saver:
             ) from error
 
 
+@dataclass
 class Job:
     """What is left to do of a save when all that it writes is copied: no step of training is in the way of it."""
 
-    def __init__(self, path: Path, step: int, ranks: Ranks, keep: int, start: float):
-        self.path, self.step, self.ranks, self.keep, self.start = path, step, ranks, keep, start
-        self.files: dict[str, Snapshot] = {}
-        self.run_state: str | None = None  # rank 0
-        self.errors: list[Exception] = []  # of the copies
-        self.needed = 0  # bytes of all ranks' files
-        self.failure: BaseException | None = None
-        self.seconds = self.waited_s = 0.0
+    path: Path
+    step: int
+    ranks: Ranks
+    keep: int
+    start: float
+    files: dict[str, Snapshot] = field(default_factory=dict)
+    run_state: str | None = None  # rank 0
+    error: Exception | None = None  # of the copies
+    needed: int = 0  # bytes of all ranks' files
+    failure: BaseException | None = None
+    seconds: float = 0.0
+    waited_s: float = 0.0
 
     def run(self) -> None:
         """Write, agree, commit. Raises nothing: `failure` has it."""
@@ -177,19 +234,19 @@ class Job:
     def _save(self) -> None:
         ranks, first = self.ranks, self.ranks.rank == 0
         try:
-            self.needed = int(DISK_MARGIN * sum(ranks.together(self._bytes)))
-            ranks.together(lambda: make_room(self.path, self.needed) if first else None)
-            entries = [entry for each in ranks.together(self._write) for entry in each]
-            ranks.together(lambda: write_manifest(self.path, self.step, entries) if first else None)
+            self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
+            ranks.run(lambda: make_room(self.path, self.needed) if first else None)
+            entries = [entry for each in ranks.run(self._write) for entry in each]
+            ranks.run(lambda: write_manifest(self.path, self.step, entries) if first else None)
         except SaveError as error:
-            message = ranks.every(undo(self.path, self.needed, error) if first else "")[0]
+            message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
             raise SaveError(message) from error
         if first:
             discard_old(self.path, self.keep)
 
     def _bytes(self) -> int:
-        if self.errors:
-            raise self.errors[0]
+        if self.error is not None:
+            raise self.error
         return sum(file.bytes for file in self.files.values()) + len(self.run_state or "")
 
     def _write(self) -> list[dict[str, Any]]:
@@ -200,6 +257,9 @@ class Job:
             write_durably(self.path / RUN_STATE, self.run_state)
             entries.append(describe_file(self.path / RUN_STATE, self.path))
         return entries
+
+
+# ---------------------------------------------------------------- the files
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
@@ -213,3 +273,56 @@ def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
         "numpy_rng": [v.tolist() if isinstance(v, np.ndarray) else v for v in numpy_state],
         "fp8": {key: tensor.detach().cpu() for key, tensor in fp8_state(module, precision).items()},
     }
+
+
+class _Hashed:
+    """A file for torch.save, with the sha256 of what was written. An error is kept, for torch does not see one in what
+    `write` returns, and an exception would pass through C code that knows none."""
+
+    def __init__(self, file: FileIO, pool: ThreadPoolExecutor):
+        self.file, self.pool = file, pool
+        self.sha256, self.bytes = hashlib.sha256(), 0
+        self.error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data)
+        if self.error is None:
+            try:
+                self._write(data)
+            except Exception as error:
+                self.error = error
+        return data.nbytes
+
+    def _write(self, data: memoryview) -> None:
+        # hashing and writing both release the interpreter's lock
+        hashed = self.pool.submit(self.sha256.update, data) if data.nbytes >= LARGE_BYTES else None
+        try:
+            done = 0
+            while done < data.nbytes:
+                done += self.file.write(data[done:])
+        finally:
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self.sha256.update(data)
+        self.bytes += data.nbytes
+
+    def flush(self) -> None:
+        pass
+
+
+def write_tensors(path: Path, value: Any) -> dict[str, Any]:
+    """torch.save to `path`, flushed to the disk; returns its entry in the manifest.
+
+    Raises OSError with the file's name, whatever failed.
+    """
+    try:
+        with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+            hashed = _Hashed(file, pool)
+            torch.save(value, hashed)  # type: ignore[arg-type]  # it writes, and needs nothing else
+            if hashed.error is not None:
+                raise hashed.error
+            os.fsync(file.fileno())
+    except Exception as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    return {"name": path.name, "bytes": hashed.bytes, "sha256": hashed.sha256.hexdigest()}

@@ -11,87 +11,81 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from dataclasses import MISSING, dataclass, field
+import os
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from model.fp8.recipes import PrecisionConfig
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from model.keys import STRICT, option
 from model.speed import SpeedConfig
-from train.config import strict_json
-from train.config.argument_checks import value_problems
-from train.config.strict_json import all_fields, default_of, get, leaves, sections
-from train.data.mixture import MixtureStage
+from model.variants import ATTENTION_BACKENDS, VARIANTS, variant_problems
+from train.config import command_line
+from train.config.schema import keys_of, parse, read_json
+from train.data.mixture import MixtureStage, weight_problems
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
-# What may differ between a run and its resumption: none of it changes what a step computes. All else must stay,
-# precision.backend too: the reference rounds a little differently. gradient_accumulation_steps follows from
-# train_batch_size_tokens, which must stay, and the number of ranks; the content of data folders and
-# of model.config is compared, not their paths, and the weights of model.init_from are in the checkpoint, as is
-# what calibration found.
-FREE_ON_RESUME = frozenset(
-    "gradient_accumulation_steps per_device_eval_batch_size max_eval_samples gradient_checkpointing "
-    "output_dir logging_steps eval_steps save_steps save_strategy save_total_limit save_async "
-    "on_save_failure resume_from_checkpoint report_to run_name wandb_project data.verify data.allow_changes_on_resume "
-    "model.config model.init_from precision.calibration_passes speed.cuda_graphs "
-    "max_skipped_steps spike_threshold spike_window on_spike replica_check_steps hang_timeout_s".split()
-)
-# Keys that checkpoints from before they existed lack, and what runs did then.
-BEFORE_THERE_WERE = {
-    "precision.auto": False,
-    "data.document_mask": False,
-    **{f"speed.{f.name}": False for f in dataclasses.fields(SpeedConfig)},
-}
-FP8_FORMAT = "precision.fp8_format"
+SMALLEST_WINDOW = 16  # steps: the median of fewer says little
 
 
 class ConfigurationError(ValueError):
     """The configuration cannot be used; the message lists every problem with its key."""
 
 
-def option(help: str, default: Any = MISSING, example: Any = None) -> Any:
-    """A field with the text that --help prints for it; without a default it is required. `example` is a value for
-    messages about a key that takes an object."""
-    return field(default=default, metadata={"help": help, "example": example})
-
-
-@dataclass(kw_only=True)
+@dataclass(config=STRICT, kw_only=True)
 class ModelArguments:
     """The "model" section: what is trained."""
 
-    config: str = option("a name in model/configs, or the path of a MistralConfig JSON")
-    variant: str = option(
-        "te_linear | te_layer | hf (transformers' own, the baseline) | torchao (the same with torchao's FP8)",
+    # the content of config is compared on a resume, and the weights of init_from are in the checkpoint
+    config: str = option(
+        "a name in model/configs, or the path of a MistralConfig JSON", resume="free", example="tiny"
+    )
+    variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
+        "te_linear and te_layer are of Transformer Engine's modules; hf: transformers' own, the baseline; torchao: the "
+        "same with torchao's FP8",
         "te_layer",
     )
     compile: bool | None = option(
         "hf, torchao: torch.compile for each decoder layer; null: for torchao on a GPU", None
     )
     init_from: str | None = option(
-        "Hugging Face folder whose weights the run starts from; null: random", None
+        "Hugging Face folder whose weights the run starts from; null: random", None, resume="free"
     )
-    attention_backend: str = option("auto | fused (cuDNN) | flash | unfused", "auto")
+    attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
+        "whose attention te_linear and te_layer run; fused is cuDNN's", "auto"
+    )
 
 
-@dataclass(kw_only=True)
+@dataclass(config=STRICT, kw_only=True)
 class DataArguments:
     """The "data" section: what is trained on."""
 
     sources: dict[str, str] = option(
         "name -> folder written by prepare_data.py; relative: here, else the repository",
+        min_length=1,
+        resume="data",
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixtureStage] | None = option(
         'name -> share of the samples; null: by tokens; by stage: [{"until_tokens": N, "weights": {...}}, ..., '
         '{"weights": {...}}]',
         None,
+        resume="data",
         example={"NAME": 0.7, "OTHER": 0.3},
     )
-    verify: bool = option("recompute every hash and look at every token id of the shards at the start", False)
+    verify: bool = option(
+        "recompute every hash and look at every token id of the shards at the start", False, resume="free"
+    )
     allow_changes_on_resume: bool = option(
-        "a resume may change tokenizer, data, data.* and max_seq_length; each change is logged", False
+        "a resume may change tokenizer, data, data.* and max_seq_length; each change is logged",
+        False,
+        resume="free",
     )
     document_mask: bool = option(
         "te_*: attention stays within documents, positions begin anew with each, its last token predicts nothing",
@@ -99,90 +93,123 @@ class DataArguments:
     )
 
 
-@dataclass(kw_only=True)
+@dataclass(config=STRICT, kw_only=True)
 class TrainingArguments:
     """Everything a run is configured by."""
 
-    model: ModelArguments
-    data: DataArguments
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    model: ModelArguments = Field()
+    data: DataArguments = Field()
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
+    speed: SpeedConfig = Field(default_factory=SpeedConfig)
 
-    max_steps: int = option("optimizer steps of the whole run")
-    max_seq_length: int = option("tokens of a sample", 2048)
-    per_device_train_batch_size: int = option("samples of a micro-batch on one rank", 8)
-    per_device_eval_batch_size: int | None = option("the same in evaluation; null: as in training", None)
+    max_steps: int = option("optimizer steps of the whole run", gt=0, resume="constant", example=1000)
+    max_seq_length: int = option("tokens of a sample", 2048, gt=0, resume="data")
+    per_device_train_batch_size: int = option(
+        "samples of a micro-batch on one rank", 8, gt=0, resume="length"
+    )
+    per_device_eval_batch_size: int | None = option(
+        "the same in evaluation; null: as in training", None, gt=0, resume="free"
+    )
+    # free, as it follows from train_batch_size_tokens, which is not, and the number of ranks
     gradient_accumulation_steps: int | None = option(
-        "micro-batches of a step; null: from train_batch_size_tokens, else 1", None
+        "micro-batches of a step; null: from train_batch_size_tokens, else 1", None, gt=0, resume="free"
     )
     train_batch_size_tokens: int | None = option(
-        "tokens of a step over all ranks; null: what gradient_accumulation_steps (or 1) gives", None
+        "tokens of a step over all ranks; null: what gradient_accumulation_steps (or 1) gives", None, gt=0
     )
 
-    learning_rate: float = option("peak of the schedule", 3e-4)
-    lr_scheduler_type: str = option("cosine | linear | constant | warmup_stable_decay", "cosine")
-    warmup_steps: int = option("steps of linear warmup", 0)
-    decay_steps: int | None = option("warmup_stable_decay: the last steps, in which the rate decays", None)
-    min_lr_ratio: float = option("what decay ends at, as a fraction of learning_rate (0 to 1)", 0.1)
-    weight_decay: float = option("AdamW's decay of matrices; norms and biases have none", 0.1)
-    adam_beta1: float = option("decay of AdamW's first moment a step", 0.9)
-    adam_beta2: float = option("decay of AdamW's second moment a step", 0.95)
-    adam_epsilon: float = option("AdamW's epsilon", 1e-8)
-    max_grad_norm: float = option("gradients are clipped to this global norm; 0: no clipping", 1.0)
-    seed: int = option("seed of initial weights and of the order of samples", 42)
+    learning_rate: float = option("peak of the schedule", 3e-4, gt=0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
+        "how the learning rate goes on after the warmup", "cosine"
+    )
+    warmup_steps: int = option("steps of linear warmup", 0, ge=0)
+    decay_steps: int | None = option(
+        "warmup_stable_decay: the last steps, in which the rate decays", None, gt=0
+    )
+    min_lr_ratio: float = option("what decay ends at, as a fraction of learning_rate", 0.1, ge=0, le=1)
+    weight_decay: float = option("AdamW's decay of matrices; norms and biases have none", 0.1, ge=0)
+    adam_beta1: float = option("decay of AdamW's first moment a step", 0.9, ge=0, lt=1)
+    adam_beta2: float = option("decay of AdamW's second moment a step", 0.95, ge=0, lt=1)
+    adam_epsilon: float = option("AdamW's epsilon", 1e-8, gt=0)
+    max_grad_norm: float = option("gradients are clipped to this global norm; 0: no clipping", 1.0, ge=0)
+    # up to what numpy's generator takes
+    seed: int = option("seed of initial weights and of the order of samples", 42, ge=0, le=2**32 - 1)
     full_determinism: bool = option(
         "same numbers to the last bit in each run and after a resume, by deterministic kernels on the GPU too",
         True,
     )
 
     max_skipped_steps: int = option(
-        "steps in a row that may be skipped because a loss or gradient is not finite; then the run stops", 10
+        "steps in a row that may be skipped because a loss or gradient is not finite; then the run stops",
+        10,
+        gt=0,
+        resume="free",
     )
     spike_threshold: float = option(
         "spreads (robust standard deviations) above the median at which a loss or gradient norm is a spike; 0: never",
         10.0,
+        ge=0,
+        resume="free",
     )
-    on_spike: str = option(
-        "warn | rollback: back to the last checkpoint, and on from there without the samples that led to the spike",
+    on_spike: Literal["warn", "rollback"] = option(
+        "rollback: back to the last checkpoint, and on from there without the samples that led to the spike",
         "warn",
+        resume="free",
     )
-    spike_window: int = option("steps whose median and spread a spike is judged by, 16 or more", 128)
+    spike_window: int = option(
+        "steps whose median and spread a spike is judged by", 128, ge=SMALLEST_WINDOW, resume="free"
+    )
     replica_check_steps: int = option(
         "steps between comparisons of the ranks' weights by checksum, one pass over the weights each; 0: none",
         100,
+        ge=0,
+        resume="free",
     )
 
     hang_timeout_s: float = option(
         "seconds without a finished step, evaluation batch or save after which the run ends and says which rank hangs; "
         "0: never",
         1800.0,
+        ge=0,
+        resume="free",
     )
 
-    output_dir: str | None = option("folder of the run; null: output/<name of the config file>", None)
-    logging_steps: int = option("steps between log lines", 10)
-    eval_steps: int = option("steps between evaluations; 0: only at the end", 0)
-    max_eval_samples: int = option("samples of an evaluation, over all ranks", 256)
-    save_steps: int = option("steps between checkpoints; 0: only at the end", 0)
-    save_strategy: str = option(
-        "steps (every save_steps and at the end) | no (neither checkpoints nor hf/: a run that only measures)",
-        "steps",
+    output_dir: str | None = option(
+        "folder of the run; null: output/<name of the config file>", None, resume="free"
     )
-    save_total_limit: int = option("checkpoints that are kept", 3)
+    logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
+    eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
+    max_eval_samples: int = option("samples of an evaluation, over all ranks", 256, gt=0, resume="free")
+    save_steps: int = option("steps between checkpoints; 0: only at the end", 0, ge=0, resume="free")
+    save_strategy: Literal["steps", "no"] = option(
+        "steps: every save_steps and at the end; no: neither checkpoints nor hf/, a run that only measures",
+        "steps",
+        resume="free",
+    )
+    save_total_limit: int = option("checkpoints that are kept", 3, gt=0, resume="free")
     save_async: bool = option(
         "training waits only for copies in host memory, as much as a rank writes, and goes on while they are written; "
         "false: it waits for the whole save",
         True,
+        resume="free",
     )
-    on_save_failure: str = option(
-        "stop | continue: whether a save that failed (a full disk) ends the run, or it trains on until the next save; "
+    on_save_failure: Literal["stop", "continue"] = option(
+        "whether a save that failed (a full disk) ends the run, or it trains on until the next save; "
         "the last save of a run always counts",
         "stop",
+        resume="free",
     )
-    resume_from_checkpoint: str = option("auto (the newest good one) | never | path of a checkpoint", "auto")
-    report_to: str = option("none | wandb", "none")
-    run_name: str | None = option("the run's name in wandb; null: wandb's choice", None)
-    wandb_project: str = option("the run's project in wandb", "fp8-pretraining")
-    gradient_checkpointing: bool = option("recompute activations in the backward: less memory, slower", False)
+    resume_from_checkpoint: str = option(
+        "auto (the newest good one) | never | path of a checkpoint", "auto", resume="free"
+    )
+    report_to: Literal["none", "wandb"] = option(
+        "where metrics go besides metrics.jsonl", "none", resume="free"
+    )
+    run_name: str | None = option("the run's name in wandb; null: wandb's choice", None, resume="free")
+    wandb_project: str = option("the run's project in wandb", "fp8-pretraining", resume="free")
+    gradient_checkpointing: bool = option(
+        "recompute activations in the backward: less memory, slower", False, resume="free"
+    )
     deepspeed: str | dict[str, Any] | None = option(
         f"DeepSpeed configuration: path, name in train_args, or object; null: {DEFAULT_DEEPSPEED}",
         None,
@@ -196,14 +223,88 @@ class TrainingArguments:
         Raises ConfigurationError: one message with every unknown key, wrong type, and value that is not
         allowed.
         """
-        problems: list[str] = []
-        bad: set[str] = set()
-        arguments = strict_json.build(cls, copy.deepcopy(raw), problems, bad)
-        problems += value_problems(arguments, bad)
+        raw = {key: value for key, value in raw.items() if key != "$schema"}  # for editors
+        text = json.dumps(raw, ensure_ascii=False)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigurationError(f"{source}: {text[error.start :][:40]!a} is not Unicode text") from error
+        arguments, problems, bad = parse(cls, raw)
+        problems += arguments._problems_across_keys(bad)
         if problems:
             plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
             raise ConfigurationError("\n  ".join([f"{source} has {plural}:", *problems]))
         return arguments
+
+    def _problems_across_keys(self, bad: set[str]) -> list[str]:
+        """Values that do not go together. Checks of a key in `bad`, which got no usable value, are left out."""
+        problems: list[str] = []
+
+        def check(keys: str, allowed: object, message: str) -> None:
+            if not allowed and bad.isdisjoint(keys.split()):
+                values = ((key, attrgetter(key)(self)) for key in keys.split())
+                problems.append(
+                    f"{', '.join(f'{key} {json.dumps(value)}' for key, value in values)}: {message}"
+                )
+
+        decays = self.lr_scheduler_type == "warmup_stable_decay"
+        check("warmup_steps max_steps", self.warmup_steps <= self.max_steps, "warmup is longer than the run")
+        check(
+            "lr_scheduler_type decay_steps",
+            (self.decay_steps is not None) == decays,
+            "decay_steps belongs to warmup_stable_decay: give it there, remove it elsewhere",
+        )
+        check(
+            "warmup_steps decay_steps max_steps",
+            not decays or self.warmup_steps + (self.decay_steps or 0) <= self.max_steps,
+            "warmup and decay together are longer than the run",
+        )
+        rollback = self.on_spike == "rollback"
+        check(
+            "on_spike save_strategy",
+            not rollback or self.save_strategy != "no",
+            "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
+        )
+        check(
+            "on_spike spike_threshold",
+            not rollback or self.spike_threshold > 0,
+            "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
+        )
+        if "output_dir" not in bad and self.output_dir and (blocked := _blocking(Path(self.output_dir))):
+            problems.append(
+                f"output_dir {json.dumps(self.output_dir)}: {blocked} is there and is not a folder; choose another "
+                "folder"
+            )
+        if self.data.weights is not None and bad.isdisjoint(("data.sources", "data.weights")):
+            problems += weight_problems(self.data.weights, list(self.data.sources))
+        if bad.isdisjoint(("precision.compute", "precision.recipe")):
+            problems += self.precision.problems()
+            if bad.isdisjoint(("model.variant", "model.compile")):
+                problems += variant_problems(self.model.variant, self.precision, self.model.compile)
+        variant = VARIANTS[self.model.variant]
+        check(
+            "data.document_mask model.variant",
+            variant.documents or not self.data.document_mask,
+            "transformers' attention here has no documents; set it to false, or choose te_linear or te_layer",
+        )
+        check(
+            "speed.cuda_graphs gradient_checkpointing",
+            not (self.speed.cuda_graphs and self.gradient_checkpointing),
+            "recomputation reads the random generator's state, which cannot be captured; turn one of them off",
+        )
+        check(
+            "speed.cuda_graphs model.variant",
+            variant.graphs or not self.speed.cuda_graphs,
+            "CUDA graphs are for te_linear and te_layer; set it to false, or take one of these",
+        )
+        for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            rows = (getattr(self, key) or 0) * self.max_seq_length
+            check(
+                f"{key} max_seq_length precision.compute",
+                self.precision.compute != "fp8" or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
+                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
+            )
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `from_dict` makes equal arguments of."""
@@ -243,12 +344,13 @@ class TrainingArguments:
 
     def table(self) -> str:
         """The configuration for the log, a line a key; `*` marks what is not the default."""
-        defaults = {key: default_of(f) for key, f in all_fields(type(self))}
-        values = {key: get(self, key) for key in defaults}
-        width = max(map(len, defaults))
+        keys = keys_of(TrainingArguments)
+        width = max(map(len, keys))
+        values = {key: attrgetter(key)(self) for key in keys}
         return "\n".join(
-            f"{'*' if value != defaults[key] else ' '} {key:<{width}}  {json.dumps(value, default=dataclasses.asdict)}"
-            for key, value in values.items()
+            f"{' ' if values[key] == node.get('default', ...) else '*'} {key:<{width}}  "
+            + json.dumps(values[key], default=dataclasses.asdict)
+            for key, node in keys.items()
         )
 
 
@@ -256,7 +358,11 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
     """The DeepSpeed configuration as written. Raises ConfigurationError: no such file, not JSON."""
     if isinstance(value, dict):
         return copy.deepcopy(value)
-    return _read(find_config(value or DEFAULT_DEEPSPEED, "deepspeed"))
+    path = find_config(value or DEFAULT_DEEPSPEED, "deepspeed")
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def find_config(name: str, what: str) -> Path:
@@ -267,7 +373,7 @@ def find_config(name: str, what: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    there = ", ".join(sorted(path.name for path in CONFIG_FOLDER.glob("*.json")))
+    there = ", ".join(sorted(path.name for path in CONFIG_FOLDER.glob("*_config_*.json")))
     raise ConfigurationError(
         f"{what}: no file {' or '.join(str(candidate) for candidate in candidates)}; train_args/ has {there}"
     )
@@ -281,16 +387,19 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     Raises ConfigurationError: every problem in one message.
     """
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(command_line.help_text(TrainingArguments))
         raise SystemExit(0)
-    config, overrides = _parse_command_line(argv)
-    path = find_config(config, "CONFIG")
-    raw = _read(path)
-    for key, text in overrides:
-        try:
-            strict_json.set_override(raw, TrainingArguments, key, text)
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
+    if argv == ["--schema"]:
+        print(command_line.schema_text(TrainingArguments))
+        raise SystemExit(0)
+    try:
+        config, overrides = command_line.split(argv, TrainingArguments)
+        path = find_config(config, "CONFIG")
+        raw = read_json(path)
+        for key, text in overrides:
+            command_line.override(raw, TrainingArguments, key, text)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     if raw.get("output_dir") in (None, ""):
         raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
@@ -300,94 +409,11 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     return arguments
 
 
-def _parse_command_line(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    configs, overrides, words = [], [], list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            configs.append(word)
-            continue
-        key, equals, text = word[2:].partition("=")
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise ConfigurationError(
-                    _unknown(key) or f"{word} needs a value: {word} VALUE or {word}=VALUE"
-                )
-            text = words.pop(0)
-        if not _is_local_rank(key):
-            overrides.append((key, text))
-    if len(configs) != 1:
-        given = ", ".join(configs) or "none"
-        unknown = [line for key, _ in overrides if (line := _unknown(key))]  # one may have swallowed CONFIG
-        raise ConfigurationError(
-            "\n  ".join([f"one CONFIG is expected, {len(configs)} are given ({given}); see --help", *unknown])
-        )
-    return configs[0], overrides
-
-
-def _is_local_rank(key: str) -> bool:
-    return key.replace("-", "_") == "local_rank"
-
-
-def _unknown(key: str) -> str:
-    """The problem of a `--key` that does not exist; "" for one that does."""
-    if _is_local_rank(key) or strict_json.knows(TrainingArguments, key):
-        return ""
-    near = strict_json.nearest(key, (known for known, _ in all_fields(TrainingArguments)))
-    return f"--{key}: unknown key{near}; --help lists all keys"
-
-
-def help_text() -> str:
-    """What --help prints: usage, and every key with type, default and meaning."""
-    lines = [
-        "usage: train.py CONFIG [--key value]...",
-        "",
-        "CONFIG is a JSON file; a bare name that is not here is looked up in train_args/.",
-        "Every key of the file can be given as --key value too, --section.key value in a section;",
-        "values are JSON, or plain strings. Start with deepspeed, torchrun or python (one process).",
-        "",
-    ]
-    types: dict[str, Any] = {}
-    for prefix, cls in (("", TrainingArguments), *((f"{s}.", c) for s, c in sections(TrainingArguments))):
-        types |= {prefix + name: kind for name, kind in strict_json.key_types(cls).items()}
-    for key, f in all_fields(TrainingArguments):
-        default = "required" if default_of(f) is MISSING else f"default {json.dumps(default_of(f))}"
-        lines += [
-            f"  --{key}  ({strict_json.type_name(types[key])}; {default})",
-            f"        {f.metadata['help']}",
-        ]
-    return "\n".join(lines)
-
-
-def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What keeps a run from being resumed: "key: old -> new" for each key that changes its numbers.
-
-    Both are `to_dict()` of resolved arguments. `max_steps` may change where the schedule does not depend on
-    it.
-    """
-    free = set(FREE_ON_RESUME)
-    if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
-        free.add("max_steps")
-
-    def relevant(values: dict[str, Any]) -> dict[str, Any]:
-        values = copy.deepcopy(values)
-        data = values.get("data", {})
-        data["sources"] = sorted(data.get("sources", {}))
-        return {key: value for key, value in leaves(values) if key not in free}
-
-    before, after = relevant(old), relevant(new)
-    before = {key: BEFORE_THERE_WERE[key] for key in BEFORE_THERE_WERE.keys() & after.keys()} | before
-    if before.get(FP8_FORMAT, "") is None:  # before there was a default: what the recipe's was
-        before[FP8_FORMAT] = "e4m3" if before["precision.recipe"] == "block" else "hybrid"
-    return [
-        f"{key}: {json.dumps(before.get(key))} -> {json.dumps(after.get(key))}"
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key)
-    ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return strict_json.read_json(path)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+def _blocking(folder: Path) -> Path | None:
+    """What keeps `folder` from being made: itself, or the parent of it, that is there and is not a folder."""
+    for place in (folder, *folder.parents):
+        if os.path.isdir(place):
+            return None
+        if os.path.lexists(place):  # a link to nothing as well
+            return place
+    return None

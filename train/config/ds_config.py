@@ -1,6 +1,7 @@
 """The DeepSpeed configuration that is really used: the user's, with "auto" filled in from the arguments.
 
-DeepSpeed ignores top-level keys that it does not know, and those of some sections; here they are errors.
+DeepSpeed ignores top-level keys that it does not know, and those of some sections; here they are errors, as are those
+that it knows and that mean nothing here.
 Whatever says something else than the training arguments is an error that names both. Checked against
 DeepSpeed 0.19.8.
 """
@@ -12,12 +13,13 @@ import math
 from typing import Any
 
 from model.config import load_config
-from model.variants import compiles
+from model.variants import compiles, why_no_graphs
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
-from train.config.strict_json import leaves, nearest
+from train.config.differences import leaves
+from train.config.schema import nearest
 
-# Top-level keys that DeepSpeed reads (deepspeed/runtime/config.py and constants.py, monitor/config.py) and
-# that mean something in this trainer.
+# The top-level keys of DeepSpeed that mean something in this trainer. It reads others too (pipelines, tensor
+# parallelism, its own schedules and samplers, ...), which would be without effect here or break a run.
 KNOWN_KEYS = frozenset(
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
     "bf16 fp16 zero_optimization optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
@@ -26,35 +28,13 @@ KNOWN_KEYS = frozenset(
     "memory_breakdown dump_state timers comms_logger flops_profiler tensorboard csv_monitor "
     "checkpoint log_level vocabulary_size".split()
 )
-
-# Keys that DeepSpeed reads too, and that would be ignored here or break a run: key -> what to do.
-UNSUPPORTED_KEYS = {
-    "scheduler": "the schedule comes from lr_scheduler_type and warmup_steps of the training configuration",
-    "wandb": 'metrics go there with "report_to": "wandb" of the training configuration',
-    "comet": "metrics are in metrics.jsonl and, with report_to, in wandb",
-    "activation_checkpointing": "recomputation is gradient_checkpointing of the training configuration",
-    "torch_autocast": "precision is the section precision of the training configuration",
-    "bfloat16": "the key's name is bf16",
-    "aio": "nothing is offloaded to files here",
-    "weight_quantization": "precision is the section precision of the training configuration",
-    "data_efficiency": "samples come from this project's own sampler",
-    "dataloader_drop_last": "samples come from this project's own sampler",
-    "managed_gradient_accumulation": "the loop relies on DeepSpeed to manage accumulation",
-    "autotuning": "it would need the launcher's autotuning mode, which changes the batch between runs",
-    "compile": "DeepCompile is not used",
-    "datastates_ckpt": "checkpoints are written by this project, committed by a manifest",
-    **dict.fromkeys(
-        (
-            "pipeline",
-            "tensor_parallel",
-            "expert_parallel",
-            "hybrid_engine",
-            "sequence_parallel_size",
-            "seq_parallel_communication_data_type",
-            "use_data_before_expert_parallelism",
-        ),
-        "only data parallelism and ZeRO are supported",
-    ),
+# What stands for some of the others: a key of the training configuration, or DeepSpeed's other name.
+INSTEAD = {
+    "scheduler": "lr_scheduler_type and warmup_steps of the training configuration",
+    "wandb": 'report_to "wandb" of the training configuration',
+    "activation_checkpointing": "gradient_checkpointing of the training configuration",
+    "torch_autocast": "the section precision of the training configuration",
+    "bfloat16": "bf16, as its name is here",
 }
 
 # Sections whose unknown keys DeepSpeed ignores (the others it checks itself).
@@ -91,7 +71,7 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> tuple[di
     _quiet(config, notes)
     problems += [
         f'{key}: "auto" cannot be filled in here; give a value or remove the key'
-        for key, value in leaves(config)
+        for key, value in leaves(config).items()
         if value == "auto" and key not in NATIVE_AUTO
     ]
     if problems:
@@ -102,11 +82,11 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> tuple[di
 
 def _key_problems(config: dict[str, Any]) -> list[str]:
     problems = []
-    for key in config:
-        if key in UNSUPPORTED_KEYS:
-            problems.append(f"{key}: not supported ({UNSUPPORTED_KEYS[key]}); remove it")
-        elif key not in KNOWN_KEYS:
-            problems.append(f"{key}: DeepSpeed has no such key and would ignore it{nearest(key, KNOWN_KEYS)}")
+    for key in [key for key in config if key not in KNOWN_KEYS]:
+        near = f" (use {INSTEAD[key]})" if key in INSTEAD else nearest(key, KNOWN_KEYS)
+        problems.append(
+            f"{key}: not supported here{near or ', only ' + ', '.join(sorted(KNOWN_KEYS))}; remove it"
+        )
     for section, known in SECTION_KEYS.items():
         if isinstance(config.get(section), dict):
             problems += [
@@ -207,11 +187,8 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
             "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
             "1 or 2, or set model.compile to false"
         )
-    if stage == 3 and arguments.speed.cuda_graphs:
-        problems.append(
-            "zero_optimization.stage: ZeRO 3 moves the weights, and CUDA graphs need them where they are; use stage 0, "
-            "1 or 2, or set speed.cuda_graphs to false"
-        )
+    if arguments.speed.cuda_graphs and (no_graphs := why_no_graphs(model.variant, zero_stage=stage)):
+        problems.append(f"zero_optimization.stage: {no_graphs}")
     # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
     dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
     accumulate = config.get("data_types", {}).get("grad_accum_dtype")

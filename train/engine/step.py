@@ -17,9 +17,10 @@ import deepspeed
 import torch
 from torch import nn
 
-from model.fp8.precision import Precision, gemm_modules, matrices
+from model.fp8.modules import gemm_modules, matrices
+from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
-from model.variants import VARIANTS
+from model.variants import VARIANTS, why_no_graphs
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer
@@ -64,7 +65,8 @@ class MicroStep:
         self.cache_weights = precision.fp8 and te_model and accumulation > 1 and stage < 3
         on_gpu = te_model and engine.device.type == "cuda" and not precision.emulated
         self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
-        self.capture = speed.cuda_graphs and on_gpu
+        no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
+        self.capture = speed.cuda_graphs and no_graphs is None
         self.notes = [
             f"weight gradients: {self.main_grads.count} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.count

@@ -3,6 +3,10 @@
     non-finite on any rank    the step is skipped on all: weights, optimizer and FP8 state stay as they were, bit by bit
     spike                     flagged at the next look, which is when the loop waits for the GPU anyway
 
+DeepSpeed's optimizer decides that a step is skipped, by the norm of the reduced gradients (train/engine/zero.py gives
+that check to the one that has none; MicroStep makes a gradient NaN where the loss is not finite). Here that is seen by
+the engine's count, and the FP8 state put back; train/loop.py tells of it, and ends the run when they are too many.
+
 What is known of recent steps (`Health.state_dict`) is saved with the run, so that a resumed run judges as the one that
 was not interrupted.
 """
@@ -20,7 +24,7 @@ import torch.distributed as dist
 
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
-from train.config.argument_checks import SMALLEST_WINDOW
+from train.config.arguments import SMALLEST_WINDOW
 from train.data.stream import SampleStream
 
 # Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 2.5 in
@@ -100,7 +104,7 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """What `state_dict` gave; {} of a checkpoint from before there was any changes nothing."""
+        """What `state_dict` gave; {} of a run that begins."""
         self.skipped = self.engine.skipped_steps
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)

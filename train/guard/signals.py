@@ -5,7 +5,8 @@ whether anyone has one (`StopVote`), so that all leave at the same step; the loo
 raises `Stopped`, and train.py exits with status STOPPED on every rank. A second signal changes nothing.
 
 `stopped.json` in the run's folder says the same as the status, for launchers that do not pass it on: torchrun exits
-with 1 whatever its processes say.
+with 1 whatever its processes say. Before: train/launch.py hands a signal to all ranks. After: train/job.py goes by the
+status or the file.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from types import FrameType
 from typing import Any, TextIO
 
 import torch.distributed as dist
@@ -31,7 +32,6 @@ GATHER_S = 3.0  # how long the others may take to say where they are
 # and the other ranks end the job.
 WITHOUT_PYTHON_S = 2.0
 SUSPENDED_S = 5.0
-SAVE_THREAD = "save"  # name of the thread that train/checkpoint/save.py starts
 # Files (end of the name) whose frames mean: this thread waits for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
 
@@ -149,24 +149,33 @@ class Watchdog:
             time.sleep(0.1)
 
     def _where(self) -> tuple[str, bool]:
-        """The stacks of this process's threads, main thread first, and whether one of them is in a collective. That
-        of a save counts only when the main thread waits for it."""
-        names = {t.ident: t.name for t in threading.enumerate()}
+        """The stacks of this process's threads, main thread first, and whether this rank is in a collective. A thread
+        beside the training, as that of a save is, counts only while the main thread waits for it."""
+        threads = {thread.ident: thread for thread in threading.enumerate()}
         frames = sys._current_frames()
-        order = sorted(frames, key=lambda ident: ident != self._main)
-        texts, waits, for_save = [], False, False
-        for ident in order:
+        awaited = _joined(frames[self._main])
+        texts, waits = [], False
+        for ident in sorted(frames, key=lambda ident: ident != self._main):
             if ident == threading.get_ident():
                 continue
-            stack = traceback.extract_stack(frames[ident])
-            if ident == self._main:
-                for_save = any(frame.filename.endswith("train/checkpoint/save.py") for frame in stack)
-            if names.get(ident) != SAVE_THREAD or for_save:
+            stack, thread = traceback.extract_stack(frames[ident]), threads.get(ident)
+            # those that torch's C++ starts, as the one of the backward pass, are of another class or unknown
+            beside = ident != self._main and type(thread) is threading.Thread
+            if not beside or thread is awaited:
                 waits |= any(frame.filename.endswith(COLLECTIVES) for frame in stack)
-            texts.append(f"  thread {names.get(ident, ident)}:\n" + "".join(traceback.format_list(stack)))
             if ident == self._main:
-                texts[-1] = texts[-1].replace("thread MainThread", f"main thread ({self._doing})")
+                name = f"main thread ({self._doing})"
+            else:
+                name = f"thread {thread.name if thread else ident}"
+            texts.append(f"  {name}:\n" + "".join(traceback.format_list(stack)))
         return "".join(texts), waits
+
+
+def _joined(frame: FrameType | None) -> threading.Thread | None:
+    """The thread that the one with this innermost frame waits for the end of."""
+    while frame is not None and frame.f_code is not threading.Thread.join.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:

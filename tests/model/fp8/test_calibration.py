@@ -74,10 +74,9 @@ def test_nothing_to_calibrate(precision: dict) -> None:
 
 
 def test_the_number_of_passes_is_checked() -> None:
-    assert (
-        "calibration_passes: -1 must not be negative" in PrecisionConfig(calibration_passes=-1).validate()[0]
-    )
-    problems = PrecisionConfig(recipe="current", calibration_passes=2).validate()
+    with pytest.raises(ValueError, match="calibration_passes(?s:.)*greater than or equal to 0"):
+        PrecisionConfig(calibration_passes=-1)
+    problems = PrecisionConfig(recipe="current", calibration_passes=2).problems()
     assert problems == [
         "precision.calibration_passes: only the recipe delayed reads it, and the recipe is current; remove it"
     ]

@@ -16,7 +16,8 @@ from transformers import MistralForCausalLM
 from model.build import build_model
 from model.conversion import to_hf_state_dict
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.precision import Precision, PrecisionError, fp8_modules
+from model.fp8.modules import fp8_modules
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
 from model.proof import ProofError, attention_of, backend_of, prove

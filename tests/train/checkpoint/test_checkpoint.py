@@ -8,35 +8,50 @@ from pathlib import Path
 import pytest
 
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint import load as checkpoint
-from train.checkpoint.files import describe_all, read_manifest, step_of, write_manifest
-from train.checkpoint.load import CheckpointError
-from train.checkpoint.save_files import discard_old, make_room, undo
+from train.checkpoint.files import (
+    MANIFEST,
+    RUN_STATE,
+    CheckpointError,
+    RunState,
+    committed,
+    describe_all,
+    discard_old,
+    make_room,
+    name_of,
+    problems,
+    read_manifest,
+    read_state,
+    step_of,
+    undo_save,
+    write_manifest,
+)
+from train.checkpoint.load import choose_checkpoint, set_aside
+from train.checkpoint.save import SaveError
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def make(root: Path, step: int) -> Path:
     """A committed checkpoint of two files."""
-    path = root / checkpoint.name_of(step)
+    path = root / name_of(step)
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
-    state = checkpoint.RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
-    (path / checkpoint.RUN_STATE).write_text(json.dumps(vars(state)))
-    entries = describe_all([path / "weights.pt", path / checkpoint.RUN_STATE], path)
+    state = RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
+    (path / RUN_STATE).write_text(json.dumps(vars(state)))
+    entries = describe_all([path / "weights.pt", path / RUN_STATE], path)
     write_manifest(path, step, entries)
     return path
 
 
 def choose(root: Path, setting: str = "auto") -> tuple[Path | None, list[str]]:
     log: list[str] = []
-    return checkpoint.choose(root, setting, log.append), log
+    return choose_checkpoint(root, setting, log.append), log
 
 
 def test_a_whole_checkpoint_has_no_problems(tmp_path: Path) -> None:
     path = make(tmp_path, 3)
-    assert checkpoint.problems(path) == []
-    assert checkpoint.read_state(path).consumed_samples == 24
+    assert problems(path) == []
+    assert read_state(path).consumed_samples == 24
 
 
 def test_the_newest_is_chosen(tmp_path: Path) -> None:
@@ -48,7 +63,7 @@ def test_the_newest_is_chosen(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    (make(tmp_path, 2) / checkpoint.MANIFEST).unlink()
+    (make(tmp_path, 2) / MANIFEST).unlink()
     assert choose(tmp_path)[0] == tmp_path / "step-00000001"
     with pytest.raises(CheckpointError, match="never committed"):
         choose(tmp_path, str(tmp_path / "step-00000002"))
@@ -62,7 +77,7 @@ def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> Non
         choose(root, setting.format(root=root))
     assert str(error.value).endswith(f"is not a folder{allowed}")
     make(root, 1), make(root, 2)
-    (make(root, 3) / checkpoint.MANIFEST).unlink()
+    (make(root, 3) / MANIFEST).unlink()
     with pytest.raises(CheckpointError) as error:
         choose(root, setting.format(root=root))
     assert str(error.value).endswith(f"{allowed}; committed in {root}: step-00000001, step-00000002")
@@ -81,12 +96,10 @@ def test_a_damaged_checkpoint_is_not_offered_again(tmp_path: Path) -> None:
         (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing"),
         (lambda p: (p / "weights.pt").write_bytes(b"x"), "weights.pt has 1 bytes, the manifest says 512"),
         (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt is altered"),
-        (lambda p: (p / checkpoint.MANIFEST).write_text("{"), "manifest.json is damaged"),
-        (lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
+        (lambda p: (p / MANIFEST).write_text("{"), "manifest.json is damaged"),
+        (lambda p: (p / MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
         (
-            lambda p: (p / checkpoint.MANIFEST).write_text(
-                '{"schema": 1, "files": [{"name": "weights.pt"}]}'
-            ),
+            lambda p: (p / MANIFEST).write_text('{"schema": 2, "files": [{"name": "weights.pt"}]}'),
             "manifest.json is damaged: KeyError",
         ),
     ],
@@ -111,26 +124,26 @@ def test_nothing_usable_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
 
 def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
-    for file in [f for f in path.iterdir() if f.name != checkpoint.MANIFEST]:
+    for file in [f for f in path.iterdir() if f.name != MANIFEST]:
         whole = file.read_bytes()
         for byte in (0, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
-            assert checkpoint.problems(path) == [f"{file} is altered: its sha256 is not the manifest's"]
+            assert problems(path) == [f"{file} is altered: its sha256 is not the manifest's"]
         file.write_bytes(whole)
-    assert checkpoint.problems(path) == []
+    assert problems(path) == []
 
 
 def test_later_checkpoints_are_set_aside_not_lost(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     for step in (1, 2, 3):
         make(root, step)
-    aside = checkpoint.set_aside(root, after_step=1)
-    assert [p.name for p in checkpoint.committed(root)] == ["step-00000001"]
-    assert aside is not None and [p.name for p in checkpoint.committed(aside)] == [
+    aside = set_aside(root, after_step=1)
+    assert [p.name for p in committed(root)] == ["step-00000001"]
+    assert aside is not None and [p.name for p in committed(aside)] == [
         "step-00000002",
         "step-00000003",
     ]
-    assert checkpoint.set_aside(root, after_step=1) is None
+    assert set_aside(root, after_step=1) is None
 
 
 def test_checkpoints_on_another_disk_are_set_aside_there(tmp_path: Path) -> None:
@@ -140,9 +153,9 @@ def test_checkpoints_on_another_disk_are_set_aside_there(tmp_path: Path) -> None
         make(other, step)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to(other)
-    aside = checkpoint.set_aside(tmp_path / "run/checkpoints", after_step=1)
+    aside = set_aside(tmp_path / "run/checkpoints", after_step=1)
     assert aside is not None and aside.parent == other.parent
-    assert [p.name for p in checkpoint.committed(other)] == ["step-00000001"]
+    assert [p.name for p in committed(other)] == ["step-00000001"]
 
 
 def test_files_that_other_machines_keep_to_themselves_are_not_committed(
@@ -150,21 +163,21 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
 ) -> None:
     path = make(tmp_path, 1)
     entries = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in read_manifest(path).items()]
-    (path / checkpoint.MANIFEST).unlink()
+    (path / MANIFEST).unlink()
     monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_S", 0.2)
     elsewhere = {"name": "rank_00008.pt", "bytes": 5, "sha256": "0"}
     with pytest.raises(OSError, match="rank_00008.pt, of 5 bytes, .* must be a folder that all nodes share"):
         write_manifest(path, 1, [*entries, elsewhere])
-    assert checkpoint.committed(tmp_path) == []
+    assert committed(tmp_path) == []
     (path / "rank_00008.pt").write_bytes(b"12345")
     write_manifest(path, 1, [*entries, elsewhere])
-    assert checkpoint.committed(tmp_path) == [path]
+    assert committed(tmp_path) == [path]
 
 
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    (make(tmp_path, 2) / checkpoint.MANIFEST).unlink()
-    assert checkpoint.set_aside(tmp_path, after_step=1) is None
+    (make(tmp_path, 2) / MANIFEST).unlink()
+    assert set_aside(tmp_path, after_step=1) is None
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
@@ -173,40 +186,40 @@ def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
     for step in (1, 2, 3, 9):
         make(tmp_path, step)
     discard_old(tmp_path / "step-00000003", keep=2)
-    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [2, 3, 9]
+    assert [step_of(p) for p in committed(tmp_path)] == [2, 3, 9]
     discard_old(tmp_path / "step-00000003", keep=1)
-    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+    assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
     discard_old(tmp_path / "step-00000009", keep=0)
-    assert [step_of(p) for p in checkpoint.committed(tmp_path)] == [3, 9]
+    assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
 
 
-def test_a_manifest_of_before_it_had_a_hash_is_read(tmp_path: Path) -> None:
+def test_a_manifest_of_another_schema_or_without_its_hash_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
-    content = json.loads((path / checkpoint.MANIFEST).read_text())
+    content = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**content, "schema": 3}, indent=1))
+    assert problems(path) == [f"{path}/manifest.json has schema 3; this version reads 2"]
     del content["sha256"]
-    (path / checkpoint.MANIFEST).write_text(json.dumps({**content, "schema": 1}, indent=1))
-    assert choose(tmp_path) == (path, [])
-    (path / checkpoint.MANIFEST).write_text(json.dumps(content, indent=1))
-    assert checkpoint.problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
+    (path / MANIFEST).write_text(json.dumps(content, indent=1))
+    assert problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
-    whole = (path / checkpoint.MANIFEST).read_bytes()
+    whole = (path / MANIFEST).read_bytes()
     for bit in range(8 * len(whole)):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
-        (path / checkpoint.MANIFEST).write_bytes(changed)
-        assert checkpoint.problems(path, hashes=False), bit
+        (path / MANIFEST).write_bytes(changed)
+        assert problems(path, hashes=False), bit
 
 
 def test_what_is_replaced_counts_until_its_successor_is_committed(tmp_path: Path) -> None:
     path = make(tmp_path, 2)
     make_room(path, needed=0)  # the save is under way, or was killed
     assert choose(tmp_path)[0] == tmp_path / "step-00000002.before"
-    assert checkpoint.set_aside(tmp_path, after_step=2) is None
+    assert set_aside(tmp_path, after_step=2) is None
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002.before"]
     with pytest.raises(OSError, match=r"has not the room: .* are free and .* GB are needed"):
         make_room(path, needed=2**60)
-    assert "what it wrote is removed" in undo(path, 2**60, checkpoint.SaveError("rank 0: full"))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and checkpoint.problems(path) == []
+    assert "what it wrote is removed" in undo_save(path, 2**60, SaveError("rank 0: full"))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and problems(path) == []

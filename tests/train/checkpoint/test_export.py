@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from train import export
-from train.checkpoint.load import MANIFEST, name_of
+from train.checkpoint.files import MANIFEST, name_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ import pytest
 
 from test_fp8.common.folders import make_folder
 from tests.train.runs import curve, metrics, run
-from train.checkpoint.load import CheckpointError, RunState
+from train.checkpoint.files import CheckpointError, RunState
 from train.checkpoint.resume import resume_state
 from train.config.arguments import TrainingArguments, load_deepspeed
 from train.data.stream import open_stream

@@ -1,25 +1,24 @@
 """The training configuration: what is accepted, what is refused and with which words, and that every key is read."""
 
 import ast
-import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from model import build
-from model.speed import SpeedConfig
+from model.config import load_config
 from train.config.arguments import (
     CONFIG_FOLDER,
-    FREE_ON_RESUME,
     REPOSITORY,
     ConfigurationError,
     TrainingArguments,
-    help_text,
     load_arguments,
-    resume_differences,
 )
-from train.config.strict_json import all_fields
+from train.config.command_line import help_text, schema_text
+from train.config.differences import Difference, differences, resume_differences, rule_of
+from train.config.schema import keys_of
 
 MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
 
@@ -58,11 +57,11 @@ def test_defaults_follow_the_documented_names():
         ({"recipe": "delayed"}, ["recipe: unknown key", "precision.recipe"]),
         ({"model__recipe": "delayed"}, ["model.recipe: unknown key", "precision.recipe"]),
         ({"precision__amax_histroy_len": 16}, ["precision.amax_histroy_len", "precision.amax_history_len"]),
-        ({"max_steps": True}, ["max_steps: true is given, an integer is expected"]),
-        ({"max_steps": 10.0}, ["max_steps: 10.0 is given, an integer is expected"]),
-        ({"max_steps": "10"}, ['max_steps: "10" is given, an integer is expected']),
-        ({"seed": None}, ["seed: null is given, an integer is expected"]),
-        ({"learning_rate": False}, ["learning_rate: false is given, a number is expected"]),
+        ({"max_steps": True}, ["max_steps: true is given, an integer above 0 is expected"]),
+        ({"max_steps": 10.0}, ["max_steps: 10.0 is given, an integer above 0 is expected"]),
+        ({"max_steps": "10"}, ['max_steps: "10" is given, an integer above 0 is expected']),
+        ({"seed": None}, ["seed: null is given, an integer between 0 and 4294967295 is expected"]),
+        ({"learning_rate": False}, ["learning_rate: false is given, a number above 0 is expected"]),
         ({"model": "tiny"}, ['model: "tiny" is given, an object', "for example --model.config VALUE"]),
         (
             {"data__sources": ["a"]},
@@ -70,19 +69,43 @@ def test_defaults_follow_the_documented_names():
         ),
         ({"deepspeed": 5}, ["""for example --deepspeed '{"zero_optimization": {"stage": 2}}'"""]),
         ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
-        ({"learning_rate": 0}, ["learning_rate 0", "positive"]),
-        ({"learning_rate": float("nan")}, ["learning_rate", "positive"]),
-        ({"seed": -1}, ["seed -1", "between 0 and 4294967295"]),
-        ({"seed": 2**32}, ["seed 4294967296", "between 0 and 4294967295"]),
+        ({"learning_rate": 0}, ["learning_rate: 0 is given, a number above 0 is expected"]),
+        ({"learning_rate": float("nan")}, ["learning_rate: NaN is given, a finite number above 0"]),
+        ({"seed": -1}, ["seed: -1", "between 0 and 4294967295"]),
+        ({"seed": 2**32}, ["seed: 4294967296", "between 0 and 4294967295"]),
         ({"model__attention_backend": "cudnn"}, ["auto, fused, flash, unfused"]),
-        ({"min_lr_ratio": 1.5}, ["min_lr_ratio 1.5", "between 0 and 1"]),
-        ({"adam_beta1": 1.0}, ["adam_beta1 1.0", "below 1"]),
+        ({"min_lr_ratio": 1.5}, ["min_lr_ratio: 1.5", "between 0 and 1"]),
+        ({"adam_beta1": 1.0}, ["adam_beta1: 1.0", "below 1"]),
         ({"warmup_steps": 101}, ["warmup_steps 101, max_steps 100", "longer than the run"]),
         ({"decay_steps": 5}, ["decay_steps 5", "warmup_stable_decay"]),
         ({"lr_scheduler_type": "warmup_stable_decay"}, ["decay_steps null", "warmup_stable_decay"]),
-        ({"save_strategy": "epoch"}, ['save_strategy "epoch"', "steps, no"]),
+        ({"save_strategy": "epoch"}, ['save_strategy: "epoch" is given, one of steps, no']),
         ({"lr_scheduler_type": "cosin"}, ['"cosin"', "cosine, linear, constant, warmup_stable_decay"]),
-        ({"data__sources": {}}, ["data.sources {}", "name at least one"]),
+        (
+            {"data__sources": {}},
+            ["data.sources: {} is given", "at least one entry", """'{"NAME": "data/pretrain"}'"""],
+        ),
+        ({"spike_window": 3}, ["spike_window: 3 is given, an integer of at least 16"]),
+        (
+            {"hang_timeout_s": float("inf")},
+            ["hang_timeout_s: Infinity is given, a finite number of at least 0"],
+        ),
+        (
+            {"precision__auto": ""},
+            ['precision.auto: "" is given, true or false or a string that is not empty'],
+        ),
+        ({"data__sources": {"a": 5}}, ["data.sources.a: 5 is given, a string is expected"]),
+        (
+            {"data__weights": "x"},
+            ['data.weights: "x" is given, an object whose values are a number or a list'],
+        ),
+        ({"data__weights": {"a": "x"}}, ['data.weights.a: "x" is given, a number is expected']),
+        ({"data__weights": [5]}, ["data.weights[0]: 5 is given, an object is expected"]),
+        (
+            {"data__weights": [{"weight": {"a": 1}}]},
+            ["data.weights[0].weight: unknown key (did you mean weights?)"],
+        ),
+        ({"run_name": "\udce9"}, ["is not Unicode text"]),
         ({"data__weights": {"b": 1}}, ["data.weights", "exactly the sources"]),
         ({"data__weights": {"a": 0}}, ["data.weights", "positive"]),
         ({"model__variant": "hf"}, ["model.variant", "precision.compute", "bf16"]),
@@ -271,7 +294,7 @@ def test_data_folders_are_found_from_another_working_directory(tmp_path, monkeyp
 def test_shipped_configurations_resolve_on_one_and_two_devices(path):
     a = load_arguments([str(path)])
     assert a.resolve(1).train_batch_size_tokens == a.resolve(2).train_batch_size_tokens
-    build.load_config(a.model.config)
+    load_config(a.model.config)
     assert a.report_to == "none"  # wandb is optional
     folders = json.loads(path.read_text())["data"]["sources"].values()
     assert all(folder.startswith("data/") for folder in folders)  # no path of somebody's machine
@@ -281,22 +304,22 @@ def test_the_baseline_differs_from_fp8_only_in_precision():
     fp8, bf16 = (load_arguments([f"train_config_{kind}"]).to_dict() for kind in ("fp8", "bf16"))
     keys = {key for key in fp8 if fp8[key] != bf16[key]}
     assert keys == {"precision", "output_dir"}
-    assert resume_differences(fp8, bf16) == ['precision.compute: "fp8" -> "bf16"']
+    assert resume_differences(fp8, bf16) == [Difference("precision.compute", "fp8", "bf16")]
 
 
 def test_resume_names_what_changes_the_numbers():
     old = arguments().resolve(1).to_dict()
     assert resume_differences(old, old) == []
     new = arguments(learning_rate=1e-3, precision__recipe="current", data__sources={"b": "data/a"}).resolve(1)
-    assert sorted(resume_differences(old, new.to_dict())) == [
+    assert sorted(map(str, resume_differences(old, new.to_dict()))) == [
         'data.sources: ["a"] -> ["b"]',
         "learning_rate: 0.0003 -> 0.001",
         'precision.recipe: "delayed" -> "current"',
     ]
     backend = arguments(precision__backend="reference").resolve(1).to_dict()
-    assert resume_differences(old, backend) == ['precision.backend: "auto" -> "reference"']
+    assert resume_differences(old, backend) == [Difference("precision.backend", "auto", "reference")]
     staged = arguments(deepspeed="ds_config_zero2.json").resolve(1).to_dict()
-    assert "deepspeed.zero_optimization.stage: 1 -> 2" in resume_differences(old, staged)
+    assert Difference("deepspeed.zero_optimization.stage", 1, 2) in resume_differences(old, staged)
 
 
 def test_resume_leaves_the_rest_free():
@@ -308,41 +331,27 @@ def test_resume_leaves_the_rest_free():
         save_total_limit=1, gradient_checkpointing=True, save_strategy="no",
     ).resolve(2)  # fmt: skip
     assert resume_differences(old, new.to_dict()) == []
-    assert set(FREE_ON_RESUME) <= {key for key, _ in all_fields(TrainingArguments)}
+    assert {key for key in keys_of(TrainingArguments) if rule_of(key) == "data"} == {
+        "data.sources", "data.weights", "max_seq_length",
+    }  # fmt: skip
+    assert rule_of("data.weights.a") == "data" and rule_of("deepspeed.bf16.enabled") == rule_of("seed") == ""
 
 
-def test_a_checkpoint_from_before_there_were_switches_goes_on_without_them():
-    old = arguments().resolve(1).to_dict()
-    del old["speed"], old["precision"]["auto"], old["precision"]["calibration_passes"]
-    off = (
-        arguments(**{f"speed__{f.name}": False for f in dataclasses.fields(SpeedConfig)}).resolve(1).to_dict()
-    )
-    assert resume_differences(old, off) == []
-    on = arguments().resolve(1).to_dict()
-    assert "speed.main_grad: false -> true" in resume_differences(old, on)
-
-
-@pytest.mark.parametrize("recipe,format", [("delayed", "hybrid"), ("current", "hybrid"), ("block", "e4m3")])
-def test_a_checkpoint_from_before_there_was_a_default_format_has_that_of_its_recipe(recipe, format):
-    old = arguments(precision__recipe=recipe).resolve(1).to_dict()
-    old["precision"]["fp8_format"] = None
-    same = arguments(precision__recipe=recipe, precision__fp8_format=format).resolve(1).to_dict()
-    assert resume_differences(old, same) == []
-    now = arguments(precision__recipe=recipe).resolve(1).to_dict()
-    assert resume_differences(old, now) == (
-        ['precision.fp8_format: "hybrid" -> "e4m3"'] if format == "hybrid" else []
-    )
+def test_differences_name_the_key_and_both_values():
+    old, new = {"model": {"hidden_size": 8, "a": 1}, "b": 1}, {"model": {"hidden_size": 16, "a": 1}, "b": 1}
+    assert list(map(str, differences(old, new))) == ["model.hidden_size: 8 -> 16"]
+    assert differences(old, old) == []
 
 
 def test_resume_may_lengthen_a_run_only_without_decay():
-    def differences(**changes):
+    def changed(**changes):
         return resume_differences(
             arguments(**changes).resolve(1).to_dict(),
             arguments(max_steps=200, **changes).resolve(1).to_dict(),
         )
 
-    assert differences(lr_scheduler_type="constant") == []
-    assert differences(lr_scheduler_type="cosine") == ["max_steps: 100 -> 200"]
+    assert changed(lr_scheduler_type="constant") == []
+    assert changed(lr_scheduler_type="cosine") == [Difference("max_steps", 100, 200)]
 
 
 def test_help_and_table_name_every_key(capsys):
@@ -350,18 +359,51 @@ def test_help_and_table_name_every_key(capsys):
         load_arguments(["--help"])
     assert stop.value.code == 0
     printed = capsys.readouterr().out
-    assert printed.strip() == help_text()
+    assert printed.strip() == help_text(TrainingArguments).strip()
     table = arguments(seed=7).table()
-    for key, field in all_fields(TrainingArguments):
-        assert f"--{key} " in printed and field.metadata["help"] in printed
+    for key, node in keys_of(TrainingArguments).items():
+        assert f"--{key} " in printed and node["description"] in printed
         assert f" {key} " in table
+    assert "--save_steps  (an integer of at least 0; default 0; may change on a resume)" in printed
     lines = {line.split()[-2]: line for line in table.splitlines() if line.endswith("7")}
     assert lines["seed"].startswith("*")
 
 
+def test_every_required_key_has_an_example_that_is_accepted():
+    """It stands for a value that is missing or bad where the others are checked."""
+    required = {
+        key: node["examples"][0] for key, node in keys_of(TrainingArguments).items() if "default" not in node
+    }
+    a = arguments(**{key.replace(".", "__"): value for key, value in required.items()})
+    assert a.model.config == "tiny" and len(required) == 3
+
+
+def test_the_schema_of_the_repository_is_current_and_named_by_the_shipped_configurations(capsys):
+    with pytest.raises(SystemExit):
+        load_arguments(["--schema"])
+    printed = capsys.readouterr().out
+    file = CONFIG_FOLDER / "train_config.schema.json"
+    assert printed == file.read_text() == schema_text(TrainingArguments) + "\n", (
+        "run python train/train.py --schema > train_args/train_config.schema.json"
+    )
+    for path in CONFIG_FOLDER.glob("train_config_*.json"):
+        assert json.loads(path.read_text())["$schema"] == file.name
+    assert arguments(**{"$schema": "anything"}) == arguments()
+    assert "$schema" not in arguments().to_dict()
+
+
+def test_arguments_are_checked_without_torch():
+    """So that a misspelt key and --help answer at once."""
+    code = "import sys, train.config.arguments; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def test_every_key_has_a_reader():
     """Some source other than the one that declares them reads each key as an attribute."""
-    declared = {"train/config/arguments.py", "train/config/argument_checks.py", "train/config/strict_json.py"}
+    declared = {"train/config/arguments.py"}
     read = set()
     for path in [*REPOSITORY.glob("train/**/*.py"), *REPOSITORY.glob("model/**/*.py")]:
         if str(path.relative_to(REPOSITORY)) in declared:
@@ -369,5 +411,5 @@ def test_every_key_has_a_reader():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
-    unread = {key.split(".")[-1] for key, _ in all_fields(TrainingArguments)} - read
+    unread = {key.split(".")[-1] for key in keys_of(TrainingArguments)} - read
     assert not unread, f"keys that nothing reads: {sorted(unread)}"

@@ -214,7 +214,7 @@ def test_the_log_says_when_a_stage_begins(folders):
 REFUSED = [
     ({"a": 1}, ["data.weights name a,", "exactly the sources"]),
     ({"a": 1, "b": 1, "c": 0}, ["data.weights.c is 0", "positive"]),
-    ({"a": 1, "b": 1, "c": math.inf}, ["data.weights.c is inf"]),
+    ({"a": 1, "b": 1, "c": math.inf}, ["data.weights.c"]),
     ([], ["no stage"]),
     ([(None, {"a": 1, "b": 1, "d": 1, "c": 1})], ["weights[0] (stage 1 of 1)", "no source 'd'", "a, b, c"]),
     ([(None, {"a": 1, "b": 1, "c": -1})], ["stage 1 of 1", "weight of 'c' is -1"]),
@@ -269,7 +269,7 @@ def test_a_stage_without_a_sample_and_a_weight_too_small_are_refused(folders):
             ["data.weights[0].until_token: unknown key", "until_tokens?"],
         ),
         ([{"until_tokens": 5}], ["data.weights[0].weights: required"]),
-        ([{"weights": {"a": "1"}}], ['data.weights[0].weights: {"a": "1"} is given', "a number"]),
+        ([{"weights": {"a": "1"}}], ['data.weights[0].weights.a: "1" is given, a number is expected']),
         (
             [{"weights": {"a": 1}, "until_tokens": 1.5}],
             ["data.weights[0].until_tokens: 1.5 is given, an integer"],

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import MistralForCausalLM
 
-from model.accounting import attention_pairs, flops_per_token, num_parameters, state_memory_gib
-from model.config import load_config
+from model.config import attention_pairs, flops_per_token, load_config, num_parameters, state_memory_gib
 from tests.conftest import small_config
 
 

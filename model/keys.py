@@ -1,0 +1,34 @@
+"""How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
+
+`option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
+resume may change (train/config).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+# The configuration of every section: no unknown keys, and no value of another type made to fit.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+# What `resume` of a key may be; without it a resumed run has to have the value of the run that it goes on with.
+RESUME = {
+    "free": "may change on a resume",  # it does not change what a step computes
+    "data": "may change on a resume with data.allow_changes_on_resume",
+    "length": "may change on a resume together with max_seq_length",
+    "constant": "may change on a resume while lr_scheduler_type is constant",
+}
+
+
+def option(help: str, default: Any = ..., *, resume: str = "", example: Any = None, **limits: Any) -> Any:
+    """A field with its unit and meaning; without a default it is required.
+
+    `resume`: one of RESUME. `example`: a value for messages about a key that takes an object; every required key has
+    one. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
+    """
+    assert resume in ("", *RESUME)
+    examples = None if example is None else [example]
+    extra: Any = {"resume": resume} if resume else None
+    return Field(default, description=help, examples=examples, json_schema_extra=extra, **limits)

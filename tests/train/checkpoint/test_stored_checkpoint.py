@@ -1,0 +1,106 @@
+"""A checkpoint that an earlier state of this code wrote is read, and training goes on from it with the same losses.
+
+    python tests/train/checkpoint/test_stored_checkpoint.py     records it anew, after a change of the format
+
+tests/data/stored_checkpoint is in the present format. One rank, ZeRO 1, FP8 with delayed scaling on the CPU reference,
+a model of 0.01 M parameters; batches are random, so that no data is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.config import load_config
+from model.fp8.precision import Precision
+from train.checkpoint.files import RunState, name_of, problems, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint
+from train.checkpoint.save import Saver
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
+from train.engine.distributed import init_distributed
+from train.engine.step import MicroStep, build_engine, without_prints
+
+FOLDER = Path(__file__).resolve().parents[2] / "data/stored_checkpoint"
+SAVED_STEP, NEXT_STEPS = 5, 20
+# The losses were recorded on one kind of CPU; another one, or torch, may round a bf16 product differently.
+TOLERANCE = 1e-2
+
+
+class Stored:
+    """The engine of the stored run, before its first step."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        precision = {
+            "recipe": "delayed",
+            "fp8_format": "hybrid",
+            "amax_history_len": 16,
+            "backend": "reference",
+        }
+        raw = {
+            "model": {"config": str(FOLDER / "config.json")},
+            "data": {"sources": {"none": "none"}},
+            "precision": precision,
+            "max_steps": SAVED_STEP + NEXT_STEPS,
+            "max_seq_length": 16,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+        }
+        args = TrainingArguments.from_dict(raw).resolve(1)
+        self.config, self.precision = load_config(args.model.config), Precision(args.precision)
+        model = build_model(self.config, args.model.variant, self.precision, seed=1)
+        self.engine = build_engine(model, args, resolve_ds_config(args, 1)[0])
+        self.micro_step = MicroStep(self.engine, self.precision, args)
+
+    def losses(self, first: int, count: int) -> list[float]:
+        """Take `count` steps from step `first` on."""
+        found = []
+        for step in range(first, first + count):
+            generator = torch.Generator().manual_seed(step % 3)
+            ids = torch.randint(self.config.vocab_size, (2, 16), generator=generator)
+            found.append(float(self.micro_step(Batch(ids, ids), 0)))
+        return found
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without CUDA, as the one that recorded it"
+)
+def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
+    path = choose_checkpoint(FOLDER, "auto", print)
+    assert path is not None and path.name == name_of(SAVED_STEP)
+    assert read_state(path).step == SAVED_STEP
+    stored = Stored()
+    with without_prints():
+        load_checkpoint(stored.engine, path, stored.precision)
+    expected = json.loads((FOLDER / "losses.json").read_text())["losses"]
+    losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert problems(path) == []  # it was only read
+
+
+def record() -> None:
+    shutil.rmtree(FOLDER / name_of(SAVED_STEP), ignore_errors=True)
+    init_distributed()
+    stored = Stored()
+    stored.losses(1, SAVED_STEP)
+    saver = Saver(stored.engine, FOLDER, stored.precision, 0, print)
+    saver.begin(RunState(SAVED_STEP, 2 * SAVED_STEP, 32 * SAVED_STEP, 1, 1, {}, {}), background=False)
+    saver.finish()
+    losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)
+    (FOLDER / "losses.json").write_text(json.dumps({"torch": torch.__version__, "losses": losses}) + "\n")
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,251 @@
+"""What may be given for each key, once as JSON schema (pydantic makes it of the dataclasses) and once in words.
+
+The help, every message, the command line and the schema that editors complete from read it, so that what is to be said
+of a key stands at its field alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+Node = dict[str, Any]  # JSON schema of one value, without references
+Place = tuple[str | int, ...]  # names of keys, and the numbers of items in lists
+
+MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"  # pydantic's names
+
+WORDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a string",
+    "object": "an object",
+    "array": "a list",
+    "null": "null",
+}
+LIMITS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises ValueError: no file, no JSON (with line and column), a key given twice, NaN or Infinity, not an
+    object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:  # json keeps the last one silently
+            raise ValueError(f"{path}: the key {', '.join(twice)} is given twice in one object")
+        return dict(pairs)
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{path}: {name} is not JSON; give a finite number")
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    try:
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {error.lineno} column {error.colno}: not valid JSON: {error.msg}"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object is expected, this is {WORDS[json_type(value)]}")
+    return value
+
+
+@cache
+def schema_of(cls: type) -> Node:
+    """The JSON schema of a pydantic dataclass, its references replaced by what they refer to."""
+    schema = TypeAdapter(cls).json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if name := node.get("$ref"):
+            return inlined(definitions[name.rpartition("/")[2]])
+        return {k: inlined(v) for k, v in node.items() if not (k == "title" and isinstance(v, str))}
+
+    return inlined(schema)
+
+
+@cache
+def keys_of(cls: type) -> dict[str, Node]:
+    """Dotted key -> schema of everything that can be set: the top level first, then what is in sections. A key without
+    "default" is required."""
+    properties = schema_of(cls)["properties"]
+    keys = {name: node for name, node in properties.items() if "properties" not in node}
+    for name, node in properties.items():
+        keys |= {f"{name}.{key}": inner for key, inner in node.get("properties", {}).items()}
+    return keys
+
+
+def key_at(cls: type, place: Sequence[str | int]) -> str:
+    """The key in which `place` lies; "" where it is in none: a section, or a name that is unknown."""
+    names = [".".join(map(str, place[:length])) for length in (1, 2)]
+    return next((name for name in names if name in keys_of(cls)), "")
+
+
+def node_at(cls: type, place: Sequence[str | int]) -> Node | None:
+    """The schema of what is at `place`: a section, a key, or below a key an entry of its object or an item of its list;
+    None where there can be nothing."""
+    node: Node | None = schema_of(cls)
+    for step in place:
+        node = next(
+            (inner for option in options(node or {}) if (inner := _below(option, step)) is not None), None
+        )
+    return node
+
+
+def _below(node: Node, step: str | int) -> Node | None:
+    if isinstance(step, int):
+        return node.get("items")
+    entries = node.get("additionalProperties", False)
+    entries = None if entries is False else {} if entries is True else entries
+    return node.get("properties", {}).get(step, entries)
+
+
+def options(node: Node) -> list[Node]:
+    """The alternatives that a schema allows."""
+    return node.get("anyOf", [node])
+
+
+def json_type(value: Any) -> str:
+    """JSON schema's name of the type of a JSON value."""
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "null")
+
+
+def in_words(node: Node) -> str:
+    """What a schema allows, as a user reads it: "an integer above 0 or null"."""
+    if "anyOf" in node:
+        return " or ".join(map(in_words, node["anyOf"]))
+    if "enum" in node:
+        return f"one of {', '.join(node['enum'])}"
+    kind = node.get("type")
+    if kind is None:
+        return "anything"
+    words = WORDS[kind]
+    if kind == "string" and node.get("minLength"):
+        words += " that is not empty"
+    if kind == "array":
+        words += f" of which each is {in_words(node['items'])}"
+    if kind == "object" and "properties" not in node:
+        entries = node["additionalProperties"]
+        words += " of at least one entry" if node.get("minProperties") else ""
+        words += f" whose values are {in_words({} if entries is True else entries)}"
+    if {"minimum", "maximum"} <= node.keys():
+        return f"{words} between {node['minimum']} and {node['maximum']}"
+    limits = [f"{text} {node[limit]}" for limit, text in LIMITS.items() if limit in node]
+    return f"{words} {' and '.join(limits)}" if limits else words
+
+
+def example(key: str, node: Node) -> str:
+    """ "; for example --key JSON" for a key that takes an object or a list, of its example or its default; else ""."""
+    value = node.get("examples", [node.get("default")])[0]
+    return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean X?)" for the known dotted key nearest to `name`, else ""."""
+    known = list(known)
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # right name, wrong section
+    close = same_leaf or difflib.get_close_matches(name, known, 1, 0.6)
+    if not close:
+        by_leaf = {key.rsplit(".", 1)[-1]: key for key in known}
+        close = [by_leaf[match] for match in difflib.get_close_matches(leaf, by_leaf, 1, 0.6)]
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parse(cls: type, raw: dict[str, Any]) -> tuple[Any, list[str], set[str]]:
+    """An instance of `cls` from a JSON object, all that is wrong with that, a line each, and the keys without a usable
+    value: in the instance these hold their default, a required one its example, so that what goes across keys can be
+    checked too."""
+    sections: Node = {name: {} for name, node in schema_of(cls)["properties"].items() if "properties" in node}
+    given = sections | copy.deepcopy(raw)
+    adapter = TypeAdapter[Any](cls)
+    try:
+        return adapter.validate_json(json.dumps(given)), [], set()
+    except ValidationError as error:
+        kinds = {_place(given, e): e["type"] for e in error.errors(include_url=False)}
+    # a key that allows several types has a complaint of each: the one from within the value says where the mistake is
+    places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
+    places.sort(key=lambda place: kinds[place] != UNKNOWN)  # first what others may follow from
+    problems = [_problem(cls, given, place, kinds[place]) for place in places]
+    bad: set[str] = set()
+    for place in places:
+        if key := key_at(cls, place):
+            bad.add(key)
+        elif kinds[place] == UNKNOWN:
+            del _value(given, place[:-1])[place[-1]]
+        else:
+            given[str(place[0])] = {}
+            bad |= {name for name in keys_of(cls) if name.startswith(f"{place[0]}.")}
+    for key in bad:
+        node, (section, _, name) = keys_of(cls)[key], key.rpartition(".")
+        target = given[section] if section else given
+        target.pop(name, None)
+        if "default" not in node:
+            target[name] = node["examples"][0]
+    return adapter.validate_json(json.dumps(given)), problems, bad
+
+
+def _place(given: Any, error: ErrorDetails) -> Place:
+    """Where in `given` the error is: pydantic's location without the names of the types that it tried."""
+    place: list[str | int] = []
+    for step in error["loc"]:
+        if isinstance(given, list | dict) and (
+            step in given if isinstance(given, dict) else isinstance(step, int)
+        ):
+            given = given[step]  # type: ignore[index]
+            place.append(step)
+    return (*place, error["loc"][-1]) if error["type"] == MISSING else tuple(place)
+
+
+def _value(given: Any, place: Place) -> Any:
+    for step in place:
+        given = given[step]
+    return given
+
+
+def _problem(cls: type, given: dict[str, Any], place: Place, kind: str) -> str:
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
+    if kind == UNKNOWN:
+        item = node_at(cls, place[:-1]) if key_at(cls, place) else None
+        known = item["properties"] if item else [*keys_of(cls), *schema_of(cls)["properties"]]
+        return f"{name}: unknown key{nearest(name, known)}"
+    node, key = node_at(cls, place) or {}, key_at(cls, place)
+    expected = f"{in_words(node)} is expected"
+    if not key:
+        first = next(iter(node["properties"]))
+        expected = f"{in_words(node)} (a section) is expected; for example --{name}.{first} VALUE"
+    elif len(place) == key.count(".") + 1:
+        expected += example(key, node)
+    if kind == MISSING:
+        return f"{name}: required, and not given: {expected}"
+    value = _value(given, place)
+    if isinstance(value, float) and not math.isfinite(value):
+        expected = expected.replace("a number", "a finite number")
+    return f"{name}: {json.dumps(value)} is given, {expected}"
