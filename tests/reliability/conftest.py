@@ -5,10 +5,22 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.train.conftest import data, settings, small_model
+from tests.train.conftest import corpus, data, prepare, settings, small_model, tokenizer_dir
+from tests.train.prepare.test_executors import check_a_kill, command, large
 from train.guard import signals
 
-__all__ = ["data", "handlers", "settings", "small_model"]
+__all__ = [
+    "check_a_kill",
+    "command",
+    "corpus",
+    "data",
+    "handlers",
+    "large",
+    "prepare",
+    "settings",
+    "small_model",
+    "tokenizer_dir",
+]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pat
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prepare(tokenizer_dir: Path) -> Callable[..., int]:
     """prepare(output, *inputs, **options) -> exit status of prepare_data, in this process unless workers are given."""
 
@@ -57,6 +58,20 @@ def prepare(tokenizer_dir: Path) -> Callable[..., int]:
         return prepare_data(arguments)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., int], corpus: Path) -> Path:
+    """The corpus in several shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    assert prepare(folder, corpus, eval_fraction=0.1, shard_tokens=3000) == 0
+    return folder
+
+
+@pytest.fixture
+def own_shards(tmp_path: Path, shards: Path) -> Path:
+    """A copy of the shards, which may be damaged."""
+    return shutil.copytree(shards, tmp_path / "data")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A million sample ids are the same for any number of ranks, any read-ahead and over interruptions; what they cost."""
+"""240,000 sample ids are the same for any number of ranks, any read-ahead and over interruptions; what they cost."""
 
 import random
 import statistics
@@ -15,14 +15,14 @@ from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
 from train.data.mixture import MixtureStage
 from train.data.source import TokenSource
 
-SAMPLES = 1_000_000
+SAMPLES = 240_000
 STEP = 960  # samples of an optimizer step over all ranks; every number of ranks below divides it
 ACCUMULATION = 2
 T = 8
 
 
 class IdStream(SampleStream):
-    """A stream whose batches are the sample ids themselves, [count, 2], so that a million can be compared."""
+    """A stream whose batches are the sample ids themselves, [count, 2], so that very many can be compared."""
 
     def batch(self, start: int, count: int) -> Batch:
         ids = torch.tensor(self.sample_ids(start, count))
@@ -31,9 +31,9 @@ class IdStream(SampleStream):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Sources of 50,000, 20,000 and 7,000 windows: a million samples are many epochs of each."""
+    """Sources of 12,500, 5,000 and 1,751 windows: the samples are many epochs of each."""
     root = tmp_path_factory.mktemp("sources")
-    sizes = {"a": [150_000, 250_003], "b": [160_001], "c": [30_000, 26_009]}
+    sizes = {"a": [37_500, 62_503], "b": [40_001], "c": [7_500, 6_509]}
     return {
         name: str(make_folder(root / name, {"train": [np.zeros(size, dtype=np.int64) for size in parts]}))
         for name, parts in sizes.items()
@@ -42,8 +42,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def opened(folders: dict[str, str]) -> IdStream:
     weights = [
-        MixtureStage(until_tokens=300_000 * T, weights={"a": 0.6, "b": 0.3, "c": 0.1}),
-        MixtureStage(until_tokens=700_001 * T - 3, weights={"a": 0.2, "c": 0.8}),
+        MixtureStage(until_tokens=72_000 * T, weights={"a": 0.6, "b": 0.3, "c": 0.1}),
+        MixtureStage(until_tokens=168_001 * T - 3, weights={"a": 0.2, "c": 0.8}),
         MixtureStage(weights={"a": 0.35, "b": 0.35, "c": 0.3}),
     ]
     return IdStream([TokenSource(name, path, "train", T) for name, path in folders.items()], weights, seed=11)
@@ -51,7 +51,7 @@ def opened(folders: dict[str, str]) -> IdStream:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, str]) -> np.ndarray:
-    """The first million ids, [SAMPLES, 2] of (source, window), asked for in one go."""
+    """The first ids, [SAMPLES, 2] of (source, window), asked for in one go."""
     return np.array(opened(folders).sample_ids(0, SAMPLES))
 
 
@@ -70,12 +70,12 @@ def consume(stream: IdStream, consumed: int, steps: int, world_size: int) -> np.
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_a_million_ids_are_the_same_for_any_number_of_ranks(folders, expected, world_size):
+def test_ids_are_the_same_for_any_number_of_ranks(folders, expected, world_size):
     found = consume(opened(folders), 0, SAMPLES // STEP, world_size)
     assert np.array_equal(found, expected[: len(found)]) and len(found) > SAMPLES - STEP
 
 
-def test_a_million_ids_are_the_same_over_twenty_interruptions(folders, expected):
+def test_ids_are_the_same_over_twenty_interruptions(folders, expected):
     """At each the process dies, what it has read ahead with it, and another number of ranks goes on from the number of
     consumed samples, which is all that is kept."""
     choice = random.Random(3)

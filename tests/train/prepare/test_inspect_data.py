@@ -31,11 +31,9 @@ SAMPLE = re.compile(
 
 
 @pytest.fixture
-def data(tmp_path: Path, prepare: Callable[..., int], corpus: Path) -> Path:
-    """300 documents in several shards, made anew for each test so that it may be damaged."""
-    folder = tmp_path / "data"
-    assert prepare(folder, corpus, eval_fraction=0.1, shard_tokens=3000) == 0
-    return folder
+def data(own_shards: Path) -> Path:
+    """300 documents."""
+    return own_shards
 
 
 @pytest.fixture
