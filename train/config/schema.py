@@ -85,7 +85,11 @@ def schema_of(cls: type) -> Node:
             return node
         if name := node.get("$ref"):
             return inlined(definitions[name.rpartition("/")[2]])
-        return {k: inlined(v) for k, v in node.items() if not (k == "title" and isinstance(v, str))}
+        strict = (
+            {"additionalProperties": False} if "properties" in node else {}
+        )  # pydantic 2.11 does not say it of all
+        left_out = ("title", "description") if strict else ("title",)  # names and docstrings of classes
+        return {k: inlined(v) for k, v in node.items() if not (k in left_out and isinstance(v, str))} | strict
 
     return inlined(schema)
 
@@ -156,8 +160,8 @@ def in_words(node: Node) -> str:
         words += " of at least one entry" if node.get("minProperties") else ""
         words += f" whose values are {in_words({} if entries is True else entries)}"
     if {"minimum", "maximum"} <= node.keys():
-        return f"{words} between {node['minimum']} and {node['maximum']}"
-    limits = [f"{text} {node[limit]}" for limit, text in LIMITS.items() if limit in node]
+        return f"{words} between {node['minimum']:.12g} and {node['maximum']:.12g}"
+    limits = [f"{text} {node[limit]:.12g}" for limit, text in LIMITS.items() if limit in node]
     return f"{words} {' and '.join(limits)}" if limits else words
 
 
