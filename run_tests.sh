@@ -3,7 +3,7 @@
 #
 #   ./run_tests.sh [pytest arguments]          what a person runs: one whole proof of each kind
 #   ./run_tests.sh --all [pytest arguments]    all that a machine without a GPU can run
-#   ./run_tests.sh --reliability [arguments]   only tests/reliability, with the many trials of its full form
+#   ./run_tests.sh --reliability [arguments]   the tests of faults, with many trials of each
 #   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
 #
 # With several GPUs, --gpu also runs what needs them.
@@ -54,7 +54,7 @@ trap 'rm -f "$types"' EXIT
 marks="not gpu and not multi_gpu"
 if [[ "$mode" == cpu ]]; then marks+=" and not slow"; fi
 if [[ "$mode" == reliability ]]; then
-  set -- tests/reliability "$@"
+  set -- tests/reliability tests/train/prepare/test_executors.py "$@"
 else
   marks+=" and not reliability"
 fi

@@ -168,7 +168,7 @@ def small_disk(folder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--stage", 1),
+        pytest.param(("--stage", 1), marks=pytest.mark.slow),
         pytest.param(("--stage", 1, "--blocking"), marks=pytest.mark.reliability),
         *(pytest.param(("--stage", stage), marks=pytest.mark.reliability) for stage in (0, 2, 3)),
     ],

@@ -25,7 +25,9 @@ from train.checkpoint.files import committed, problems
 from train.guard import signals
 
 
-@pytest.mark.parametrize("number", signals.SIGNALS)
+@pytest.mark.parametrize(
+    "number", [signals.SIGNALS[0], pytest.param(signals.SIGNALS[1], marks=pytest.mark.slow)]
+)
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -43,7 +45,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     assert_equal_runs(folder, whole)
 
 
-@pytest.mark.parametrize(("evaluation", "step"), [(1, 2), (3, 6)])
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
 def test_an_evaluation_is_left_and_made_up_for(
     settings: dict,
     tmp_path: Path,
