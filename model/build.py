@@ -8,8 +8,7 @@ from torch import nn
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
 from model.fp8.precision import Precision, PrecisionError
-from model.speed import SpeedConfig
-from model.variants import VARIANTS, compiles, variant_problems
+from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
 
 if TYPE_CHECKING:
     from transformers import MistralConfig

@@ -19,7 +19,7 @@ from model.config import check_config, head_dim, rope_theta, window_size
 from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_ROW_MULTIPLE
-from model.speed import SpeedConfig
+from model.variants import SpeedConfig
 
 
 def causal_attention(

@@ -15,7 +15,7 @@ from model.config import head_dim
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
 from model.mistral_base import KVCache, MistralBase, causal_attention, project
-from model.speed import SpeedConfig
+from model.variants import SpeedConfig
 
 
 def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:

@@ -18,7 +18,7 @@ from model.config import head_dim, window_size
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
 from model.mistral_base import KVCache, MistralBase, causal_attention
-from model.speed import SpeedConfig
+from model.variants import SpeedConfig
 
 
 def _transformer_layer(

@@ -1,14 +1,17 @@
-"""What `model.variant` and `model.attention_backend` may be, and what each can. Without torch: arguments are checked
-with it."""
+"""What `model.variant`, `model.attention_backend` and the section "speed" may be, and what goes with what. Without
+torch: arguments are checked with it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+
+from pydantic.dataclasses import dataclass
 
 from model.fp8.recipes import RECIPES, PrecisionConfig
+from model.keys import STRICT, option
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Variant:
     """te: its modules are Transformer Engine's, else transformers'. recipes: the FP8 recipes that it has. decodes: has
     a key/value cache. documents: attends within documents. graphs: CUDA graphs. compiles: torch.compile."""
@@ -41,6 +44,35 @@ ATTENTION_BACKENDS = {
     "flash": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"},
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
 }
+
+
+# Each is a switch of its own; docs/performance.md has what each was expected to bring and what it brought. With all off
+# a model computes what te.TransformerLayer and torch compute by themselves, bit for bit.
+@dataclass(config=STRICT)
+class SpeedConfig:
+    """The "speed" section. What needs a GPU is without effect on a CPU, whatever the switch says."""
+
+    fused_rope: bool = option("te_layer: one kernel splits q, k and v and rotates q and k", True)
+    fused_swiglu: bool = option(
+        "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it",
+        True,
+    )
+    fused_cross_entropy: bool = option(
+        "te_*: the loss in one kernel that overwrites the bf16 logits with their gradient", True
+    )
+    main_grad: bool = option(
+        "te_*: weight-gradient GEMMs add into the float32 accumulation buffer; where there is one "
+        "(ZeRO 1 with data_types.grad_accum_dtype fp32)",
+        True,
+    )
+    cuda_graphs: bool = option(
+        "te_*: forward and backward are captured once and replayed (ZeRO 0 to 2)", False, resume="free"
+    )
+
+    @classmethod
+    def off(cls) -> SpeedConfig:
+        """Everything off."""
+        return cls(**{f.name: False for f in dataclasses.fields(cls)})
 
 
 def variant_problems(variant: str, precision: PrecisionConfig, compile: bool | None) -> list[str]:
@@ -82,10 +114,11 @@ def why_no_graphs(
     """Why there are no CUDA graphs, with what to do instead; None where there can be. emulated: see PrecisionConfig."""
     if not VARIANTS[variant].graphs:
         capable = " and ".join(v.name for v in VARIANTS.values() if v.graphs)
-        return f"CUDA graphs are for {capable}; set it to false, or take one of these"
+        return f"CUDA graphs are for {capable}; set speed.cuda_graphs to false, or take one of these"
     if gradient_checkpointing:
         return (
-            "recomputation reads the random generator's state, which cannot be captured; turn one of them off"
+            "recomputation reads the random generator's state, which CUDA graphs cannot capture; turn "
+            "gradient_checkpointing or speed.cuda_graphs off"
         )
     if zero_stage == 3:
         return (

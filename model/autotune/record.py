@@ -14,8 +14,7 @@ from model.autotune.decide import AttentionTime, StepTime
 from model.autotune.task import Task
 from model.config import ARCHITECTURE
 from model.fp8.recipes import Compute, PrecisionConfig
-from model.speed import SpeedConfig
-from model.variants import ATTENTION_BACKENDS
+from model.variants import ATTENTION_BACKENDS, SpeedConfig
 
 SCHEMA = 1
 PACKAGES = ("flash-attn", "flash-attn-4", "triton")  # besides torch and TE, whose kernels are measured

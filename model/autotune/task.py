@@ -13,7 +13,7 @@ from model.documents import Documents, random_documents
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
-from model.speed import SpeedConfig
+from model.variants import SpeedConfig
 
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
 # below 0.2 %.

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from model.speed import SpeedConfig
-from model.variants import VARIANTS
+from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.options import ByMachine
 from test_fp8.common.rows import Row, RowError, parse_rows
 from train.config.arguments import TrainingArguments

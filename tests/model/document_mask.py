@@ -12,7 +12,7 @@ from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state
-from model.speed import SpeedConfig
+from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
 
 B, T = 3, 64

@@ -15,9 +15,9 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.speed import SpeedConfig
 from model.te_reference.rotary import RotaryPositionEmbedding
 from model.te_reference.rotary import split_and_rotate as reference_split
+from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
 
 SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]

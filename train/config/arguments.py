@@ -21,8 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.keys import STRICT, option
-from model.speed import SpeedConfig
-from model.variants import ATTENTION_BACKENDS, VARIANTS, variant_problems
+from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
 from train.config import command_line
 from train.config.schema import keys_of, parse, read_json
 from train.data.mixture import MixtureStage, weight_problems
@@ -287,15 +286,11 @@ class TrainingArguments:
             variant.documents or not self.data.document_mask,
             "transformers' attention here has no documents; set it to false, or choose te_linear or te_layer",
         )
+        no_graphs = why_no_graphs(self.model.variant, gradient_checkpointing=self.gradient_checkpointing)
         check(
-            "speed.cuda_graphs gradient_checkpointing",
-            not (self.speed.cuda_graphs and self.gradient_checkpointing),
-            "recomputation reads the random generator's state, which cannot be captured; turn one of them off",
-        )
-        check(
-            "speed.cuda_graphs model.variant",
-            variant.graphs or not self.speed.cuda_graphs,
-            "CUDA graphs are for te_linear and te_layer; set it to false, or take one of these",
+            "speed.cuda_graphs gradient_checkpointing model.variant",
+            no_graphs is None or not self.speed.cuda_graphs,
+            no_graphs or "",
         )
         for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             rows = (getattr(self, key) or 0) * self.max_seq_length
