@@ -54,7 +54,7 @@ trap 'rm -f "$types"' EXIT
 marks="not gpu and not multi_gpu"
 if [[ "$mode" == cpu ]]; then marks+=" and not slow"; fi
 if [[ "$mode" == reliability ]]; then
-  set -- tests/reliability tests/train/prepare/test_executors.py "$@"
+  set -- tests/reliability "$@"
 else
   marks+=" and not reliability"
 fi
