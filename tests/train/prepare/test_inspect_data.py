@@ -127,16 +127,15 @@ def test_dropped_documents_are_listed_with_their_reason(tmp_path, prepare, run):
     assert re.search(r"^ +2  null text\n +1  missing key$", output, re.MULTILINE)
 
 
-def test_many_shards_are_summed_up(tmp_path, prepare, corpus, run):
-    assert prepare(tmp_path / "out", corpus, eval_fraction=0, shard_tokens=1) == 0  # a shard a document
+def test_many_shards_are_summed_up(tmp_path, prepare, run):
+    path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(50))
+    assert prepare(tmp_path / "out", path, eval_fraction=0, shard_tokens=1) == 0  # a shard a document
     status, output, _ = run(tmp_path / "out", "--verify", "--samples", 0)
     shards = read_manifest(tmp_path / "out").shards
-    assert status == 0 and len(shards) == 300
+    assert status == 0 and len(shards) == 50
     assert shards[19].name in output and shards[20].name not in output
     rest = sum(shard.tokens for shard in shards[20:])
-    assert re.search(
-        rf"^\.\.\. to {shards[-1].name} +280 +280 +{rest:,} +{2 * rest:,}$", output, re.MULTILINE
-    )
+    assert re.search(rf"^\.\.\. to {shards[-1].name} +30 +30 +{rest:,} +{2 * rest:,}$", output, re.MULTILINE)
 
 
 def test_histogram_counts_every_document_and_token(data, run):
