@@ -14,6 +14,7 @@ from transformers import MistralConfig
 
 from model.config import head_dim, window_size
 from model.documents import Documents, attend, random_documents
+from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
@@ -27,7 +28,7 @@ PROBE_TOKENS = 256
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
-class ProofError(RuntimeError):
+class ProofError(UserError):
     """The run does not do what its configuration says; the message says what was found and what to do."""
 
 

@@ -1,6 +1,6 @@
 """The training loop: data -> forward and backward -> step -> log -> evaluate -> save, top to bottom.
 
-Everything arrives built (train.py). Nothing here waits for the GPU outside logging, evaluation and saving,
+A `Run` arrives built (train.py). Nothing here waits for the GPU outside logging, evaluation and saving,
 nor for a save that is under way before the next one is due.
 """
 
@@ -15,40 +15,83 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from model.errors import UserError
 from model.fp8.modules import fp8_modules
-from train.checkpoint.files import committed
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, snapshot_fp8_state
+from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.rollback import Rollback, past_skipped
-from train.checkpoint.save import SaveError
-from train.data.stream import MicroBatches
+from train.checkpoint.save import SaveError, Saver
+from train.config.arguments import TrainingArguments
+from train.data.stream import NO_LABEL, MicroBatches, SampleStream
 from train.engine.optimizer import learning_rate_at
-from train.evaluation import evaluate, evaluate_late
+from train.engine.step import MicroStep
 from train.guard.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
 from train.guard.replicas import ReplicaCheck, ReplicaError
-from train.guard.signals import Stopped
+from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
-from train.metrics import mfu, peak_tflops
-from train.run import Run
+from train.guard.watchdog import Watchdog
+from train.metrics import MetricsLogger, mfu, peak_tflops
+from train.run_folder import RunFolder
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError):
     """The run cannot go on; the message says at which step and what to do."""
 
 
+@dataclass
+class Run:
+    """A training run, from its resolved arguments to its last step."""
+
+    arguments: TrainingArguments  # resolved
+    folder: RunFolder
+    engine: Any  # deepspeed.DeepSpeedEngine
+    micro_step: MicroStep
+    precision: Precision
+    train_stream: SampleStream
+    eval_stream: SampleStream
+    metrics: MetricsLogger
+    state: RunState
+    resumed_from: Path | None
+    saver: Saver
+    flops_per_token: float
+    stop_vote: StopVote
+    watchdog: Watchdog
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Metrics of this step."""
+        self.metrics.log({"step": self.state.step, "tokens": self.state.consumed_tokens, **values})
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of this step, None with save_strategy no."""
+        if self.arguments.save_strategy == "no":
+            return None
+        return self.folder.checkpoints / name_of(self.state.step)
+
+
 def train(run: Run) -> Path | None:
-    """Train from `run.state.step` to max_steps; returns the checkpoint of the last step, None with save_strategy no.
+    """Train from `run.state.step` to max_steps, if there are steps left; returns the checkpoint of the last step, None
+    with save_strategy no.
 
     Raises Stopped: by a signal, after the step and its checkpoint. TrainingError: max_skipped_steps skipped in a row, a
     loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
     differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
     """
-    try:
-        return Loop(run).to_the_end()
-    except (TrainingError, ReplicaError):  # on all ranks: what they save already is as good as ever
+    with run.watchdog:
+        if run.state.step >= run.arguments.max_steps:
+            run.metrics.message(f"this run has its {run.arguments.max_steps} steps already; nothing to train")
+            if run.state.evaluation_due:
+                evaluate_late(run)
+            return run.resumed_from
         try:
-            settle(run)
-        except SaveError as error:
-            run.metrics.message(f"warning: {error}")
-        raise
+            return Loop(run).to_the_end()
+        except (TrainingError, ReplicaError):  # on all ranks: what they save already is as good as ever
+            try:
+                settle(run)
+            except SaveError as error:
+                run.metrics.message(f"warning: {error}")
+            raise
 
 
 @dataclass
@@ -83,7 +126,7 @@ class Loop:
         self.health.load_state_dict(state.health)
         self.replicas = ReplicaCheck(engine, run.precision)
         self.rollback = Rollback(
-            run.output_dir / "checkpoints",
+            run.folder.checkpoints,
             engine,
             run.precision,
             state,
@@ -256,6 +299,55 @@ class Loop:
         self.clock, self.clock_step = time.perf_counter(), self.state.step
 
 
+@torch.no_grad()
+def evaluate(run: Run) -> float | None:
+    """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
+
+    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank
+    makes the same number of forwards (the collectives of ZeRO 3 would hang otherwise); rows beyond the last
+    sample are masked. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
+    """
+    args, engine = run.arguments, run.engine
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
+    samples = min(args.max_eval_samples, run.eval_stream.num_samples)
+    before = snapshot_fp8_state(engine.module, run.precision)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
+    engine.eval()
+    stops = False
+    for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
+        rows = max(0, min(size, samples - start))
+        batch = run.eval_stream.batch(start if rows else 0, max(rows, 1)).filled(size)
+        batch.labels[rows:] = NO_LABEL
+        tokens = int((batch.labels != NO_LABEL).sum())
+        input_ids, labels, documents = batch.to(engine.device)
+        loss = engine(input_ids, labels=labels, documents=documents).loss
+        if tokens:  # the mean over no label is nan
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+        stops = run.stop_vote.stop()
+        run.watchdog.met(f"evaluates step {run.state.step}")
+        if stops:
+            break
+    engine.train()
+    for key, tensor in fp8_state(engine.module, run.precision).items():
+        tensor.copy_(before[key])
+    if stops:
+        return None
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def evaluate_late(run: Run) -> None:
+    """Make up for the evaluation that the run was stopped in. Raises Stopped: it is stopped again meanwhile."""
+    state = run.state
+    eval_loss = evaluate(run)
+    if eval_loss is None:
+        raise Stopped(state.step, run.checkpoint)
+    state.evaluation_due = False
+    losses = {"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss}
+    run.log(losses)
+
+
 def settle(run: Run, last: bool = False) -> None:
     """Wait for the save under way, if there is one, and tell what came of it; every rank calls it.
 
@@ -324,7 +416,7 @@ def _check(loss: float, skipped: bool, run: Run) -> None:
 def _advice(run: Run) -> str:
     """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
     remedy = "with a lower learning_rate or another precision.recipe"
-    if not (run.saver.pending or committed(run.output_dir / "checkpoints")):
+    if not (run.saver.pending or committed(run.folder.checkpoints)):
         return f"this run has saved no checkpoint. Start anew {remedy}"
     return (
         "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from model.errors import UserError
 from model.variants import ATTENTION_BACKENDS
 
 MODULES = (
@@ -33,7 +34,7 @@ HOPPER = (9, 0)
 FUSED_SWIGLU = "fused_swiglu"
 
 
-class BackendError(RuntimeError):
+class BackendError(UserError):
     """A backend that this machine does not have; the message says what is missing."""
 
 

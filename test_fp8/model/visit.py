@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from model.autotune.timing import release_memory
-from model.build import build_model
-from model.config import load_config
 from model.documents import random_documents
 from model.fp8 import te_backend
 from model.fp8.modules import fp8_modules
@@ -32,6 +30,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer
 from train.engine.step import MicroStep, build_engine
+from train.setup import model_for
 
 GIB = 2**30
 MIN_PASSES, MAX_PASSES = 4, 48
@@ -100,22 +99,7 @@ def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
     speed, variant = arguments.speed, arguments.model.variant
     if speed.cuda_graphs and (no_graphs := why_no_graphs(variant, emulated=not torch.cuda.is_available())):
         raise NotHere(no_graphs)
-    attention = arguments.model.attention_backend
-    te_backend.choose_attention_backend(attention)
-    precision = Precision(arguments.precision)
-    if arguments.data.document_mask:
-        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
-        te_backend.choose_attention_backend(attention)
-    model = build_model(
-        load_config(arguments.model.config),
-        variant,
-        precision,
-        seed=arguments.seed,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        speed=speed,
-        compile=arguments.model.compile,
-        document_mask=arguments.data.document_mask,
-    )
+    model, precision = model_for(arguments)
     return model.train(), precision
 
 

@@ -35,7 +35,7 @@ from model.config import load_config
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
-from train import train
+from train import setup, train
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -186,19 +186,19 @@ def whole_run(
     stop: a signal, or crash) go wrong. left_out: what the checkpoint that it goes on from has as skipped_samples, in
     place of its own."""
     if left_out is not None:
-        right_read = train.read_state
+        right_read = setup.read_state
 
         def read(path: Path) -> Any:
             state = right_read(path)
             state.skipped_samples = left_out
             return state
 
-        train.read_state = read
+        setup.read_state = read
     arguments = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
     right = MicroStep.__call__
     calls = 0
 
-    def call(self: MicroStep, ids: torch.Tensor, labels: torch.Tensor, *values: Any) -> torch.Tensor:
+    def call(self: MicroStep, batch: Batch, index: int) -> torch.Tensor:
         nonlocal calls
         calls += 1
         accumulation = arguments.gradient_accumulation_steps or 1
@@ -209,9 +209,9 @@ def whole_run(
         if kind == "crash":
             raise Crash(f"in step {step} of this process")
         if kind == "wrong_labels":
-            labels = self.engine.module.config.vocab_size - 1 - labels
+            batch = batch._replace(labels=self.engine.module.config.vocab_size - 1 - batch.labels)
         spoil(None if kind in ("flip", "stop", "wrong_labels") else kind)
-        loss = right(self, ids, labels, *values)
+        loss = right(self, batch, index)
         spoil(None)
         if kind == "flip" and last:
             weight = dict(self.engine.module.named_parameters())[a_matrix(self.engine.module)]
@@ -228,7 +228,7 @@ def whole_run(
         signals._received.clear()
         spoil(None)
         if left_out is not None:
-            train.read_state = right_read
+            setup.read_state = right_read
     return {"error": None}
 
 

@@ -18,8 +18,7 @@ from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.scripts.machine import executable
 from tests.train.runs import ROOT, metrics, run
-from train import loop
-from train import train as start
+from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import read_state
 from train.guard import signals
@@ -44,7 +43,7 @@ def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     expected = taken.copy()
     taken.clear()
-    for owner, name, call, step in ((start, "build_engine", 1, 1), (loop.MicroBatches, "get", 3, 3),
+    for owner, name, call, step in ((setup, "build_engine", 1, 1), (loop.MicroBatches, "get", 3, 3),
                                     (save.Saver, "begin", 1, 5)):  # fmt: skip
         with monkeypatch.context() as patch:
             stop_when(patch, owner, name, call, signal.SIGUSR1)

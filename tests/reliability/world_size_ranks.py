@@ -28,7 +28,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
-from train import train
+from train import setup, train
 from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.arguments import TrainingArguments
@@ -84,7 +84,7 @@ class Watched:
         self.calls, self.loaded_from = 0, None
 
     def run(self) -> None:
-        build, call = train.build_engine, MicroStep.__call__
+        build, call = setup.build_engine, MicroStep.__call__
 
         def built(*values: Any) -> Any:
             self.engine = build(*values)
@@ -112,8 +112,8 @@ class Watched:
                 self.dump("kept", step.precision)
             return loss
 
-        train.build_engine, MicroStep.__call__ = built, micro_step
-        train.load_checkpoint = rollback.load_checkpoint = loaded
+        setup.build_engine, MicroStep.__call__ = built, micro_step
+        setup.load_checkpoint = rollback.load_checkpoint = loaded
         try:
             train.run_training(self.args)
             if self.loaded_from is not None:
@@ -121,8 +121,8 @@ class Watched:
                     load_checkpoint(self.engine, self.loaded_from, self.precision)
                 self.dump("again", self.precision)
         finally:
-            train.build_engine, MicroStep.__call__ = build, call
-            train.load_checkpoint = rollback.load_checkpoint = load_checkpoint
+            setup.build_engine, MicroStep.__call__ = build, call
+            setup.load_checkpoint = rollback.load_checkpoint = load_checkpoint
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
 
     def dump(self, name: str, precision: Any) -> None:

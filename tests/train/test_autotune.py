@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from model.autotune import measure
 from model.autotune.measure import autotune
@@ -91,7 +92,7 @@ def test_what_auto_cannot_be_combined_with(settings: dict, precision: dict, word
         assert word in str(error.value)
 
 
-@pytest.mark.skipif(train.torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_gpu_the_configuration_stays(settings: dict) -> None:
     resolved, record, log = resolve(arguments(settings))
     assert record is None and "there is no GPU to measure on" in log
@@ -264,7 +265,7 @@ def prepared(settings: dict, corpus: Path, prepare: Callable[..., int]) -> dict[
     return settings
 
 
-@pytest.mark.skipif(train.torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
 def test_a_run_with_auto_is_the_run_written_by_hand(
     prepared: dict, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model.errors import UserError
 from train.files import sha256_file, sync_folder, write_durably
 
 SCHEMA = 2
@@ -38,7 +39,7 @@ SEEN_WITHIN_S = 60.0
 FOLDER = re.compile(r"step-(\d{8,})(\.before)?")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the file and what to do."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from model.errors import UserError
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.engine import zero
@@ -23,7 +24,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes an eleme
 GOLDEN = 0x9E3779B1  # an odd number near 2**32 / 1.618: its multiples are spread evenly (Knuth, TAOCP 3, 6.4)
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(UserError):
     """The ranks have different weights; the message names the ranks and the first tensor."""
 
 

@@ -1,0 +1,292 @@
+"""What a run consists of, built from its resolved arguments in the order in which train.py asks for it.
+
+model_for -> streams_for -> starting_point -> announce -> engine_for -> open_folder
+
+Every rank calls all of it alike: some of it asks the other ranks. `say` prints a line on rank 0 and nothing on others.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+# the optimizer imports it at its first use; here, without garbage collection (train.py, `main`), it takes less
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+
+from model.autotune.record import Record
+from model.build import build_model
+from model.config import ARCHITECTURE, flops_per_token, load_config, num_parameters, state_memory_gib
+from model.fp8 import te_backend
+from model.fp8.calibration import calibrate
+from model.fp8.precision import Precision
+from model.proof import attention_of, backend_of, prove
+from train import autotune
+from train.checkpoint.files import RunState, read_state
+from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.checkpoint.resume import resume_state
+from train.checkpoint.rollback import left_out_since
+from train.config.arguments import TrainingArguments
+from train.data.stream import SampleStream, open_stream
+from train.engine.distributed import make_deterministic
+from train.engine.step import MicroStep, build_engine, without_prints
+from train.metrics import MetricsLogger, peak_tflops
+from train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import MistralConfig
+
+Say = Callable[[str], None]
+
+
+def say_on_rank_0(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def seed(args: TrainingArguments) -> None:
+    """The random generators of this rank, and with full_determinism kernels that give the same bits each time."""
+    own = args.seed + dist.get_rank()
+    random.seed(own)
+    np.random.seed(own % 2**32)
+    torch.manual_seed(own)
+    if args.full_determinism:
+        make_deterministic()
+
+
+# ---------------------------------------------------------------- model and data
+
+
+def model_for(args: TrainingArguments) -> tuple[nn.Module, Precision]:
+    """The model, with the attention that the arguments name; nothing of it has run.
+
+    Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
+    """
+    attention = args.model.attention_backend
+    te_backend.choose_attention_backend(attention)
+    precision = Precision(args.precision)
+    if args.data.document_mask:
+        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
+        te_backend.choose_attention_backend(attention)
+    model = build_model(
+        load_config(args.model.config),
+        args.model.variant,
+        precision,
+        seed=args.seed,
+        init_from=args.model.init_from,
+        gradient_checkpointing=args.gradient_checkpointing,
+        compile=args.model.compile,
+        speed=args.speed,
+        document_mask=args.data.document_mask,
+    )
+    return model, precision
+
+
+def streams_for(
+    args: TrainingArguments, config: MistralConfig, say: Say
+) -> tuple[SampleStream, SampleStream]:
+    """The training and the evaluation data, which fit the model. Raises DataError, ValueError: they do not."""
+    train, evaluation = (
+        open_stream(
+            args.data.sources,
+            args.data.weights,
+            args.max_seq_length,
+            args.seed,
+            split=split,
+            document_mask=args.data.document_mask,
+        )
+        for split in ("train", "eval")
+    )
+    train.check_vocabulary(config.vocab_size)
+    if args.data.verify:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        shards = sum(stream.verify(rank, world) for stream in (train, evaluation))
+        say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
+    if args.max_seq_length > config.max_position_embeddings:
+        raise ValueError(
+            f"max_seq_length {args.max_seq_length} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings}; lower the one or raise the other"
+        )
+    return train, evaluation
+
+
+# ---------------------------------------------------------------- where it begins
+
+
+def starting_point(
+    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream, say: Say
+) -> tuple[RunState, Path | None]:
+    """Where the run begins, and the checkpoint that it goes on from, if there is one. Raises CheckpointError: the one
+    asked for is damaged, or was made by a run that this one does not continue."""
+    state = RunState(
+        step=0,
+        consumed_samples=0,
+        consumed_tokens=0,
+        world_size=dist.get_world_size(),
+        zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
+        train_config=args.to_dict(),
+        model_config=_description(config),
+        data_fingerprint=stream.fingerprint(),
+    )
+    folder = RunFolder(Path(args.output_dir or "output"))
+    resume_from = choose_checkpoint(folder.checkpoints, args.resume_from_checkpoint, say)
+    if resume_from is not None:
+        saved = read_state(resume_from)
+        for line in resume_state(state, saved, resume_from, args.data.allow_changes_on_resume):
+            say(line)
+        state.health, state.evaluation_due = saved.health, saved.evaluation_due
+        if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
+            state.skipped_samples = left_out_since(resume_from, saved)
+    return state, resume_from
+
+
+def _description(config: MistralConfig) -> dict[str, Any]:
+    """The configuration without what changes no number (where it was read, by which version)."""
+    others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
+    return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
+
+
+# ---------------------------------------------------------------- what is about to run
+
+
+def announce(
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    stream: SampleStream,
+    state: RunState,
+    notes: list[str],
+    say: Say,
+) -> None:
+    """Say what is about to run, and prove it, before the first step. notes: of `resolve_ds_config`.
+
+    Raises ProofError: something else would run."""
+    for line in [*_report(args, model, precision, stream, state), *(f"DeepSpeed: {note}" for note in notes)]:
+        say(line)
+    for line in prove(model, precision, args.model.attention_backend, args.seed):
+        say(line)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, attention_of(model, precision))  # so that one odd node shows
+    ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
+    say("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
+
+
+def _report(
+    args: TrainingArguments, model: nn.Module, precision: Precision, stream: SampleStream, state: RunState
+) -> list[str]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
+    tokens_per_step = args.train_batch_size_tokens or 0
+    flops = flops_per_token(model.config, args.max_seq_length)
+    memory = state_memory_gib(model.config, state.zero_stage, state.world_size, args.precision.compute)
+    lines = [
+        args.table(),
+        f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
+        f"{backend_of(model, precision)}",
+        f"model: {args.model.variant}, {num_parameters(model.config) / 1e6:,.1f} M parameters, "
+        f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens; about {memory:.2f} GiB of weights, "
+        "gradients and optimizer a rank",
+        f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
+        f"{stream.unigram_loss:.4f}",
+        f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
+        f"{args.max_steps * tokens_per_step / stream.num_tokens:.2f} times the training data",
+    ]
+    if stream.vocab_size < model.config.vocab_size:
+        lines.append(
+            f"vocabulary: the tokenizer of the data has {stream.vocab_size:,} of the model's "
+            f"{model.config.vocab_size:,} ids; the others never occur"
+        )
+    if args.data.document_mask:
+        shards = [shard for source in stream.sources for shard in source.shards]
+        length = stream.num_tokens / sum(shard.documents for shard in shards)
+        lines.append(
+            f"data.document_mask: attention stays within documents, {length:,.0f} tokens on average, and their last "
+            "tokens predict nothing; FLOPs and mfu count attention over whole samples, which is too much"
+        )
+    peak = peak_tflops(device, "bf16")
+    if peak is not None:
+        lines.append(
+            f"mfu is of {peak:.0f} TFLOP/s, the dense bf16 peak of this GPU's data sheet, also for FP8"
+        )
+    if args.save_strategy == "no":
+        lines.append("save_strategy is no: nothing of the trained model will be saved")
+    if precision.emulated:
+        lines.append(
+            "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"
+        )
+    return lines
+
+
+# ---------------------------------------------------------------- engine and run
+
+
+def engine_for(
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    stream: SampleStream,
+    ds_config: dict[str, Any],
+    state: RunState,
+    resume_from: Path | None,
+    say: Say,
+) -> tuple[Any, MicroStep]:
+    """DeepSpeed's engine, with what the checkpoint holds or, of a run that begins, the FP8 scales of its first
+    micro-batch; and what takes micro-batches through it."""
+    if resume_from is None:
+        size = args.per_device_train_batch_size
+        ids, labels, documents = stream.batch(dist.get_rank() * size, size).to(precision.device)
+        for line in calibrate(
+            model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents
+        ):
+            say(line)
+    engine = build_engine(model, args, ds_config)
+    if resume_from is not None:
+        with without_prints():
+            load_checkpoint(engine, resume_from, precision)
+    micro_step = MicroStep(engine, precision, args)
+    for line in micro_step.notes:
+        say(line)
+    if resume_from is not None:
+        say(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
+    else:
+        say(f"starting from {args.model.init_from or 'random weights'}")
+    return engine, micro_step
+
+
+def open_folder(
+    args: TrainingArguments, ds_config: dict[str, Any], tuned: Record | None, state: RunState, say: Say
+) -> MetricsLogger:
+    """From here on the run writes: whatever could refuse it has had its say. First what makes room.
+
+    tuned: what precision.auto chose. Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger."""
+    main, folder = dist.get_rank() == 0, RunFolder(Path(args.output_dir or "output"))
+    if main:
+        aside = set_aside(folder.checkpoints, state.step)
+        if aside is not None:
+            say(f"checkpoints of later steps were moved to {aside}")
+    metrics = MetricsLogger(
+        folder.path,
+        args.to_dict(),
+        args.report_to,
+        run_name=args.run_name,
+        project=args.wandb_project,
+        total_steps=args.max_steps,
+        start_step=state.step,
+        is_main=main,
+    )
+    if main:
+        folder.stopped.unlink(missing_ok=True)
+        for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config)):
+            path.write_text(json.dumps(content, indent=2) + "\n")
+        if tuned is not None:
+            autotune.save(tuned, folder.path)
+    return metrics
