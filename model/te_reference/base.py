@@ -8,7 +8,7 @@ gradients are never quantized here, so their columns stay unused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,21 +206,13 @@ class FP8Module(nn.Module):
             self._fp8_workspaces[name] = quantized
         return quantized
 
-    def activation_dtype(self, inp: Tensor, weight: Tensor) -> torch.dtype:
-        """dtype of the module's outputs: torch.autocast's if it is on, else the input's, which the weights
-        must have.
-
-        Raises ValueError: they differ.
-        """
-        device = inp.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
+    def check_dtype(self, inp: Tensor, weight: Tensor) -> None:
+        """Raises ValueError: input and weights differ in dtype."""
         if inp.dtype != weight.dtype:
             raise ValueError(
                 f"{type(self).__name__}: the input is {inp.dtype} and the weights are {weight.dtype}; they "
-                "must have the same dtype outside torch.autocast."
+                "must have the same dtype."
             )
-        return inp.dtype
 
 
 def check_features(name: str, inp: Tensor, in_features: int) -> None:
@@ -255,39 +247,11 @@ def check_fp8_shapes(name: str, inp: Tensor, weight: Tensor, *, trains: bool) ->
         )
 
 
-def check_arguments(name: str, given: Mapping[str, Any], supported: Mapping[str, Iterable[Any]]) -> None:
-    """Raises ValueError for a Transformer Engine argument with a value that the reference does not have, and
-    TypeError for an argument that Transformer Engine does not know either.
-
-    supported: argument -> the values that mean what the reference does.
-    """
-    for argument, value in given.items():
-        if argument not in supported:
-            raise TypeError(f"{name}() has no argument {argument!r}.")
-        values = tuple(supported[argument])
-        if value not in values:
-            raise ValueError(
-                f"{name}({argument}={value!r}): the CPU reference supports only "
-                f"{' or '.join(map(repr, values))}."
-            )
-
-
-PARALLELISM: dict[str, tuple[Any, ...]] = {
-    "sequence_parallel": (False, None),
-    "fuse_wgrad_accumulation": (False,),
-    "tp_group": (None,),
-    "tp_size": (1,),
-    "get_rng_state_tracker": (None,),
-    "ub_overlap_ag": (False,),
-    "ub_overlap_rs": (False,),
-    "ub_overlap_rs_dgrad": (False,),
-    "ub_bulk_dgrad": (False,),
-    "ub_bulk_wgrad": (False,),
-    "ub_name": (None,),
-    "delay_wgrad_compute": (False,),
-    "symmetric_ar_type": (None,),
-}
-"""Arguments of parallelism and scheduling, at the values that switch them off."""
+def check_supported(name: str, **arguments: tuple[Any, Any]) -> None:
+    """Raises ValueError: an argument, given as (value, the one that the reference has), has another value."""
+    for argument, (value, only) in arguments.items():
+        if value != only:
+            raise ValueError(f"{name}({argument}={value!r}): the CPU reference supports only {only!r}.")
 
 
 def default_init(weight: Tensor) -> None:

@@ -4,7 +4,7 @@ detour.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,22 +14,19 @@ from torch import Tensor, nn
 from model.te_reference.base import (
     GRAD_OUTPUT,
     INPUT,
-    PARALLELISM,
     WEIGHT,
     FP8Call,
     FP8Module,
-    check_arguments,
     check_features,
     check_fp8_shapes,
+    check_supported,
     make_weight,
 )
 from model.te_reference.linear import (
     forward_gemm,
     input_gradient_gemm,
-    joined_weight,
     saved_input,
     saved_weight,
-    split_weights,
     weight_gradient_gemm,
 )
 from model.te_reference.norm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -77,8 +74,7 @@ class _LayerNormLinearFP8(torch.autograd.Function):
 class LayerNormLinear(FP8Module):
     """te.LayerNormLinear with RMSNorm: y = RMSNorm(x) W^T.
 
-    Parameters `layer_norm_weight` and `weight` (or those of `parameters_split`). Arguments as for Linear;
-    bias must be False and normalization "RMSNorm".
+    Parameters `layer_norm_weight` and `weight`. Arguments as for Linear; normalization must be "RMSNorm".
     """
 
     def __init__(
@@ -91,48 +87,28 @@ class LayerNormLinear(FP8Module):
         bias: bool = True,
         normalization: str = "LayerNorm",
         params_dtype: torch.dtype | None = None,
-        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         device: torch.device | str = "cpu",
-        name: str | None = None,
-        **others: Any,
     ):
         super().__init__(num_gemms=1)
-        check_arguments(
-            "LayerNormLinear",
-            {"bias": bias, "normalization": normalization, **others},
-            {
-                "bias": (False,),
-                "normalization": ("RMSNorm",),
-                "return_bias": (False,),
-                "parallel_mode": (None,),
-                "return_layernorm_output": (False,),
-                "return_layernorm_output_gathered": (False,),
-                "zero_centered_gamma": (False,),
-                **PARALLELISM,
-            },
-        )
-        self.in_features, self.out_features, self.eps, self.name = in_features, out_features, eps, name
+        check_supported("LayerNormLinear", bias=(bias, False), normalization=(normalization, "RMSNorm"))
+        self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
-        sizes = split_weights(parameters_split, out_features)
-        self.weight_names = list(sizes)
-        for parameter, size in sizes.items():
-            setattr(self, parameter, make_weight(size, in_features, init_method, params_dtype, device))
+        self.weight = make_weight(out_features, in_features, init_method, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., in_features] -> [..., out_features]; see Linear.forward."""
         check_features("LayerNormLinear", inp, self.in_features)
-        weight, norm_weight = joined_weight(self, self.weight_names), self.layer_norm_weight
+        weight, norm_weight = self.weight, self.layer_norm_weight
+        self.check_dtype(inp, weight)
         wanted = inp.requires_grad or weight.requires_grad or norm_weight.requires_grad
         trains = torch.is_grad_enabled() and wanted
-        dtype = self.activation_dtype(inp, weight)
-        inp = inp.to(dtype)
         call = self.prepare_fp8(trains)
         if call is None:
-            return F.linear(rms_norm(inp, norm_weight, self.eps), weight.to(dtype))
+            return F.linear(rms_norm(inp, norm_weight, self.eps), weight)
         check_fp8_shapes("LayerNormLinear", inp, weight, trains=trains)
         weight_fp8 = self.quantize_weight("weight", weight, call.quantizer(WEIGHT), is_first_microbatch)
         rows = inp.reshape(-1, self.in_features)
-        out = _LayerNormLinearFP8.apply(rows, norm_weight, weight, self.eps, call, weight_fp8, dtype)
+        out = _LayerNormLinearFP8.apply(rows, norm_weight, weight, self.eps, call, weight_fp8, inp.dtype)
         return out.view(*inp.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from model.te_reference.base import (
     GRAD_OUTPUT,
     INPUT,
-    PARALLELISM,
     WEIGHT,
     FP8Call,
     FP8Module,
-    check_arguments,
     check_features,
     check_fp8_shapes,
+    check_supported,
     make_weight,
 )
 from model.te_reference.linear import (
@@ -153,31 +152,16 @@ class LayerNormMLP(FP8Module):
         normalization: str = "LayerNorm",
         activation: str = "gelu",
         params_dtype: torch.dtype | None = None,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
         device: torch.device | str = "cpu",
-        name: str | None = None,
-        **others: Any,
     ):
         super().__init__(num_gemms=2)
-        check_arguments(
+        check_supported(
             "LayerNormMLP",
-            {"bias": bias, "normalization": normalization, "activation": activation, **others},
-            {
-                "bias": (False,),
-                "normalization": ("RMSNorm",),
-                "activation": ("swiglu",),
-                "activation_params": (None,),
-                "return_bias": (False,),
-                "return_layernorm_output": (False,),
-                "return_layernorm_output_gathered": (False,),
-                "set_parallel_mode": (False,),
-                "zero_centered_gamma": (False,),
-                "checkpoint": (False,),
-                **PARALLELISM,
-            },
+            bias=(bias, False),
+            normalization=(normalization, "RMSNorm"),
+            activation=(activation, "swiglu"),
         )
-        self.hidden_size, self.ffn_hidden_size, self.eps, self.name = hidden_size, ffn_hidden_size, eps, name
+        self.hidden_size, self.ffn_hidden_size, self.eps = hidden_size, ffn_hidden_size, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
         self.fc1_weight = make_weight(2 * ffn_hidden_size, hidden_size, init_method, params_dtype, device)
         self.fc2_weight = make_weight(
@@ -190,12 +174,11 @@ class LayerNormMLP(FP8Module):
         norm_weight, fc1, fc2 = self.layer_norm_weight, self.fc1_weight, self.fc2_weight
         wanted = any(tensor.requires_grad for tensor in (inp, norm_weight, fc1, fc2))
         trains = torch.is_grad_enabled() and wanted
-        dtype = self.activation_dtype(inp, fc1)
-        inp = inp.to(dtype)
+        self.check_dtype(inp, fc1)
         call = self.prepare_fp8(trains)
         if call is None:
-            hidden = F.linear(rms_norm(inp, norm_weight, self.eps), fc1.to(dtype))
-            return F.linear(_SwiGLU.apply(hidden), fc2.to(dtype))
+            hidden = F.linear(rms_norm(inp, norm_weight, self.eps), fc1)
+            return F.linear(_SwiGLU.apply(hidden), fc2)
         check_fp8_shapes("LayerNormMLP", inp, fc1, trains=trains)
         check_fp8_shapes("LayerNormMLP", inp, fc2, trains=trains)
         weights_fp8 = (
@@ -203,7 +186,7 @@ class LayerNormMLP(FP8Module):
             self.quantize_weight("fc2_weight", fc2, call.quantizer(FC2 + WEIGHT), is_first_microbatch),
         )
         rows = inp.reshape(-1, self.hidden_size)
-        out = _LayerNormMLPFP8.apply(rows, norm_weight, fc1, fc2, self.eps, call, weights_fp8, dtype)
+        out = _LayerNormMLPFP8.apply(rows, norm_weight, fc1, fc2, self.eps, call, weights_fp8, inp.dtype)
         return out.view(inp.shape)
 
     def extra_repr(self) -> str:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.te_reference.base import (
     GRAD_OUTPUT,
     INPUT,
-    PARALLELISM,
     WEIGHT,
     FP8Call,
     FP8Module,
-    check_arguments,
     check_features,
     check_fp8_shapes,
+    check_supported,
     make_weight,
 )
 from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
@@ -86,39 +85,12 @@ class _LinearFP8(torch.autograd.Function):
         return grad_input, grad_weight, None, None, None
 
 
-def split_weights(
-    parameters_split: Sequence[str] | Mapping[str, int] | None, out_features: int
-) -> dict[str, int]:
-    """Parameter name -> rows, for the `parameters_split` argument: None gives one parameter "weight".
-
-    Names get the suffix "_weight"; a sequence splits evenly, a mapping gives the sizes.
-    Raises ValueError: sizes that do not make up `out_features`.
-    """
-    if not parameters_split:
-        return {"weight": out_features}
-    if isinstance(parameters_split, Mapping):
-        sizes = {name: int(size) for name, size in parameters_split.items()}
-    else:
-        sizes = dict.fromkeys(parameters_split, out_features // len(parameters_split))
-    if sum(sizes.values()) != out_features:
-        raise ValueError(f"parameters_split {sizes} must add up to out_features = {out_features}.")
-    return {f"{name.rstrip('_')}_weight": size for name, size in sizes.items()}
-
-
-def joined_weight(module: nn.Module, names: Sequence[str]) -> Tensor:
-    """The weight [out_features, in_features] from its parameters."""
-    parts = [getattr(module, name) for name in names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 class Linear(FP8Module):
     """te.Linear: y = x W^T.
 
     in_features, out_features: sizes; in FP8 in_features must be divisible by 16 and out_features by 8, in
     training 16.
-    init_method: fills the weight, default normal(0, 0.023). parameters_split: several parameters instead of
-    `weight`. bias must be False; other Transformer Engine arguments are accepted at the value that switches
-    them off.
+    init_method: fills the weight, default normal(0, 0.023). bias must be False.
     """
 
     def __init__(
@@ -129,30 +101,12 @@ class Linear(FP8Module):
         init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         params_dtype: torch.dtype | None = None,
-        parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         device: torch.device | str = "cpu",
-        name: str | None = None,
-        **others: Any,
     ):
         super().__init__(num_gemms=1)
-        check_arguments(
-            "Linear",
-            {"bias": bias, **others},
-            {
-                "bias": (False,),
-                "return_bias": (False,),
-                "parallel_mode": (None,),
-                "rng_tracker_name": (None,),
-                "save_original_input": (False,),
-                **PARALLELISM,
-            },
-        )
-        self.in_features, self.out_features, self.name = in_features, out_features, name
-        self.init_method = init_method
-        sizes = split_weights(parameters_split, out_features)
-        self.weight_names = list(sizes)
-        for parameter, size in sizes.items():
-            setattr(self, parameter, make_weight(size, in_features, init_method, params_dtype, device))
+        check_supported("Linear", bias=(bias, False))
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = make_weight(out_features, in_features, init_method, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., in_features] -> [..., out_features].
@@ -162,15 +116,15 @@ class Linear(FP8Module):
         Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not take.
         """
         check_features("Linear", inp, self.in_features)
-        weight = joined_weight(self, self.weight_names)
+        weight = self.weight
+        self.check_dtype(inp, weight)
         trains = torch.is_grad_enabled() and (inp.requires_grad or weight.requires_grad)
-        dtype = self.activation_dtype(inp, weight)
         call = self.prepare_fp8(trains)
         if call is None:
-            return F.linear(inp.to(dtype), weight.to(dtype))
+            return F.linear(inp, weight)
         check_fp8_shapes("Linear", inp, weight, trains=trains)
         weight_fp8 = self.quantize_weight("weight", weight, call.quantizer(WEIGHT), is_first_microbatch)
-        out = _LinearFP8.apply(inp.reshape(-1, self.in_features), weight, call, weight_fp8, dtype)
+        out = _LinearFP8.apply(inp.reshape(-1, self.in_features), weight, call, weight_fp8, inp.dtype)
         return out.view(*inp.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

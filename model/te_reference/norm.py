@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model.te_reference.base import check_arguments, check_features
+from model.te_reference.base import check_features
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,27 +46,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """te.RMSNorm over the last dimension; the output has the weight's dtype.
 
-    normalized_shape: its size. dtype, device: of the weight. zero_centered_gamma must be False.
+    normalized_shape: its size. dtype, device: of the weight.
     """
 
     def __init__(
         self,
-        normalized_shape: int | Iterable[int],
+        normalized_shape: int,
         eps: float = 1e-5,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        **others: Any,
     ):
         super().__init__()
-        check_arguments(
-            "RMSNorm", others, {"zero_centered_gamma": (False,), "sequence_parallel": (False, None)}
-        )
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if len(shape) != 1:
-            raise ValueError(f"RMSNorm: the CPU reference normalizes one dimension, not {shape}.")
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.ones(normalized_shape, dtype=dtype, device=device))
 
     def forward(self, inp: Tensor) -> Tensor:
         """[..., normalized_shape] -> the same shape. Raises ValueError: another last dimension."""

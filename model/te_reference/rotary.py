@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.te_reference.base import check_arguments
-
 
 class RotaryPositionEmbedding(nn.Module):
     """Angles of rotary position embeddings (https://arxiv.org/abs/2104.09864), first half of the channels
@@ -19,18 +17,8 @@ class RotaryPositionEmbedding(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self, dim: int, rotary_base: float = 10000.0, **others: Any):
+    def __init__(self, dim: int, rotary_base: float = 10000.0):
         super().__init__()
-        check_arguments(
-            "RotaryPositionEmbedding",
-            others,
-            {
-                "rotary_percent": (1.0,),
-                "seq_len_interpolation_factor": (None,),
-                "pretrained_max_position_embeddings": (None,),
-                "interleaved": (False,),
-            },
-        )
         self.rotary_base = rotary_base
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
@@ -70,60 +58,31 @@ def apply_rotary_pos_emb(
     t: Tensor,
     freqs: Tensor,
     tensor_format: str = "sbhd",
-    start_positions: Tensor | None = None,
-    interleaved: bool = False,
+    *,
     fused: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Rotate t, [B, S, N, D] ("bshd"), [S, B, N, D] ("sbhd") or [T, N, D] ("thd"), by freqs [>= S, 1, 1, <= D].
+    """Rotate t, [B, S, N, D] ("bshd") or [T, N, D] ("thd"), by freqs [>= S, 1, 1, D], in float32, rounded once.
 
-    start_positions: int [B], the position of each sequence's first token (default 0), not for "thd". cu_seqlens: int
-    [sequences + 1], for "thd": where each sequence begins among the T tokens, and T. fused: compute in
-    float32 and round once, as the fused kernel of TransformerLayer does; otherwise cos and sin are rounded to
-    t's dtype first, as in transformers.
-    Raises ValueError: interleaved=True, another format, or freqs too short.
+    cu_seqlens: int [sequences + 1], for "thd": where each sequence begins among the T tokens, and T.
+    Raises ValueError: another format, fused=False (which rounds cos and sin first), or freqs too short.
     """
     packed = tensor_format == "thd"
-    if interleaved or tensor_format not in ("bshd", "sbhd", "thd") or packed != (cu_seqlens is not None):
+    if not fused or tensor_format not in ("bshd", "thd") or packed != (cu_seqlens is not None):
         raise ValueError(
-            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, interleaved={interleaved}): the CPU "
-            "reference supports 'bshd' and 'sbhd', and 'thd' with cu_seqlens, not interleaved."
+            f"apply_rotary_pos_emb(tensor_format={tensor_format!r}, fused={fused}): the CPU reference supports "
+            "'bshd', and 'thd' with cu_seqlens, fused."
         )
-    if packed:
-        return _rotate_packed(t, freqs, start_positions, fused, cu_seqlens)
-    length = t.shape[1] if tensor_format == "bshd" else t.shape[0]
-    last = length + (0 if start_positions is None else int(start_positions.max()))
-    if last > freqs.shape[0]:
-        raise ValueError(f"rotary frequencies for {freqs.shape[0]} positions, but {last} are needed.")
-    if start_positions is None:
-        freqs = freqs[:length]
-    else:
-        freqs = torch.cat([freqs[start : start + length] for start in start_positions.tolist()], dim=1)
-    if tensor_format == "bshd":
-        freqs = freqs.transpose(0, 1)
-    rotated, passed = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-    if fused:
-        rotated = _FusedRotation.apply(rotated, freqs)
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-        cos, sin = freqs.cos().to(t.dtype), freqs.sin().to(t.dtype)
-        rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
-
-
-def _rotate_packed(
-    t: Tensor, freqs: Tensor, start_positions: Tensor | None, fused: bool, cu_seqlens: Any
-) -> Tensor:
-    """As one sequence, whose tokens each have the angle of their position."""
-    if start_positions is not None:
-        raise ValueError("apply_rotary_pos_emb: start_positions are not supported with 'thd'.")
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    length = t.shape[1]
+    if cu_seqlens is not None:
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        length = int(lengths.max())
+    if length > len(freqs):
+        raise ValueError(f"rotary frequencies for {len(freqs)} positions, but {length} are needed.")
+    if cu_seqlens is None:
+        return _FusedRotation.apply(t, freqs[:length].transpose(0, 1))
     positions = torch.arange(len(t), device=t.device) - cu_seqlens[:-1].long().repeat_interleave(lengths)
-    if int(lengths.max()) > len(freqs):
-        raise ValueError(
-            f"rotary frequencies for {len(freqs)} positions, but {int(lengths.max())} are needed."
-        )
-    return apply_rotary_pos_emb(t[None], freqs[positions], "bshd", fused=fused)[0]
+    return _FusedRotation.apply(t, freqs[positions][:, 0])
 
 
 def split_and_rotate(

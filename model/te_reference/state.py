@@ -171,9 +171,7 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
         running.depth -= 1
         if running.depth == 0:
             running.first_module = False
-            # a reentrant checkpoint runs its first forward without gradients, but is part of a training step
-            training = torch.is_grad_enabled() or bool(running.stashing)
-            if self.enabled and training and running.replaying is None and error is None:
+            if self.enabled and torch.is_grad_enabled() and running.replaying is None and error is None:
                 update_scales(forward=True)
 
 
@@ -253,9 +251,6 @@ def stash(frame: RecomputeFrame) -> Iterator[None]:
         yield
     finally:
         running.stashing = outer
-        if frame.scales and not torch.is_grad_enabled():
-            # without gradients no module took the flag; the recomputation's first module will
-            running.first_module = False
 
 
 @contextmanager

@@ -176,11 +176,9 @@ class _CudnnAttention(torch.autograd.Function):
         return (grad_scores @ keys).to(dtype), of_groups(grad_keys), of_groups(grad_values), None, None
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Causal attention with the roundings of cuDNN's fused kernels for bfloat16 and float16 on a Hopper GPU.
 
     q [B, N, S, D], k and v [B, K, S', D] in a 16-bit dtype, visible bool [S, S'] -> [B, N, S, D].
-
-    scale: of the scores, default 1 / sqrt(D).
     """
-    return _CudnnAttention.apply(q, k, v, visible, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _CudnnAttention.apply(q, k, v, visible, q.shape[-1] ** -0.5)

@@ -283,7 +283,7 @@ def test_the_reference_attention_refuses_what_does_not_fit() -> None:
         ([0, 4, 6], {"dtype": torch.int64}, "int32"),
         ([0, 6], {}, "a sequence has 6 tokens, and max_seqlen is 4"),
         ([0, 4, 6], {"cu_seqlens_kv": None}, "needs cu_seqlens_q and cu_seqlens_kv"),
-        ([0, 4, 6], {"attn_mask_type": "causal"}, "attn_mask_type one of padding_causal, not 'causal'"),
+        ([0, 4, 6], {"attn_mask_type": "causal"}, "attn_mask_type='causal'.*'thd' with 'padding_causal'"),
     ):
         with pytest.raises(ValueError, match=message):
             run(bounds, **keys)

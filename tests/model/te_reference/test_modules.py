@@ -242,29 +242,6 @@ def test_the_two_gemms_of_the_mlp_have_their_own_columns():
     assert backward.scale[1] == backward.scale[3] == 1
 
 
-def test_split_parameters_are_one_gemm():
-    torch.manual_seed(0)
-    split = te.LayerNormLinear(
-        64, 96, bias=False, normalization="RMSNorm", parameters_split={"query": 64, "key": 16, "value": 16}
-    )
-    names = [name for name, _ in split.named_parameters()]
-    assert names == ["layer_norm_weight", "query_weight", "key_weight", "value_weight"]
-    whole = te.LayerNormLinear(64, 96, bias=False, normalization="RMSNorm")
-    with torch.no_grad():
-        whole.weight.copy_(torch.cat([split.query_weight, split.key_weight, split.value_weight]))
-    x = torch.randn(16, 64)
-    results = []
-    for module in (split, whole):
-        with te.autocast(recipe=Float8CurrentScaling()):
-            out = module(x)
-        out.square().sum().backward()
-        results.append(out)
-    assert torch.equal(*results)
-    assert torch.equal(split.key_weight.grad, whole.weight.grad[64:80])
-    with pytest.raises(ValueError, match="add up to"):
-        te.Linear(64, 96, bias=False, parameters_split={"query": 64})
-
-
 def test_rms_norm_module():
     norm = te.RMSNorm(128, eps=1e-6, dtype=torch.bfloat16)
     x = torch.randn(4, 3, 128)
@@ -302,33 +279,30 @@ def test_training_needs_rows_and_outputs_divisible_by_16():
             te.Linear(32, 24, bias=False)(x.repeat(2, 1))
 
 
-def test_input_and_weights_must_have_one_dtype_outside_torch_autocast():
-    module, x = te.Linear(32, 48, bias=False), torch.randn(16, 32)
-    with pytest.raises(ValueError, match="same dtype"):
-        module(x.bfloat16())
-    with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=DelayedScaling()):
-        assert module(x).dtype == torch.bfloat16
+def test_input_and_weights_must_have_one_dtype():
+    for module in (te.Linear(32, 48, bias=False), *mlp_with_norm()):
+        with pytest.raises(ValueError, match="same dtype"):
+            module(torch.randn(16, 128 if hasattr(module, "eps") else 32).bfloat16())
 
 
 @pytest.mark.parametrize(
     "make",
     [
         lambda: te.Linear(16, 16),
-        lambda: te.Linear(16, 16, bias=False, fuse_wgrad_accumulation=True),
         lambda: te.LayerNormLinear(16, 16, bias=False),
         lambda: te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm"),
-        lambda: te.LayerNormMLP(16, 16, bias=False, normalization="RMSNorm", activation="swiglu", tp_size=2),
-        lambda: te.RMSNorm(16, zero_centered_gamma=True),
         lambda: te.TransformerLayer(16, 16, 1),
-        lambda: te.DotProductAttention(1, 16, attn_mask_type="padding"),
-        lambda: te.RotaryPositionEmbedding(16, interleaved=True),
+        lambda: te.DotProductAttention(1, 16),
+        lambda: te.DotProductAttention(1, 16, qkv_format="bshd", attn_mask_type="padding"),
+        lambda: te.DotProductAttention(1, 16, attention_dropout=0.1),
+        lambda: te.apply_rotary_pos_emb(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2)),
     ],
 )
 def test_unsupported_arguments_name_what_is_supported(make):
-    with pytest.raises(ValueError, match="the CPU reference supports only"):
+    with pytest.raises(ValueError, match="the CPU reference supports"):
         make()
 
 
 def test_unknown_arguments_are_errors():
-    with pytest.raises(TypeError, match="no argument 'biass'"):
+    with pytest.raises(TypeError, match="argument 'biass'"):
         te.Linear(16, 16, bias=False, biass=True)
