@@ -192,6 +192,7 @@ def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys
     assert f"export PYTHONPATH={ROOT}" in script and "launch_pickled_pipeline" in script
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, capsys):
     folder = slurm({"1000": [1]})
@@ -211,6 +212,7 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
     assert data_of(out) == contents(tmp_path / "local")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, capsys):
     """Too many dropped documents fail the last job, far from the user: the same command then says so."""

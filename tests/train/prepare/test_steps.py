@@ -20,6 +20,7 @@ def test_without_flags_nothing_is_done(tmp_path: Path) -> None:
 
 
 @needs_spacy
+@pytest.mark.process
 def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
     rng = random.Random(0)
     secret = text_of(rng, 20)
