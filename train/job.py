@@ -30,11 +30,9 @@ sys.path[0] = str(ROOT)
 from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
-from train.guard.signals import SIGNALS, STOPPED
+from train.guard.signals import NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.run_folder import RunFolder
 
-# train.py's status for what another start would not help
-NOT_AS_IT_IS = 2
 INTERRUPTED = 128 + signal.SIGINT
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"

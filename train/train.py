@@ -32,8 +32,7 @@ from train.config.arguments import TrainingArguments, load_arguments
 if TYPE_CHECKING:
     from train.loop import Run
 
-# Exit statuses; signals.STOPPED (75) is another.
-NOT_AS_IT_IS = 2
+# Exit status; signals has the others.
 CRASHED = 1
 
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
         # as the system is, it may let another start succeed
-        status = CRASHED if isinstance(error, OSError) else NOT_AS_IT_IS
+        status = CRASHED if isinstance(error, OSError) else signals.NOT_AS_IT_IS
         return fail(f"error: {error}\n(FP8_TRACEBACK=1 shows where)", status)
     except signals.Stopped:
         dist.destroy_process_group()

@@ -24,6 +24,8 @@ from train.run_folder import RunFolder
 
 # EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, the same command goes on from the checkpoint.
 STOPPED = 75
+# What was asked for cannot be done, or the numbers went wrong: another start would end so again.
+NOT_AS_IT_IS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _received: list[str] = []
