@@ -29,9 +29,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
 from test_fp8.common.options import Options, fraction, public
-from test_fp8.convergence.report import plot, print_table, settings_of, training_of
-from test_fp8.convergence.rows import LOG, PRESETS, Plan, chosen_rows, make_plan, train_all
-from test_fp8.convergence.trainings import Record, check_same_training, compared
+from test_fp8.common.report import Result
+from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
+from test_fp8.convergence.rows import LOG, PRESETS, Plan, make_plans, train_all
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
@@ -55,15 +55,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def command(arguments: argparse.Namespace) -> str:
-    """The command that repeats this comparison."""
-    return OPTIONS.command(
-        arguments, *(["--"] if arguments.training else []), *map(public, arguments.training)
-    )
-
-
-def compare(plans: Sequence[Plan], records: dict[str, list[Record]], tolerance: float) -> list[Record]:
-    """One result a row, the baseline's first. Raises ComparisonError: rows that were not trained alike."""
+def compare(plans: Sequence[Plan], records: dict[str, list[Result]], tolerance: float) -> list[Result]:
+    """One result a row, the baseline's first."""
     base, results = plans[0], []
     for plan in plans:
         result = compared(
@@ -90,10 +83,7 @@ def compare(plans: Sequence[Plan], records: dict[str, list[Record]], tolerance: 
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     try:
-        plans = [make_plan(row, arguments) for row in chosen_rows(arguments)]
-        for plan in plans:
-            overrides = [*plans[0].row.settings, *plan.row.settings]
-            check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
+        plans = make_plans(arguments)
         from model.config import load_config, num_parameters
 
         machine, versions = report.describe()
@@ -111,7 +101,8 @@ def main(argv: Sequence[str]) -> int:
     print_table(results, training["warmup_steps"])
     if arguments.output:
         more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
-        report.write_json(arguments.output, command(arguments), results, **more)
+        behind = ["--", *map(public, arguments.training)] if arguments.training else []
+        report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, **more)
         print(
             f"wrote {arguments.output} and {plot(results, training, arguments.tolerance, arguments.output)}"
         )

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from test_fp8.common.options import ROOT
-from test_fp8.common.rows import Row, RowError, parse_rows
-from test_fp8.convergence.trainings import ComparisonError, Record, differences, read_metrics, unfinished
+from test_fp8.common.report import Result
+from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from train.config.arguments import TrainingArguments, load_arguments
+from train.config.differences import differences, leaves
 
 # What a row may override: how a step is computed. All else says what is trained, and on what.
 ROW_KEYS = (
@@ -37,6 +38,8 @@ ROW_KEYS = (
     "gradient_checkpointing",
     "full_determinism",
 )
+# Follow from per_device_train_batch_size and the tokens of a step.
+DERIVED = ("per_device_eval_batch_size", "gradient_accumulation_steps")
 PRESETS = {
     "bf16": {"precision.compute": "bf16"},
     **{
@@ -49,6 +52,10 @@ LOG = "log.txt"
 LAST_LINES = 20
 # What a launcher set for this process is not for the trainings that it starts.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class ComparisonError(ValueError):
+    """The rows cannot be compared; the message names the row and what to do."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,35 @@ def make_plan(row: Row, arguments: argparse.Namespace) -> Plan:
     return Plan(row, json.loads(json.dumps(config)), command, folder)
 
 
-def conditions(args: TrainingArguments, machine: Record, versions: Record) -> Record:
+def check_same_training(
+    name: str, overrides: Sequence[str], baseline: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """That the resolved configuration `config` of row `name` trains what `baseline` does: apart from output_dir they
+    differ only in the keys `overrides` (the row's and the baseline's) and what follows from these.
+
+    Raises ComparisonError: with every key in which they differ besides.
+    """
+    allowed = ["output_dir", *overrides, *DERIVED]
+    changed = differences(leaves(baseline), leaves(config))
+    others = [str(change) for change in changed if not is_under(change.key, allowed)]
+    if others:
+        raise ComparisonError(
+            f"row {name} would not train the same as the baseline:\n  " + "\n  ".join(others) + "\n"
+            "a row may change how a step is computed; what changes more belongs behind --, for all rows (for instance "
+            "-- --train_batch_size_tokens N where a row has another micro-batch)"
+        )
+
+
+def make_plans(arguments: argparse.Namespace) -> list[Plan]:
+    """How the chosen rows are trained. Raises RowError, ConfigurationError, ComparisonError: as what it calls."""
+    plans = [make_plan(row, arguments) for row in chosen_rows(arguments)]
+    for plan in plans:
+        overrides = [*plans[0].row.settings, *plan.row.settings]
+        check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
+    return plans
+
+
+def conditions(args: TrainingArguments, machine: Result, versions: Result) -> Result:
     """What a training's numbers depend on besides its configuration: machine, versions, the sources of model/ and
     train/, the content of the data and of the model's configuration.
 
@@ -115,37 +150,65 @@ def conditions(args: TrainingArguments, machine: Record, versions: Record) -> Re
     from model.config import load_config
     from train.data.stream import open_stream
 
-    source, stream = hashlib.sha256(), {}
+    source = hashlib.sha256()
     for path in sorted(p for folder in ("model", "train") for p in (ROOT / folder).rglob("*.py")):
         source.update(path.read_bytes())
-    for split in ("train", "eval"):
-        stream[split] = open_stream(
-            args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split
-        ).fingerprint()
-    model = load_config(args.model.config).to_dict()
-    values = {"machine": machine, "versions": versions, "sources": source.hexdigest()}
-    return json.loads(json.dumps({**values, "data": stream, "model": model}))
+    streams = (
+        open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
+        for split in ("train", "eval")
+    )
+    values = {
+        "machine": machine,
+        "versions": versions,
+        "sources": source.hexdigest(),
+        # without the seed, which the baseline's twin has for itself
+        "data": {stream.split: stream.fingerprint()["sources"] for stream in streams},
+        "model": load_config(args.model.config).to_dict(),
+    }
+    return json.loads(json.dumps(values))
 
 
-def why_to_run(plan: Plan, now: Record) -> str | None:
+def read_metrics(folder: Path) -> list[Result]:
+    """The records of a run's metrics.jsonl; none where there is no such file or it ends within a line."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return []
+
+
+def unfinished(records: Sequence[Result], max_steps: int, tokens_per_step: int) -> str | None:
+    """Why these are not the records of a whole training of `max_steps` steps; None if they are."""
+    if not records:
+        return "it has no metrics"
+    last = records[-1]
+    if last["step"] != max_steps or last.get("loss") is None or last.get("eval_loss") is None:
+        return f"its metrics end at step {last['step']} of {max_steps}, or without a loss"
+    for record in records:
+        if record["tokens"] != record["step"] * tokens_per_step:
+            return f"at step {record['step']} it had consumed {record['tokens']} tokens, not {tokens_per_step} a step"
+    return None
+
+
+def why_to_run(plan: Plan, now: Result) -> str | None:
     """Why the training in the plan's folder cannot stand for it; None if it can: it is finished, its configuration is
     the plan's, and its conditions are `now`'s."""
     try:
         was = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "not trained yet"
-    changed = differences({**was["config"], "output_dir": None}, {**plan.config, "output_dir": None})
-    changed |= differences(was["conditions"], now)
+    here = {"output_dir": None}
+    changed = differences(leaves(was["config"] | here), leaves(plan.config | here))
+    changed += differences(leaves(was["conditions"]), leaves(now))
     if changed:
-        key, change = next(iter(changed.items()))
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"trained before, with other conditions ({key}: {change}{more})"
+        return f"trained before, with other conditions ({changed[0]}{more})"
     return unfinished(
         read_metrics(plan.folder), plan.config["max_steps"], plan.config["train_batch_size_tokens"]
     )
 
 
-def run(plan: Plan, now: Record) -> None:
+def run(plan: Plan, now: Result) -> None:
     """Train one row; its output goes to log.txt in its folder.
 
     Raises ComparisonError: the training failed, with its last lines; or it left no whole metrics.
@@ -170,20 +233,22 @@ def run(plan: Plan, now: Record) -> None:
         raise ComparisonError(f"row {plan.row.name}: the training ended well, but {reason}; see {log}")
 
 
-def train_all(plans: Sequence[Plan], machine: Record, versions: Record) -> dict[str, list[Record]]:
+def train_all(plans: Sequence[Plan], machine: Result, versions: Result) -> dict[str, list[Result]]:
     """Row name -> records of its training, run now or before.
 
-    Raises ComparisonError: as `run` does; the sources changed between two rows. Rows that are finished stay so for the
-    next time.
+    Raises ComparisonError: as `run` does; sources, data or model changed between two rows. Rows that are finished stay
+    so for the next time.
     """
-    records: dict[str, list[Record]] = {}
-    sources = None
+    records: dict[str, list[Result]] = {}
+    first: Result = {}
     for plan in plans:
         name = plan.row.name
         now = conditions(TrainingArguments.from_dict(plan.config), machine, versions)
-        sources = sources or now["sources"]
-        if now["sources"] != sources:
-            raise ComparisonError(f"model/ or train/ was edited before row {name}; run the comparison again")
+        first = first or now
+        if changed := differences(leaves(first), leaves(now)):
+            raise ComparisonError(
+                f"model/, train/ or the data was changed before row {name} ({changed[0].key}); run the comparison again"
+            )
         if reason := why_to_run(plan, now):
             print(f"{name}: {reason}; training, see {plan.folder / LOG}", flush=True)
             run(plan, now)

@@ -13,18 +13,8 @@ from test_fp8 import compare_convergence
 from test_fp8.common.options import public
 from test_fp8.common.rows import Row, RowError
 from test_fp8.convergence import rows as convergence_rows
-from test_fp8.convergence.rows import chosen_rows
-from test_fp8.convergence.trainings import (
-    ComparisonError,
-    check_same_training,
-    compared,
-    largest_rise,
-    largest_spike,
-    percent,
-    smoothed,
-    summary,
-    unfinished,
-)
+from test_fp8.convergence.results import compared, largest_rise, largest_spike, percent, smoothed, summary
+from test_fp8.convergence.rows import ComparisonError, check_same_training, chosen_rows, unfinished
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -128,16 +118,18 @@ def test_only_the_overrides_may_differ() -> None:
         check_same_training("x", [], base, base | {"data": {"sources": {"web": "w"}}})
 
 
-def test_trainings_that_did_not_go_alike_are_not_compared() -> None:
-    base = training([5, 4, 3])
-    for row in (
-        [record | {"tokens": 20 * record["step"]} for record in base],  # other batches
-        [*base[:2], base[2] | {"unigram_loss": 6.1}],  # other data
-        base[:2],
-        [base[0], *base[2:]],
-    ):
-        with pytest.raises(ComparisonError, match="row x logged"):
-            compared("x", row, base, 0, 0.005)
+def test_what_changes_between_two_rows_ends_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = iter([{"data": {"eval": "a"}}, {"data": {"eval": "b"}}])
+    monkeypatch.setattr(convergence_rows, "conditions", lambda *_: next(found))
+    monkeypatch.setattr(convergence_rows, "why_to_run", lambda *_: None)
+    (tmp_path / "conditions.json").write_text('{"seconds": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 3.0}')
+    config = convergence_rows.make_plan(rows_of()[0], compare_convergence.parse_arguments([])).config
+    plans = [convergence_rows.Plan(Row(name, {}), config, [], tmp_path) for name in ("a", "b")]
+    with pytest.raises(ComparisonError, match=r"changed before row b \(data\.eval\)"):
+        convergence_rows.train_all(plans, {}, {})
 
 
 @pytest.mark.parametrize(
