@@ -6,26 +6,24 @@ it. The measurement is kept in output_dir/autotune.json, and a run that is resum
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from model.autotune.measure import autotune
-from model.autotune.record import Record, asked_of, circumstances_of, versions_of
+from model.autotune.record import Record
 from model.autotune.task import Task
 from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.fp8.recipes import RECIPES
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import Difference, differences
+from train.config.differences import differences
 from train.config.ds_config import resolve_ds_config
-from train.files import write_durably
-
-FILE = "autotune.json"
+from train.run_folder import RunFolder
 
 
 def resolve_auto(
@@ -44,7 +42,7 @@ def resolve_auto(
         say(
             "precision.auto: there is no GPU to measure on; precision, graphs and attention stay as configured"
         )
-        return with_sections(args, precision=dataclasses.replace(precision, auto=False)), None
+        return replace(args, precision=replace(precision, auto=False)), None
     ds_config, _ = resolve_ds_config(args, world_size)
     task = task_of(args, ds_config, world_size)
     # a failure of rank 0 ends the others: see train.fail
@@ -52,16 +50,12 @@ def resolve_auto(
     dist.broadcast_object_list(records, src=0)
     record = records[0]
     assert record is not None
-    chosen_precision, chosen_speed = record.choice.apply(precision, args.speed)
-    if chosen_speed.cuda_graphs and not task.graphs_allowed:
+    precision, speed = record.choice.apply(precision, args.speed)
+    if speed.cuda_graphs and not task.graphs_allowed:
         say("precision.auto: the saved choice has CUDA graphs, which this run cannot have; they stay off")
-        chosen_speed = dataclasses.replace(chosen_speed, cuda_graphs=False)
-    model = dataclasses.replace(args.model, attention_backend=record.choice.attention_backend)
-    return with_sections(args, precision=chosen_precision, speed=chosen_speed, model=model), record
-
-
-def with_sections(args: TrainingArguments, **sections: Any) -> TrainingArguments:
-    return dataclasses.replace(args, **sections)
+        speed = replace(speed, cuda_graphs=False)
+    model = replace(args.model, attention_backend=record.choice.attention_backend)
+    return replace(args, precision=precision, speed=speed, model=model), record
 
 
 def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> Task:
@@ -97,59 +91,43 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
 
 def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> Record:
     """The choice named by `precision.auto`, the one of the run that is resumed, or a new one."""
-    asked, circumstances, versions = asked_of(task), circumstances_of(task), versions_of(task)
-    if isinstance(args.precision.auto, str):
-        path = Path(args.precision.auto)
-        record = read(path, "set precision.auto to true to measure anew")
-        others = differences(record.asked, asked) + differences(record.circumstances, circumstances)
-        if others:
-            raise ConfigurationError(
-                f"precision.auto: the choice in {path} was made for something else:\n  "
-                + "\n  ".join(map(str, others))
-                + "\nset precision.auto to true to measure anew, or restore these"
-            )
-        return reused(record, path, differences(record.versions, versions), say)
-
+    named = args.precision.auto if isinstance(args.precision.auto, str) else None
     resuming, folder = resumed_run(args)
-    path = folder / FILE
-    if path.is_file():
-        record = read(path, "delete the file to measure anew")
-        others = differences(record.circumstances, circumstances) + differences(record.versions, versions)
-        other_wishes = differences(record.asked, asked)
-        if not other_wishes and (resuming or not others):
-            return reused(record, path, others, say)
-        say(
-            f"precision.auto: {path} was made for something else: "
-            + "; ".join(map(str, other_wishes + others))
+    path = Path(named) if named else folder.autotune
+    if named or path.is_file():
+        advice = f"{'set precision.auto to true' if named else 'delete the file'} to measure anew"
+        try:
+            record = Record.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"precision.auto: the saved choice {path} cannot be read ({error}); {advice}"
+            ) from error
+        asked, circumstances, versions = (
+            differences(getattr(record, part), now) for part, now in task.made_for().items()
         )
+        # a run that goes on keeps its choice, and who names a file answers for other versions
+        against = (
+            asked
+            + ([] if resuming and not named else circumstances)
+            + ([] if resuming or named else versions)
+        )
+        if not against:
+            say(f"{record.summary()}; read from {path}, not measured again")
+            if changed := circumstances + versions:
+                say(f"precision.auto: since it was measured there changed: {'; '.join(map(str, changed))}")
+            return record
+        what = f"precision.auto: the choice in {path} was made for something else:\n  " + "\n  ".join(
+            map(str, against)
+        )
+        if named:
+            raise ConfigurationError(f"{what}\n{advice}, or restore these")
+        say(what)
     return autotune(task, say)
 
 
-def reused(record: Record, path: Path, changed: list[Difference], say: Callable[[str], None]) -> Record:
-    say(f"{record.summary()}; read from {path}, not measured again")
-    if changed:
-        say(f"precision.auto: since it was measured there changed: {'; '.join(map(str, changed))}")
-    return record
-
-
-def resumed_run(args: TrainingArguments) -> tuple[bool, Path]:
+def resumed_run(args: TrainingArguments) -> tuple[bool, RunFolder]:
     """(whether a checkpoint will be resumed, the folder of the run that wrote it; output_dir where there is none)."""
-    output_dir, setting = Path(args.output_dir or "output"), args.resume_from_checkpoint
+    own, setting = RunFolder(Path(args.output_dir or "output")), args.resume_from_checkpoint
     if setting not in ("auto", "never"):
-        return True, Path(setting).resolve().parent.parent  # RUN/checkpoints/step-N
-    return setting == "auto" and bool(committed(output_dir / "checkpoints")), output_dir
-
-
-def read(path: Path, advice: str) -> Record:
-    """Raises ConfigurationError: no file, or not a saved choice."""
-    try:
-        return Record.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"precision.auto: the saved choice {path} cannot be read ({error}); {advice}"
-        ) from error
-
-
-def save(record: Record, output_dir: Path) -> None:
-    """Keep the choice with the run; the run may write from now on."""
-    write_durably(output_dir / FILE, record.to_json())
+        return True, RunFolder(Path(setting).resolve().parent.parent)  # RUN/checkpoints/step-N
+    return setting == "auto" and bool(committed(own.checkpoints)), own

@@ -30,7 +30,6 @@ from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.proof import attention_of, backend_of, prove
-from train import autotune
 from train.checkpoint.files import RunState, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.resume import resume_state
@@ -39,6 +38,7 @@ from train.config.arguments import TrainingArguments
 from train.data.stream import SampleStream, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
+from train.files import write_durably
 from train.metrics import MetricsLogger, peak_tflops
 from train.run_folder import RunFolder
 
@@ -288,5 +288,5 @@ def open_folder(
         for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config)):
             path.write_text(json.dumps(content, indent=2) + "\n")
         if tuned is not None:
-            autotune.save(tuned, folder.path)
+            write_durably(folder.autotune, tuned.to_json())
     return metrics

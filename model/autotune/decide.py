@@ -1,20 +1,21 @@
 """What follows from measured times: pure functions, without a GPU or a clock.
 
-A tie, that is a difference such as two measurements of the same thing show, goes to what was asked for or is simpler:
-FP8 before bf16, no CUDA graphs before CUDA graphs.
+Candidates stand in the order of preference: FP8, which was asked for, before bf16; no CUDA graphs before CUDA graphs;
+cuDNN's attention, which needs no further package, first. A tie, that is a difference such as two measurements of the
+same thing show, goes to the first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from model.fp8.recipes import Compute
+from typing import Literal, TypeVar
 
 TIE = 0.01  # relative; medians of one GPU repeat within it
 
-# The preferred one first: FP8 was asked for; cuDNN needs no further package.
-COMPUTE: dict[Compute, str] = {"fp8": "FP8", "bf16": "bf16"}
+Tried = Literal["fp8", "bf16"]
+COMPUTE: dict[Tried, str] = {"fp8": "FP8", "bf16": "bf16"}
 ATTENTION_CANDIDATES = ("fused", "flash")
 
 
@@ -28,78 +29,79 @@ class AttentionTime:
     error: float | None = None
     note: str = ""
 
+    def __str__(self) -> str:
+        return f"attention {self.backend}"
+
+    def measured(self) -> str:
+        return "" if self.error is None else f"relative error against SDPA {self.error:.1e}"
+
 
 @dataclass
 class StepTime:
     """Forward and backward of the whole model for one micro-batch; `compute`: of COMPUTE; `peak_gib`: memory that it
     needs; `note`: why it has no time."""
 
-    compute: Compute
+    compute: Tried
     cuda_graphs: bool
     ms: float | None = None
     peak_gib: float | None = None
     note: str = ""
 
     def __str__(self) -> str:
-        return COMPUTE[self.compute] + (", CUDA graphs" if self.cuda_graphs else "")
+        return f"step {COMPUTE[self.compute]}" + (", CUDA graphs" if self.cuda_graphs else "")
+
+    def measured(self) -> str:
+        return "" if self.peak_gib is None else f"{self.peak_gib:.1f} GiB"
+
+
+Time = TypeVar("Time", AttentionTime, StepTime)
+
+
+def _ms(time: AttentionTime | StepTime) -> float:
+    return math.inf if time.ms is None else time.ms
+
+
+def _fastest(times: Sequence[Time]) -> Time:
+    """Of a tie the first."""
+    limit = min(map(_ms, times)) * (1 + TIE)
+    return next(t for t in times if _ms(t) <= limit)
 
 
 def choose_attention(times: Sequence[AttentionTime], asked: str) -> tuple[str, str]:
     """(backend, why): the fastest of those that have a time; `asked` where there is none."""
-    usable = [t for t in times if t.ms is not None]
-    if not usable:
+    if all(t.ms is None for t in times):
         return asked, f"attention: {asked} as configured" + (", nothing measured" if asked == "auto" else "")
-    fastest = min(t.ms for t in usable if t.ms is not None)
-    near = [t for t in usable if t.ms is not None and t.ms <= fastest * (1 + TIE)]
-    chosen = min(near, key=lambda t: ATTENTION_CANDIDATES.index(t.backend))
-    others = [t for t in times if t is not chosen]
-    compared = "; ".join(
-        f"{t.backend} {t.ms:.2f} ms" if t.ms is not None else f"{t.backend}: {t.note}" for t in others
+    chosen = _fastest(times)
+    others = "; ".join(f"{t.backend}: {t.note or f'{t.ms:.2f} ms'}" for t in times if t is not chosen)
+    return chosen.backend, f"attention: {chosen.backend}, {chosen.ms:.2f} ms" + (
+        f" ({others})" if others else ""
     )
-    why = f"attention: {chosen.backend}, {chosen.ms:.2f} ms" + (f" ({compared})" if compared else "")
-    return chosen.backend, why
 
 
-def fits(step: StepTime, memory_gib: float | None) -> bool:
-    return memory_gib is None or step.peak_gib is None or step.peak_gib <= memory_gib
-
-
-def choose_step(
-    steps: Sequence[StepTime], memory_gib: float | None = None
-) -> tuple[StepTime | None, list[str]]:
-    """(the step to run, why): the fastest that has a time and fits into `memory_gib`; None where there is none."""
-    usable = [s for s in steps if s.ms is not None and fits(s, memory_gib)]
+def choose_step(steps: Sequence[StepTime], memory_gib: float = math.inf) -> tuple[StepTime | None, list[str]]:
+    """(the step to run, why, a line each): the fastest that has a time and fits into `memory_gib`; None where there is
+    none."""
+    usable = [s for s in steps if s.ms is not None and (s.peak_gib or 0.0) <= memory_gib]
     if not usable:
-        return None, ["step: none measured that fits into memory; precision and graphs stay as configured"]
-    time_of = {id(s): s.ms for s in usable if s.ms is not None}
-    fastest = min(usable, key=lambda s: time_of[id(s)])
-    near = [s for s in usable if time_of[id(s)] <= time_of[id(fastest)] * (1 + TIE)]
-    chosen = min(near, key=lambda s: (list(COMPUTE).index(s.compute), s.cuda_graphs))
-    why = [f"step: {chosen}, {chosen.ms:.2f} ms, the fastest"]
+        return None, ["none measured that fits into memory; precision and graphs stay as configured"]
+    chosen, fastest = _fastest(usable), min(usable, key=_ms)
+    why = "the fastest"
     if chosen is not fastest:
-        why = [
-            f"step: {chosen}, {chosen.ms:.2f} ms: within {TIE:.0%} of {fastest}, {fastest.ms:.2f} ms, and simpler"
-        ]
-    return chosen, why + _against_the_other_precision(chosen, usable, time_of)
+        why = f"within {TIE:.0%} of {fastest}, {fastest.ms:.2f} ms, and preferred"
+    return chosen, [f"{chosen}, {chosen.ms:.2f} ms: {why}", _what_fp8_brings(chosen, usable)]
 
 
-def _against_the_other_precision(
-    chosen: StepTime, usable: Sequence[StepTime], time_of: dict[int, float]
-) -> list[str]:
-    """What FP8 is worth, or that it is worth nothing."""
-    other = [s for s in usable if s.compute != chosen.compute]
-    if not other:
+def _what_fp8_brings(chosen: StepTime, usable: Sequence[StepTime]) -> str:
+    others = [s for s in usable if s.compute != chosen.compute]
+    if not others:
         missing = "FP8" if chosen.compute == "bf16" else "bf16"
-        return [f"{missing}: not measured, so nothing is known about what FP8 brings"]
-    best = min(other, key=lambda s: time_of[id(s)])
-    ratio = time_of[id(best)] / time_of[id(chosen)]
+        return f"{missing}: not measured, so nothing is known about what FP8 brings"
+    other = min(others, key=_ms)
+    ratio = _ms(other) / _ms(chosen)
     if chosen.compute == "bf16":
-        return [
-            f"FP8 does not pay here: its best ({best}, {best.ms:.2f} ms) takes {ratio:.2f} times as long as bf16, so "
-            "precision.compute becomes bf16"
-        ]
-    if ratio < 1 + TIE:
-        return [
-            f"FP8 is no faster than bf16 ({best}, {best.ms:.2f} ms) here; it stays because it was asked for"
-        ]
-    return [f"FP8 pays: the best bf16 ({best}, {best.ms:.2f} ms) takes {ratio:.2f} times as long"]
+        verdict = "FP8 does not pay here, so precision.compute becomes bf16"
+    elif ratio < 1 + TIE:
+        verdict = "FP8 is no faster than bf16 here; it stays because it was asked for"
+    else:
+        verdict = "FP8 pays"
+    return f"{verdict}: {other}, {other.ms:.2f} ms, takes {ratio:.2f} times as long"

@@ -5,11 +5,11 @@ Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dime
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -21,20 +21,10 @@ from model.autotune.decide import (
     choose_attention,
     choose_step,
 )
-from model.autotune.record import Choice, Record, asked_of, circumstances_of, table, versions_of
+from model.autotune.record import Choice, Record, table
 from model.autotune.task import Task
-from model.autotune.timing import (
-    OUT_OF_TIME,
-    ROUNDS,
-    CudaTimer,
-    Deadline,
-    Timer,
-    median_ms,
-    one_line,
-    release_memory,
-    undisturbed,
-)
-from model.config import head_dim
+from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
+from model.config import GIB, head_dim
 from model.documents import attend
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
@@ -44,22 +34,23 @@ from model.mistral_base import causal_attention
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 
 SECONDS = 60.0
-GIB = 2**30
 # What NCCL, cuBLAS workspaces and fragmentation may take of the memory.
 SLACK = 0.95
+ROUNDS = 5  # of which the median counts
 QUEUED_PASSES = 4  # of an attention, timed together
 ATTENTION_SHARE = 0.5  # of the time, after which no further attention is begun: the steps matter most
 WARMUP_STEPS = 3
 WINDOW_MS = 300.0  # steps timed together
 STEP_MS = 3000.0  # after which the timing of one way to run a step ends
 GRAPH_TOLERANCE = 1e-2  # relative; graphs that lose an update or a gradient are off by far more
+OUT_OF_TIME = "not measured: out of time"
 
 
 def autotune(
     task: Task,
     say: Callable[[str], None] = print,
     seconds: float = SECONDS,
-    timer: Timer | None = None,
+    timer: Timer = cuda_ms,
     clock: Callable[[], float] = time.monotonic,
 ) -> Record:
     """Measure and choose; `say` gets the lines for the log. Runs on the current GPU and leaves its memory, the random
@@ -70,86 +61,72 @@ def autotune(
     """
     deadline = Deadline(seconds, clock)
     say(f"precision.auto: measuring, at most {seconds:.0f} s")
-    with undisturbed(task.resolved("bf16").te, task.attention_backend):
+    plain = task.resolved("bf16")
+    with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
-        timer = timer or CudaTimer()
-        attention = measure_attention(task, timer, deadline)
+        attention = measure_attention(task, plain, timer, deadline)
         backend, why_attention = choose_attention(attention, task.attention_backend)
         if task.document_mask:
-            plain = task.resolved("bf16")
             backend = te_backend.document_attention(backend, plain.te, plain.dtype)
         te_backend.choose_attention_backend(backend)
         steps = measure_steps(task, timer, deadline)
     step, why_step = choose_step(steps, memory_gib)
     record = Record(
-        asked=asked_of(task),
-        circumstances=circumstances_of(task),
-        versions=versions_of(task),
+        **task.made_for(),
         choice=Choice(
             compute=step.compute if step else "fp8",
-            bf16_modules=list(task.precision.bf16_modules),
-            cuda_graphs=task.speed.cuda_graphs or (step is not None and step.cuda_graphs),
+            cuda_graphs=step.cuda_graphs if step else task.speed.cuda_graphs,
             attention_backend=backend,
         ),
         why=[why_attention, *why_step],
         seconds=round(deadline.elapsed(), 1),
-        measurements={
-            name: [_rounded(asdict(time)) for time in times]
-            for name, times in (("attention", attention), ("steps", steps))
-        },
+        measurements={"attention": [asdict(t) for t in attention], "steps": [asdict(t) for t in steps]},
     )
-    for line in [*table(task, attention, steps, memory_gib), *record.why, record.summary()]:
+    memory = "" if math.isinf(memory_gib) else f"; the run leaves {memory_gib:.1f} GiB"
+    say(f"forward + backward of {task.batch_size} x {task.seq_length} tokens{memory}")
+    for line in [*table([*attention, *steps]), *record.why, record.summary()]:
         say(line)
     return record
 
 
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in values.items()}
-
-
-def _memory_gib(task: Task) -> float | None:
-    """GPU memory that weights, gradients and activations of the run can have; None without a GPU."""
+def _memory_gib(task: Task) -> float:
+    """GPU memory that weights, gradients and activations of the run can have; infinite without a GPU."""
     if not torch.cuda.is_available():
-        return None
+        return math.inf
     release_memory()
     free, _ = torch.cuda.mem_get_info()
     return (free + torch.cuda.memory_reserved()) / GIB * SLACK - task.other_memory_gib
 
 
-def measure_attention(task: Task, timer: Timer, deadline: Deadline) -> list[AttentionTime]:
+def measure_attention(
+    task: Task, precision: Precision, timer: Timer, deadline: Deadline
+) -> list[AttentionTime]:
     """Each attention backend that is here and right under the run's settings (deterministic or not). None where the
     user chose one, and in the reference, which has but one."""
-    precision = task.resolved("bf16")
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return []
     offered = te_backend.document_backends() if task.document_mask else ATTENTION_CANDIDATES
-    return [
-        _attention_time(backend, task, precision, timer, deadline)
-        for backend in ATTENTION_CANDIDATES
-        if backend in offered
-    ]
-
-
-def _attention_time(
-    backend: str, task: Task, precision: Precision, timer: Timer, deadline: Deadline
-) -> AttentionTime:
-    result = AttentionTime(backend)
-    if not deadline.allows(share=ATTENTION_SHARE):
-        result.note = OUT_OF_TIME
-        return result
-    te_backend.choose_attention_backend(backend)
-    try:
-        result.error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
-        used, allowed = te_backend.attention_backend_in_use(precision.te), ATTENTION_TOLERANCE["bf16"]
-        if not used.startswith(backend):
-            result.note = f"Transformer Engine ran {used}"
-        elif not result.error <= allowed:
-            result.note = f"differs from SDPA by {result.error:.1e}, allowed {allowed:.0e}"
-        else:
-            result.ms = _milliseconds_of_attention(task, precision, timer)
-    except Exception as error:  # each package has its own for what it cannot do here; then it is no candidate
-        result.note = f"not available: {one_line(error)}"
-    return result
+    results = [AttentionTime(backend) for backend in ATTENTION_CANDIDATES if backend in offered]
+    allowed = ATTENTION_TOLERANCE["bf16"]
+    for result in results:
+        if not deadline.allows((1 - ATTENTION_SHARE) * deadline.seconds):
+            result.note = OUT_OF_TIME
+            continue
+        te_backend.choose_attention_backend(result.backend)
+        try:
+            result.error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
+            used = te_backend.attention_backend_in_use(precision.te)
+            if not used.startswith(result.backend):
+                result.note = f"Transformer Engine ran {used}"
+            elif not result.error <= allowed:
+                result.note = f"differs from SDPA by {result.error:.1e}, allowed {allowed:.0e}"
+            else:
+                result.ms = _milliseconds_of_attention(task, precision, timer)
+        except (
+            Exception
+        ) as error:  # each package has its own for what it cannot do here; then it is no candidate
+            result.note = f"not available: {one_line(error)}"
+    return results
 
 
 def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -> float:
@@ -174,7 +151,8 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
         for _ in range(QUEUED_PASSES):
             torch.autograd.grad(attend(attention, q, k, v, documents), qkv, upstream)
 
-    return median_ms(run, timer) / QUEUED_PASSES
+    run()
+    return statistics.median(timer(run, queued=True) for _ in range(ROUNDS)) / QUEUED_PASSES
 
 
 def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[StepTime]:
@@ -209,7 +187,7 @@ def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[StepTime
 
 
 class _Step:
-    """Forward and backward of a model of its own on one batch of random tokens; gradients are dropped."""
+    """Forward and backward of a model of its own on one batch of random tokens."""
 
     def __init__(self, task: Task, precision: Precision):
         release_memory()
@@ -226,26 +204,27 @@ class _Step:
         self.within = {} if documents is None else {"documents": documents.to(precision.device)}
 
     def __call__(self, index: int) -> torch.Tensor:
-        """Pass `index` (0 has to come first); returns the loss, detached."""
+        """Pass `index` (0 has to come first); returns the loss, detached. Its gradients stay until the next."""
+        self.model.zero_grad(set_to_none=True)
         first = index % self.cycle == 0 if self.cycle else None
         loss = self.forward(self.ids, labels=self.labels, is_first_microbatch=first, **self.within).loss
         loss.backward()
-        self.model.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def passes(self, count: int) -> None:
-        for index in range(count):
-            self(index)
 
     def milliseconds(self, timer: Timer) -> float:
         """Of one pass: the median of up to ROUNDS windows of passes."""
-        self.passes(WARMUP_STEPS)
+
+        def passes(count: int) -> None:
+            for index in range(count):
+                self(index)
+
+        passes(WARMUP_STEPS)
         cycle = self.cycle or 1
-        once_ms = timer.elapsed_ms(lambda: self.passes(cycle))
+        once_ms = timer(lambda: passes(cycle))
         count = cycle * max(1, round(WINDOW_MS / once_ms))
         windows: list[float] = []
         while len(windows) < ROUNDS and sum(windows) < STEP_MS:
-            windows.append(timer.elapsed_ms(lambda: self.passes(count)))
+            windows.append(timer(lambda: passes(count)))
         return statistics.median(windows) / count
 
     def peak_gib(self) -> float | None:
@@ -257,27 +236,19 @@ class _Step:
 
     def capture(self) -> None:
         """From now on with CUDA graphs. Raises RuntimeError: they compute something else."""
-        cache_weights = self.cycle is not None
-        use_cuda_graphs(
-            self.model, self.precision, self.ids, self.labels, cache_weights, self.within.get("documents")
-        )
-        eager, graphed = self.forward, self.model.forward
+        self.model.zero_grad(set_to_none=True)
+        cached, documents = self.cycle is not None, self.within.get("documents")
+        use_cuda_graphs(self.model, self.precision, self.ids, self.labels, cached, documents)
         before = snapshot_fp8_state(self.model, self.precision)
         results = []
-        for forward in (eager, graphed):
+        for forward in (self.forward, self.model.forward):
             load_fp8_state(self.model, self.precision, before)
-            loss = forward(
-                self.ids,
-                labels=self.labels,
-                is_first_microbatch=True if cache_weights else None,
-                **self.within,
-            ).loss
-            loss.backward()
+            self.forward = forward
             # the gradient that comes last depends on the whole backward
-            results.append((float(loss.detach()), float(self.model.model.embed_tokens.weight.grad.norm())))
-            self.model.zero_grad(set_to_none=True)
+            results.append((float(self(0)), float(self.model.model.embed_tokens.weight.grad.norm())))
         for name, a, b in zip(("loss", "gradient norm of the embedding"), *results, strict=True):
             if not abs(a - b) <= GRAPH_TOLERANCE * abs(a):
                 raise RuntimeError(f"with CUDA graphs the {name} is {b:.5g}, without {a:.5g}")
-        self.forward, self.captured = graphed, True
+        self.model.zero_grad(set_to_none=True)
+        self.captured = True
         release_memory()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import importlib.metadata
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import MistralConfig
 
 from model.build import build_model
+from model.config import ARCHITECTURE, GIB
 from model.documents import Documents, random_documents
+from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.recipes import RECIPES, Compute, PrecisionConfig
@@ -18,6 +22,7 @@ from model.variants import SpeedConfig
 # FP8 copies of weights are made in the first micro-batch of a step; what more than 4 micro-batches would change is
 # below 0.2 %.
 LONGEST_CYCLE = 4
+PACKAGES = ("torch", "flash-attn", "flash-attn-4", "triton")  # besides TE; their kernels are measured
 
 
 @dataclass
@@ -83,3 +88,39 @@ class Task:
                     weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
                 module.fuse_wgrad_accumulation = True
         return model
+
+    def made_for(self) -> dict[str, dict[str, Any]]:
+        """What a choice holds for, as JSON values: `asked`, `circumstances`, `versions` (see Record)."""
+        precision = asdict(self.precision)
+        del precision["auto"]
+        gpu: dict[str, Any] = {"GPU": "none"}
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            gpu = {"GPU": properties.name, "GPU memory, GiB": round(properties.total_memory / GIB)}
+        packages = {p: importlib.metadata.version(p) for p in PACKAGES if te_backend.is_installed(p)}
+        return {
+            "asked": {
+                "model": {key: getattr(self.config, key, None) for key in ARCHITECTURE},
+                "model.variant": self.variant,
+                "model.attention_backend": self.attention_backend,
+                "data.document_mask": self.document_mask,
+                "precision": precision,
+                "speed": asdict(self.speed),
+            },
+            "circumstances": {
+                "per_device_train_batch_size": self.batch_size,
+                "max_seq_length": self.seq_length,
+                "gradient_checkpointing": self.gradient_checkpointing,
+                "more than one micro-batch a step": self.accumulation > 1,
+                "weight gradients added in float32 by the GEMMs": self.main_grad,
+                "CUDA graphs allowed": self.graphs_allowed,
+                "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
+                **gpu,
+            },
+            "versions": {
+                **packages,
+                "fp8": self.resolved("bf16").te.version,
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+            },
+        }

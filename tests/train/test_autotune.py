@@ -12,7 +12,7 @@ import torch
 
 from model.autotune import measure
 from model.autotune.measure import autotune
-from model.autotune.record import Choice, Record, asked_of, circumstances_of, versions_of
+from model.autotune.record import Choice, Record
 from model.autotune.task import Task
 from model.config import load_config
 from model.fp8.recipes import PrecisionConfig
@@ -22,10 +22,7 @@ from train import train
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
 from train.config.ds_config import resolve_ds_config
-
-# in records of before, when modules for which bf16 was faster were found too
-MIXTURE = ["lm_head", "model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"]
-
+from train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -57,13 +54,13 @@ def arguments(settings: dict[str, Any], **changes: Any) -> TrainingArguments:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets a CPU count as a GPU on which a mixture of FP8 and bf16 is the fastest. Grows by an entry a measurement."""
+    """Lets a CPU count as a GPU on which bf16 is the fastest. Grows by an entry a measurement."""
     calls: list[int] = []
 
     def measure(task: Task, say: Callable[[str], None]) -> Record:
         calls.append(1)
-        made_for = asked_of(task), circumstances_of(task), versions_of(task)
-        return Record(*made_for, Choice("fp8", MIXTURE, False, "auto"), ["because"], 1.0, {})
+        choice = Choice("bf16", False, "auto")
+        return Record(**task.made_for(), choice=choice, why=["because"], seconds=1.0, measurements={})
 
     monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
     monkeypatch.setattr(glue, "autotune", measure)
@@ -74,6 +71,11 @@ def resolve(args: TrainingArguments) -> tuple[TrainingArguments, Record | None, 
     lines: list[str] = []
     resolved, record = glue.resolve_auto(args, 1, lines.append)
     return resolved, record, "\n".join(lines)
+
+
+def save(record: Record, output_dir: Path) -> None:
+    """As a run does."""
+    RunFolder(output_dir).autotune.write_text(record.to_json())
 
 
 @pytest.mark.parametrize(
@@ -108,12 +110,12 @@ def test_off_is_off(settings: dict, measured: list[int]) -> None:
 def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, measured: list[int]) -> None:
     args = arguments(settings)
     resolved, record, _ = resolve(args)
-    assert record is not None and record.choice == Choice("fp8", MIXTURE, False, "auto")
-    assert resolved.precision.bf16_modules == MIXTURE and resolved.precision.auto is False
+    assert record is not None and record.choice == Choice("bf16", False, "auto")
+    assert resolved.precision.compute == "bf16" and resolved.precision.auto is False
     output_dir = Path(settings["output_dir"])
     assert not output_dir.exists()
     output_dir.mkdir()
-    glue.save(record, output_dir)
+    save(record, output_dir)
     again, same, log = resolve(args)
     assert again == resolved and same == record and "not measured again" in log and len(measured) == 1
     assert not resume_differences(resolved.to_dict(), again.to_dict())
@@ -123,7 +125,7 @@ def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, meas
     assert resolve(from_file) == (from_file, None, "")
 
     # by its path, elsewhere
-    by_path = {**settings["precision"], "auto": str(output_dir / glue.FILE)}
+    by_path = {**settings["precision"], "auto": str(output_dir / "autotune.json")}
     other = arguments(settings, precision=by_path, output_dir=str(output_dir / "other"))
     assert resolve(other)[0].precision == resolved.precision and len(measured) == 1
 
@@ -168,10 +170,10 @@ def test_a_run_that_chose_graphs_goes_on_with_recomputation(settings: dict, meas
     output_dir = Path(settings["output_dir"])
     (output_dir / "checkpoints/step-00000002").mkdir(parents=True)
     (output_dir / "checkpoints/step-00000002/manifest.json").write_text("{}")
-    glue.save(record, output_dir)
+    save(record, output_dir)
     assert resolve(arguments(settings))[0].speed.cuda_graphs
     resumed, _, log = resolve(arguments(settings, gradient_checkpointing=True))
-    assert not resumed.speed.cuda_graphs and resumed.precision.bf16_modules == MIXTURE
+    assert not resumed.speed.cuda_graphs and resumed.precision.compute == "bf16"
     assert "not measured again" in log and len(measured) == 1
 
 
@@ -182,7 +184,7 @@ def test_other_circumstances_are_measured_anew_unless_a_run_goes_on(
     output_dir.mkdir()
     resolved, record, _ = resolve(arguments(settings))
     assert record is not None
-    glue.save(record, output_dir)
+    save(record, output_dir)
     changed = arguments(settings, gradient_checkpointing=True)
     _, _, log = resolve(changed)
     assert len(measured) == 2 and "gradient_checkpointing: false -> true" in log
@@ -239,10 +241,9 @@ def check_runs(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     first = run(settings)
     output_dir = Path(settings["output_dir"])
     written = json.loads((output_dir / "train_config.json").read_text())
-    choice = json.loads((output_dir / glue.FILE).read_text())["choice"]
+    choice = json.loads((output_dir / "autotune.json").read_text())["choice"]
     assert written["precision"]["auto"] is False
     assert written["precision"]["compute"] == choice["compute"]
-    assert written["precision"]["bf16_modules"] == choice["bf16_modules"]
     assert written["model"]["attention_backend"] == choice["attention_backend"]
 
     # as if it had been stopped in its third step
@@ -253,7 +254,7 @@ def check_runs(settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> 
 
     by_hand = {**written, "output_dir": str(output_dir) + "-by-hand"}
     assert run(by_hand) == first
-    assert not (Path(by_hand["output_dir"]) / glue.FILE).exists()
+    assert not (Path(by_hand["output_dir"]) / "autotune.json").exists()
     return choice
 
 
