@@ -56,21 +56,19 @@ def timed_ms(step: Callable[[], Any]) -> float:
     return laps.ms()["step"][0]
 
 
-def take_turns(
-    steps: Mapping[Key, Callable[[], Any]], rounds: int, before: Mapping[Key, Callable[[], Any]] | None = None
-) -> dict[Key, list[float]]:
-    """Milliseconds of each step in each of `rounds` rounds; `before` is what must run, untimed, before some of them.
+def take_turns(steps: Mapping[Key, Sequence[Callable[[], Any]]], rounds: int) -> dict[Key, list[float]]:
+    """Milliseconds of each step in each of `rounds` rounds; of a step the last call is timed, those before it only run.
 
     A round runs every step once, so that a clock that drifts meets all of them alike, and every second round runs
     them in reverse, so that none always follows the same one.
     """
-    before = before or {}
     times: dict[Key, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
-            if name in before:
-                before[name]()
-            times[name].append(timed_ms(steps[name]))
+            *before, timed = steps[name]
+            for call in before:
+                call()
+            times[name].append(timed_ms(timed))
     return times
 
 

@@ -15,9 +15,8 @@ once for all its modules, is part of each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,38 +33,27 @@ ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
 Results = dict[str, Tensor]
 """Any of "output" [batch, rows, out], "dgrad" [batch, rows, in] and "wgrad" [out, in]."""
 
-
-@dataclass
-class Part:
-    """`work` is what is timed, `before` what has to run before each time, if anything."""
-
-    work: Callable[[], Results]
-    before: Callable[[], Any] | None = None
+Part = Sequence[Callable[[], Results]]
+"""The last is timed and has the results; what is before it runs each time before, untimed."""
 
 
-@dataclass
 class Tensors:
     """What all precisions of a shape compute with, float32: `weight` [out, in], `x` [batch, rows, in], `gradient` of
-    the output [batch, rows, out], and the `exact` results."""
+    the output [batch, rows, out], and the `exact` results.
 
-    weight: Tensor
-    x: Tensor
-    gradient: Tensor
-    exact: Results
+    Normal ones of the sizes that training has: zeros would run faster than any data, for less power.
+    """
 
-    @classmethod
-    def random(cls, shape: Shape, device: torch.device) -> Tensors:
-        """Normal ones of the sizes that training has: zeros would run faster than any data, for less power."""
+    def __init__(self, shape: Shape, device: torch.device):
         torch.manual_seed(0)
-        weight = torch.randn(shape.outputs, shape.inputs, device=device) * 0.02
-        x = torch.randn(shape.batch, shape.rows, shape.inputs, device=device)
-        gradient = torch.randn(shape.batch, shape.rows, shape.outputs, device=device) * 1e-3
-        exact = {
-            "output": x @ weight.T,
-            "dgrad": gradient @ weight,
-            "wgrad": gradient.flatten(0, 1).T @ x.flatten(0, 1),
+        self.weight = torch.randn(shape.outputs, shape.inputs, device=device) * 0.02
+        self.x = torch.randn(shape.batch, shape.rows, shape.inputs, device=device)
+        self.gradient = torch.randn(shape.batch, shape.rows, shape.outputs, device=device) * 1e-3
+        self.exact = {
+            "output": self.x @ self.weight.T,
+            "dgrad": self.gradient @ self.weight,
+            "wgrad": self.gradient.flatten(0, 1).T @ self.x.flatten(0, 1),
         }
-        return cls(weight, x, gradient, exact)
 
     def errors(self, results: Results) -> dict[str, float]:
         """Relative error of each result in the Frobenius norm."""
@@ -87,14 +75,16 @@ class Case:
         self.compute, _, recipe = name.partition("-")
         device, dtype = tensors.x.device, DTYPES[self.compute]
         self.precision: Precision | None = None
+        self._manager: Any = None
         if self.compute == "fp8":
             if reason := shape.why_not_fp8():
                 raise PrecisionError(reason)
             self.precision = Precision(PrecisionConfig(recipe=recipe, bf16_modules=[]))
-            self._scales = _OwnScales(self.precision.te)
-            linear = self.precision.te.Linear(
-                shape.inputs, shape.outputs, bias=False, params_dtype=dtype, device=device
-            )
+            te = self.precision.te
+            linear = te.Linear(shape.inputs, shape.outputs, bias=False, params_dtype=dtype, device=device)
+            # the reference has no such object; nobody reads its speed
+            self._manager = getattr(sys.modules[te.autocast.__module__], "FP8GlobalStateManager", None)
+            self._scales = self._manager and type(self._manager.quantization_state)()
         else:
             linear = nn.Linear(shape.inputs, shape.outputs, bias=False, dtype=dtype, device=device)
         with torch.no_grad():
@@ -132,7 +122,8 @@ class Case:
         self.linear.weight.requires_grad_("wgrad" in names)
 
     def parts(self, calls: int) -> dict[str, Part]:
-        """The PARTS, launched normally."""
+        """The parts, launched normally."""
+        outputs: list[Tensor] = []
 
         def forward() -> Results:
             self.need("dgrad", "wgrad")
@@ -147,84 +138,53 @@ class Case:
                 gradients = self.backward(output, "dgrad", "wgrad")
             return {"output": output.detach(), **gradients}
 
-        def backward_of(name: str) -> Part:
-            outputs: list[Tensor] = []
+        def before(name: str) -> Results:
+            self.need(name)
+            outputs[:] = [self.forward() for _ in range(calls)]
+            return {}
 
-            def before() -> None:
-                self.need(name)
-                outputs[:] = [self.forward() for _ in range(calls)]
+        def backward(name: str) -> Results:
+            while outputs:
+                gradients = self.backward(outputs.pop(), name)
+            return gradients
 
-            def work() -> Results:
-                while outputs:
-                    gradients = self.backward(outputs.pop(), name)
-                return gradients
+        parts = {"step": [step], "forward": [forward]}
+        parts |= {name: [partial(before, name), partial(backward, name)] for name in ("dgrad", "wgrad")}
+        return {
+            name: [partial(self._with_own_scales, stage) for stage in part] for name, part in parts.items()
+        }
 
-            return Part(work, before)
-
-        parts = {"step": Part(step), "forward": Part(forward)}
-        parts |= {name: backward_of(name) for name in ("dgrad", "wgrad")}
-        return parts if self.precision is None else {k: self._with_own_scales(p) for k, p in parts.items()}
-
-    def _with_own_scales(self, part: Part) -> Part:
-        def scoped(function: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                with self._scales():
-                    return function()
-
-            return run
-
-        return Part(scoped(part.work), scoped(part.before) if part.before else None)
-
-
-class _OwnScales:
-    """The modules whose scales Transformer Engine updates at the end of an autocast or a backward are those of the
-    whole process, in the autocasts of other recipes too. A row must pay for its own only: as long as the context is
-    entered, the process has the state of this object."""
-
-    def __init__(self, te: Any):
-        # the reference has no such object; nobody reads its speed
-        self.manager = getattr(sys.modules[te.autocast.__module__], "FP8GlobalStateManager", None)
-        self.state = self.manager and type(self.manager.quantization_state)()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self.manager is None:
-            yield
-            return
-        outer, self.manager.quantization_state = self.manager.quantization_state, self.state
+    def _with_own_scales(self, stage: Callable[[], Results]) -> Results:
+        """The modules whose scales Transformer Engine updates at the end of an autocast or a backward are those of the
+        whole process, in the autocasts of other recipes too. A row must pay for its own only."""
+        if self._manager is None:
+            return stage()
+        outer, self._manager.quantization_state = self._manager.quantization_state, self._scales
         try:
-            yield
+            return stage()
         finally:
-            self.manager.quantization_state = outer
+            self._manager.quantization_state = outer
 
 
-def as_graphs(part: Part, pool: Any) -> Part:
-    """`part`, which must have run before, as replays of CUDA graphs on the current stream (not the default one), with
-    their memory in `pool`. The results are the same tensors each time.
+def as_graph(stage: Callable[[], Results], pool: Any) -> Callable[[], Results]:
+    """`stage`, which must have run before, as the replay of a CUDA graph on the current stream (not the default one),
+    with its memory in `pool`. The results are the same tensors each time.
 
     Raises RuntimeError: what cannot be captured.
     """
-    before = None
-    if part.before:
-        before, _ = _capture(part.before, pool)
-    work, results = _capture(part.work, pool)
-
-    def replay() -> Results:
-        work.replay()
-        return results
-
-    return Part(replay, before.replay if before else None)
-
-
-def _capture(function: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph, cause = torch.cuda.CUDAGraph(), None
     try:
         with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
             try:
-                result = function()
+                results = stage()
             except Exception as error:
                 cause = error  # ending the capture raises another one, which says less
                 raise
     except Exception as error:
         raise RuntimeError(f"cannot be captured as a CUDA graph: {cause or error}") from error
-    return graph, result
+
+    def replay() -> Results:
+        graph.replay()
+        return results
+
+    return replay

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ def product(precision: str, size: int) -> Callable[[], Tensor]:
     )
 
 
+def repeat(step: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        step()
+
+
 def measure_ceilings(rounds: int) -> dict[str, dict[str, Any]]:
     """precision -> {"tflops": the best median, "size": where, "tflops_by_size"}; {} without a GPU.
 
@@ -47,7 +53,7 @@ def measure_ceilings(rounds: int) -> dict[str, dict[str, Any]]:
     for precision in kinds:
         for size in SIZES[precision]:
             calls[precision, size] = max(1, round(SAMPLE_FLOP[precision] / (2 * size**3)))
-            steps[precision, size] = _repeated(product(precision, size), calls[precision, size])
+            steps[precision, size] = [partial(repeat, product(precision, size), calls[precision, size])]
     take_turns(steps, 2)
     times = take_turns(steps, rounds)
     ceilings = {}
@@ -59,11 +65,3 @@ def measure_ceilings(rounds: int) -> dict[str, dict[str, Any]]:
         best = max(by_size, key=lambda size: by_size[size])
         ceilings[precision] = {"tflops": by_size[best], "size": best, "tflops_by_size": by_size}
     return ceilings
-
-
-def _repeated(step: Callable[[], Any], calls: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(calls):
-            step()
-
-    return run

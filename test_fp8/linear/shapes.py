@@ -5,25 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from model.config import CONFIGS
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE, FP8_TRAIN_ROW_MULTIPLE
 
-# What is timed of a Linear, and how: see cases.py.
-PARTS = ("step", "forward", "dgrad", "wgrad")
+# The parts of a Linear that are timed, and the GEMMs in each, and how they are launched: see cases.py.
 GEMMS = {"step": 3, "forward": 1, "dgrad": 1, "wgrad": 1}
 LAUNCHES = ("eager", "graph")
 
 # The shapes of HARE's microbenchmark.
-HARE_SHAPES = [
-    "8x2048x2048:512",
-    "8x2048x2048:5632",
-    "8x2048x2048:2048",
-    "8x2048x2048:32",
-    "1x1024x1024:1024",
-]
+HARE_SHAPES = "8x2048x2048:512 8x2048x2048:5632 8x2048x2048:2048 8x2048x2048:32 1x1024x1024:1024".split()
 SWEEP_ROWS = [1024, 4096, 16384, 65536]
 SWEEP_WIDTHS = [512, 1024, 2048, 4096, 8192, 16384]
 # The batch of a model's GEMMs: 8 sequences of 2048.
@@ -52,12 +44,10 @@ class Shape(NamedTuple):
         """Floating point operations of one of the three GEMMs: forward, dgrad and wgrad have equally many."""
         return 2 * self.all_rows * self.inputs * self.outputs
 
-    def shrunk(self, widths: bool) -> Shape:
-        """What a CPU measures in its place; `widths`: shrink those too."""
-        fraction = CPU_WIDTH_FRACTION if widths else 1
-        return Shape(
-            self.batch, self.rows // CPU_ROWS_FRACTION, self.inputs // fraction, self.outputs // fraction
-        )
+    def shrunk(self, width_fraction: int) -> Shape:
+        """What a CPU measures in its place."""
+        inputs, outputs = self.inputs // width_fraction, self.outputs // width_fraction
+        return Shape(self.batch, self.rows // CPU_ROWS_FRACTION, inputs, outputs)
 
     def why_not_fp8(self) -> str | None:
         """What keeps FP8 training from this shape, None if nothing does."""
@@ -71,29 +61,16 @@ class Shape(NamedTuple):
                 return f"{name} is {size}, not a multiple of {FP8_FEATURE_MULTIPLE}"
         return None
 
-    def memory_bytes(self, calls: Mapping[str, int]) -> int:
-        """An estimate of what measuring the precisions in `calls` takes: the float32 originals and results; of each
-        precision its weight and, in its CUDA graphs' own pool, so many forwards with what they save for the backward,
-        and the results; the largest of these again outside of the graphs; and the temporaries of a comparison."""
-        x, y, w = self.all_rows * self.inputs, self.all_rows * self.outputs, self.inputs * self.outputs
-        shared = 4 * 2 * (x + y + w) + 2 * (x + y) + 8 * max(x, y, w)
-        pools = [0]
-        for name, forwards in calls.items():
-            element = 4 if name == "fp32" else 2
-            saved, quantized = (x + 2 * w, 2 * y) if name.startswith("fp8") else (0, 0)
-            pools.append(forwards * (element * y + saved) + quantized + element * (x + y + w))
-            shared += element * w
-        return shared + sum(pools) + max(pools)
-
 
 def parse_shape(text: str) -> Shape:
     """The argparse type of --shapes. Raises argparse.ArgumentTypeError: not BATCHxROWSxIN:OUT."""
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:->|:)(\d+)", text)
-    if match is None or not all(int(n) for n in match.groups()):
+    sizes = [int(n) for n in match.groups()] if match else [0]
+    if not all(sizes):
         raise argparse.ArgumentTypeError(
             f"{text!r}: a shape is BATCHxROWSxIN:OUT, all positive, for instance {HARE_SHAPES[0]}"
         )
-    return Shape(*(int(n) for n in match.groups()))
+    return Shape(*sizes)
 
 
 def model_names() -> list[str]:
@@ -121,19 +98,18 @@ def chosen_shapes(
 ) -> dict[Shape, list[str]]:
     """Shape -> what it is. HARE's unless `shapes` are given, the GEMMs of `models`, and the square ones of a `sweep`;
     `shrink`: all but `shapes` at a size for a CPU. Two of the same GEMM sizes are measured once, under both names."""
-    found: list[tuple[str, Shape]] = [("given", shape) for shape in shapes or []]
-    if not shapes:
-        found += [("HARE", s.shrunk(widths=False) if shrink else s) for s in map(parse_shape, HARE_SHAPES)]
+    found = [("given", shape) for shape in shapes or []]
+    hare = [] if shapes else [("HARE", parse_shape(text)) for text in HARE_SHAPES]
     more = [item for name in models for item in model_shapes(name).items()]
     if sweep:
         more += [("square", Shape(1, rows, w, w)) for rows in SWEEP_ROWS for w in SWEEP_WIDTHS]
-    found += [(what, s.shrunk(widths=True) if shrink else s) for what, s in more]
+    for group, width_fraction in ((hare, 1), (more, CPU_WIDTH_FRACTION)):
+        found += [(what, shape.shrunk(width_fraction) if shrink else shape) for what, shape in group]
 
     first: dict[tuple[int, int, int], Shape] = {}
     names: dict[Shape, list[str]] = {}
     for what, shape in found:
-        kept = first.setdefault((shape.all_rows, shape.inputs, shape.outputs), shape)
-        names.setdefault(kept, [])
-        if what not in names[kept]:
-            names[kept].append(what)
+        kept = names.setdefault(first.setdefault((shape.all_rows, shape.inputs, shape.outputs), shape), [])
+        if what not in kept:
+            kept.append(what)
     return names

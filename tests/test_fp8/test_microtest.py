@@ -11,7 +11,7 @@ import torch
 
 from test_fp8.linear import bench as linear_bench
 from test_fp8.linear.bench import measure_shape
-from test_fp8.linear.cases import Case, Tensors
+from test_fp8.linear.cases import Case
 from test_fp8.linear.shapes import Shape, chosen_shapes, model_shapes
 from test_fp8.linear.summary import fp8_against_bf16, from_width, plot, summary_lines
 from tests import programs
@@ -134,7 +134,7 @@ def test_a_row_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("out of luck\nand more")
 
     rows = measured(["bf16", "fp8-block"])
-    monkeypatch.setattr(Tensors, "random", fail)
+    monkeypatch.setattr(linear_bench, "Tensors", fail)
     assert {r["reason"] for r in measured(["bf16"])} == {"out of luck"}
     assert rows[0]["step"] and rows[2]["step"]
     monkeypatch.undo()

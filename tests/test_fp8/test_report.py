@@ -55,13 +55,13 @@ def test_steps_take_turns() -> None:
     def noted(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    times = timing.take_turns({"a": noted("a"), "b": noted("b")}, 3, before={"b": noted("before b")})
+    times = timing.take_turns({"a": [noted("a")], "b": [noted("before b"), noted("b")]}, 3)
     assert order == ["a", "before b", "b", "before b", "b", "a", "a", "before b", "b"]
     assert [len(samples) for samples in times.values()] == [3, 3]
 
 
 def test_time_is_in_milliseconds_and_without_what_runs_before() -> None:
-    times = timing.take_turns({"x": lambda: time.sleep(0.01)}, 1, before={"x": lambda: time.sleep(0.2)})
+    times = timing.take_turns({"x": [lambda: time.sleep(0.2), lambda: time.sleep(0.01)]}, 1)
     assert 10 <= times["x"][0] < 150
 
 
