@@ -14,7 +14,6 @@ import argparse
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -31,90 +30,58 @@ from train.checkpoint.files import (
 from train.run_folder import RunFolder
 
 AGES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
-NOT_COMMITTED = f"not committed: no {MANIFEST} (its save is under way, was killed or failed)"
 
 
-@dataclass
-class Found:
-    """One folder of a step, and why it is no checkpoint (`damage`)."""
-
-    path: Path
-    committed: bool
-    damage: list[str]
-    description: str  # what its run state says
-    bytes: int
-    changed: float  # seconds since the epoch
-
-
-def examine(path: Path, verify: bool) -> Found:
-    """Look at one folder; with `verify` all its hashes are computed."""
-    is_committed = (path / MANIFEST).is_file()
-    damage = problems(path, hashes=verify) if is_committed else []
+def report(path: Path, verify: bool) -> tuple[list[str] | None, int]:
+    """Print what is in one folder of a step; with `verify` all its hashes are computed. Returns what is wrong with it
+    (None: it was never committed), and its bytes."""
+    damage = problems(path, hashes=verify) if (path / MANIFEST).is_file() else None
     try:
         state = read_state(path)
         description = f"{state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}"
     except CheckpointError:
         description = "no readable run state"
     files = [file.stat() for file in path.rglob("*") if file.is_file()]
-    changed = max((f.st_mtime for f in files), default=path.stat().st_mtime)
-    return Found(path, is_committed, damage, description, sum(f.st_size for f in files), changed)
-
-
-def lines_of(found: Found, verify: bool) -> list[str]:
-    """The folder as text."""
-    whole = "verified" if verify else "sizes hold (--verify computes the hashes)"
-    verdict = "damaged" if found.damage else whole
-    head = [found.description, size_text(found.bytes), f"{age(time.time() - found.changed)} old"]
-    state = f"committed, {verdict}" if found.committed else NOT_COMMITTED
-    return [f"{found.path.name}  {', '.join(head)}", f"    {state}", *(f"    {d}" for d in found.damage)]
+    size = sum(file.st_size for file in files)
+    seconds = time.time() - max((file.st_mtime for file in files), default=path.stat().st_mtime)
+    unit, name = next(((s, n) for s, n in AGES if seconds >= 2 * s), AGES[-1])
+    print(f"{path.name}  {description}, {size_text(size)}, {max(seconds, 0) // unit:,.0f} {name} old")
+    if damage is None:
+        verdict = f"not committed: no {MANIFEST} (its save is under way, was killed or failed)"
+    elif damage:
+        verdict = "committed, damaged"
+    else:
+        verdict = f"committed, {'verified' if verify else 'sizes hold (--verify computes the hashes)'}"
+    print("\n".join(f"    {line}" for line in [verdict, *(damage or [])]), flush=True)
+    return damage, size
 
 
 def folders_of(given: Path) -> list[Path]:
-    """The step folders that DIR means, oldest first.
-
-    Raises CheckpointError: there is no such folder.
-    """
+    """The step folders that DIR means, oldest first. Raises CheckpointError: there are none."""
     if not given.is_dir():
         raise CheckpointError(f"{given} is not a folder; give an output_dir, its checkpoints, or one of them")
     if FOLDER.fullmatch(given.resolve().name) or (given / MANIFEST).is_file():
         return [given]
     root = RunFolder(given).checkpoints
-    return step_folders(root if root.is_dir() else given)
-
-
-def age(seconds: float) -> str:
-    """A duration in its largest whole unit."""
-    unit, name = next(((s, n) for s, n in AGES if seconds >= 2 * s), AGES[-1])
-    return f"{max(seconds, 0) // unit:,.0f} {name}"
+    if found := step_folders(root if root.is_dir() else given):
+        return found
+    raise CheckpointError(f"{given} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder")
 
 
 def inspect(given: Path, verify: bool) -> bool:
-    """Print all about DIR; returns whether its newest committed checkpoint is good.
-
-    Raises CheckpointError: there is no such folder, or no folder of a step in it.
-    """
-    folders = folders_of(given)
-    if not folders:
-        raise CheckpointError(
-            f"{given} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder"
-        )
-    found = []
-    for path in folders:
-        found.append(examine(path, verify))
-        print("\n".join(lines_of(found[-1], verify)), flush=True)
-    candidates = [f for f in found if f.committed]
-    good = [f for f in candidates if not f.damage]
-    free = size_text(shutil.disk_usage(given).free)
-    print(
-        f"\n{len(found)} folders, {len(candidates)} committed, {size_text(sum(f.bytes for f in found))}; {free} free"
-    )
+    """Print all about DIR; returns whether its newest committed checkpoint is good. Raises as `folders_of`."""
+    reports = [(path, *report(path, verify)) for path in folders_of(given)]
+    candidates = [(path, damage) for path, damage, _ in reports if damage is not None]
+    good = [path for path, damage in candidates if not damage]
+    size, free = size_text(sum(r[2] for r in reports)), size_text(shutil.disk_usage(given).free)
+    print(f"\n{len(reports)} folders, {len(candidates)} committed, {size}; {free} free")
     if good:
-        print(f'a resume with "auto" takes {good[-1].path.name}')
+        print(f'a resume with "auto" takes {good[-1].name}')
     elif candidates:
         print('a resume with "auto" is refused: no committed checkpoint is good')
     else:
         print('a resume with "auto" starts anew: nothing is committed')
-    return bool(candidates) and not candidates[-1].damage
+    return bool(candidates) and not candidates[-1][1]
 
 
 def main(argv: list[str] | None = None) -> int:

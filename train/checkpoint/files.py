@@ -7,8 +7,7 @@
         manifest.json                                    written last: every file with its size and sha256, and its own
 
 A folder without a manifest is not a checkpoint: whoever dies in a save leaves none, and the one before stays
-the newest. `step-00000100.before` is a checkpoint too: the one that was there when step 100 was saved again, until that
-save is committed. A file `latest`, which DeepSpeed would read, has no meaning here.
+the newest. A file `latest`, which DeepSpeed would read, has no meaning here.
 
 Nothing here needs torch: inspect_checkpoint.py starts at once.
 """
@@ -33,10 +32,9 @@ from train.files import sha256_file, sync_folder, write_durably
 SCHEMA = 2
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
-BEFORE = ".before"
 # What a machine keeps of a folder on a network file system, it keeps for so long at the most (NFS: acdirmax).
 SEEN_WITHIN_S = 60.0
-FOLDER = re.compile(r"step-(\d{8,})(\.before)?")
+FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UserError):
@@ -55,9 +53,7 @@ class RunState:
     train_config: dict[str, Any]
     model_config: dict[str, Any]
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
-    health: dict[str, Any] = field(
-        default_factory=dict
-    )  # of train/guard/health.py: what it knows of recent steps
+    health: dict[str, Any] = field(default_factory=dict)  # what train/guard/health.py knows of recent steps
     # [first, end) of what rollbacks left out of the order of samples
     skipped_samples: list[list[int]] = field(default_factory=list)
     evaluation_due: bool = False  # that of this step was left, because the run was asked to stop
@@ -73,19 +69,13 @@ def rank_file(rank: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint folder's name.
-
-    Raises ValueError: it is not the name of one.
-    """
-    if found := FOLDER.fullmatch(path.name):
-        return int(found[1])
-    raise ValueError(f"{path} is not named like a checkpoint, {name_of(100)!r}")
+    """The step in a checkpoint folder's name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def step_folders(root: Path) -> list[Path]:
     """The folders of saves under `root`, committed or not, oldest step first."""
-    found = [p for p in root.glob("step-*") if FOLDER.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: (step_of(p), not p.name.endswith(BEFORE)))
+    return sorted((p for p in root.glob("step-*") if FOLDER.fullmatch(p.name) and p.is_dir()), key=step_of)
 
 
 def committed(root: Path) -> list[Path]:
@@ -96,19 +86,9 @@ def committed(root: Path) -> list[Path]:
 # ---------------------------------------------------------------- manifest
 
 
-def describe_file(file: Path, root: Path) -> dict[str, Any]:
-    """Name relative to `root`, bytes and sha256 of a file."""
-    return {
-        "name": file.relative_to(root).as_posix(),
-        "bytes": file.stat().st_size,
-        "sha256": sha256_file(file),
-    }
-
-
-def describe_all(files: list[Path], root: Path) -> list[dict[str, Any]]:
-    """`describe_file` of each, several at a time."""
-    with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
-        return list(pool.map(lambda file: describe_file(file, root), files))
+def describe_file(file: Path) -> dict[str, Any]:
+    """Its entry in the manifest."""
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
 
 
 def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None:
@@ -173,28 +153,16 @@ def identity(path: Path) -> str:
     return sha256_file(path / MANIFEST)
 
 
-def discard(path: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that a kill half way leaves no half checkpoint that counts."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
-
-
 # ---------------------------------------------------------------- the place of a save
 
 
 def make_room(path: Path, needed: int) -> None:
     """Clear the place for a save, and check that the disk has `needed` bytes.
 
-    Raises OSError: it has not.
+    Raises OSError: it has not, or there is a checkpoint of this step (`set_aside` has moved those of later steps).
     """
-    if path.exists():
-        if (path / MANIFEST).is_file():
-            before = path.with_name(path.name + BEFORE)  # counts until this save is committed
-            if before.exists():
-                discard(before)
-            path.rename(before)
-        else:
-            shutil.rmtree(path)  # left by a run that died in its save
+    if path.exists() and not (path / MANIFEST).exists():
+        shutil.rmtree(path)  # left by a run that died in its save
     path.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(path.parent).free) < needed:
         raise OSError(
@@ -204,14 +172,11 @@ def make_room(path: Path, needed: int) -> None:
 
 
 def undo_save(path: Path, needed: int, error: Exception) -> str:
-    """Remove what a failed save wrote, put back what it replaced; returns what to tell the user. Never raises."""
+    """Remove what a failed save wrote; returns what to tell the user. Never raises."""
     full, removed = _free(path.parent), "what it wrote is removed"
     try:
         if path.exists() and not (path / MANIFEST).exists():  # with one it is what was there before
             shutil.rmtree(path)
-        before = path.with_name(path.name + BEFORE)
-        if before.exists() and not path.exists():
-            before.rename(path)
     except OSError as reason:
         removed = f"what it wrote could not be removed ({reason})"
     return (
@@ -230,12 +195,12 @@ def _free(folder: Path) -> str:
 
 def discard_old(path: Path, keep: int) -> None:
     """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all."""
-    replaced = path.with_name(path.name + BEFORE)
     older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
-    surplus = older[: max(len(older) - (keep - 1), 0)] if keep else []
-    for old in [*surplus, *([replaced] if replaced.exists() else [])]:
+    for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
-            discard(old)
+            # the manifest first: a kill half way leaves no half checkpoint that counts
+            (old / MANIFEST).unlink()
+            shutil.rmtree(old)
         except OSError as error:  # the new one is committed all the same
             warnings.warn(f"the old checkpoint {old} could not be removed: {error}", stacklevel=2)
 
@@ -264,11 +229,12 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
     if not hashes:
         return found
     try:
-        hashed = describe_all(present, path)
+        with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
+            hashes_now = list(pool.map(sha256_file, present))
     except OSError as error:
         return [*found, f"{path} cannot be read: {error}"]
-    altered = [e["name"] for e in hashed if e["sha256"] != expected[e["name"]][1]]
-    return found + [f"{path / name} is altered: its sha256 is not the manifest's" for name in altered]
+    altered = [f for f, now in zip(present, hashes_now, strict=True) if now != expected[f.name][1]]
+    return found + [f"{file} is altered: its sha256 is not the manifest's" for file in altered]
 
 
 def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:

@@ -96,15 +96,6 @@ class Ranks:
         return [result for result, _ in found]  # type: ignore[misc]  # None only where action gave that
 
 
-@dataclass
-class Saved:
-    """A checkpoint that was committed: seconds from `begin` to its commit, and how many of them training waited."""
-
-    path: Path
-    seconds: float
-    waited_s: float
-
-
 class Saver:
     """saver = Saver(engine, root of the checkpoints, ...); saver.begin(state, True); training; saver.finish().
 
@@ -174,8 +165,8 @@ class Saver:
             job.run()
         job.waited_s = time.perf_counter() - start
 
-    def finish(self) -> Saved | None:
-        """Wait for the save under way; None if there is none.
+    def finish(self) -> Job | None:
+        """Wait for the save under way, which is committed then; None if there is none.
 
         Raises SaveError, on all ranks: one of them could not write, or there is not the room. What it wrote is
         removed, and no other checkpoint.
@@ -188,7 +179,8 @@ class Saver:
         self._job = self._thread = None
         if job.failure is not None:
             raise job.failure
-        return Saved(job.path, job.seconds, job.waited_s + time.perf_counter() - start)
+        job.waited_s += time.perf_counter() - start
+        return job
 
     def _held_bytes(self) -> int:
         return sum(buffer.size for buffer in self._buffers.values())
@@ -219,8 +211,8 @@ class Job:
     error: Exception | None = None  # of the copies
     needed: int = 0  # bytes of all ranks' files
     failure: BaseException | None = None
-    seconds: float = 0.0
-    waited_s: float = 0.0
+    seconds: float = 0.0  # from `begin` to the commit
+    waited_s: float = 0.0  # how many of them training did
 
     def run(self) -> None:
         """Write, agree, commit. Raises nothing: `failure` has it."""
@@ -255,7 +247,7 @@ class Job:
         entries = [write_tensors(self.path / name, file.value()) for name, file in self.files.items()]
         if self.run_state is not None:
             write_durably(self.path / RUN_STATE, self.run_state)
-            entries.append(describe_file(self.path / RUN_STATE, self.path))
+            entries.append(describe_file(self.path / RUN_STATE))
         return entries
 
 

@@ -41,26 +41,15 @@ def wait_out_a_dead_builder() -> None:
     if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
         return
     lock = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve() / "lock"
-    looks, seen = 0, identity_of(lock)
-    while seen and not is_open(lock):
+    looks = 0
+    while lock.exists() and not is_open(lock):
         looks += 1
-        # not at the first looks: torch closes the file just before it removes it, and another builder may have made
-        # this one since the last look
+        # not at the first looks: torch closes the file just before it removes it
         if looks > 3 and os.environ["LOCAL_RANK"] == "0":
             print(f"removed {lock}, left by a build that was killed", flush=True)
             lock.unlink(missing_ok=True)
+            looks = 0
         time.sleep(0.5)
-        if identity_of(lock) != seen:
-            looks, seen = 0, identity_of(lock)
-
-
-def identity_of(path: Path) -> tuple[int, int] | None:
-    """What tells this file from another of the same name before or after it; None where there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_ctime_ns
 
 
 def is_open(path: Path) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.train.runs import ROOT
 from train import inspect_checkpoint
-from train.checkpoint.files import MANIFEST, RUN_STATE, RunState, describe_all, name_of, write_manifest
+from train.checkpoint.files import MANIFEST, RUN_STATE, RunState, describe_file, name_of, write_manifest
 
 
 def make(root: Path, step: int) -> Path:
@@ -23,7 +23,7 @@ def make(root: Path, step: int) -> Path:
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     (path / RUN_STATE).write_text(json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}))))
-    write_manifest(path, step, describe_all(sorted(path.iterdir()), path))
+    write_manifest(path, step, [describe_file(file) for file in sorted(path.iterdir())])
     return path
 
 
