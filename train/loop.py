@@ -166,7 +166,6 @@ class Loop:
                 self.batches.close()
                 raise Stopped(state.step, run.checkpoint)
         self.batches.close()
-        self.slow_ranks.close()
         return run.checkpoint
 
     def _take_step(self) -> Step:

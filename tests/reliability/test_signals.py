@@ -111,7 +111,7 @@ def test_a_signal_when_nothing_is_noted_on_a_full_disk(
 
     monkeypatch.setattr(os, "write", full)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.requested() == "SIGTERM"
+    assert signals._received == ["SIGTERM"]
 
 
 @pytest.mark.process

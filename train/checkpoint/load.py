@@ -46,15 +46,14 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     Raises CheckpointError, on all ranks: a path given that does not verify; committed checkpoints, none of which
     verifies; a rank that does not see what rank 0 chose.
     """
-    decision: list[Any] = [None, None, None]
+    decision: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            path = _choose_on_rank_0(root, setting, log)
-            decision[:2] = path, None if path is None else identity(path)
+            decision[0] = _choose_on_rank_0(root, setting, log)
         except (CheckpointError, OSError) as error:
-            decision[2] = str(error)
+            decision[1] = str(error)
     dist.broadcast_object_list(decision, src=0)
-    path, chosen, problem = decision
+    path, problem = decision
     if problem:
         raise CheckpointError(problem)
     if path is None:
@@ -65,7 +64,7 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
         seen = None
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, seen)
-    if blind := [rank for rank, found in enumerate(every) if found != chosen]:
+    if blind := [rank for rank, found in enumerate(every) if found is None or found != every[0]]:
         raise CheckpointError(
             f"ranks {blind} do not see the checkpoint {path} that rank 0 sees; output_dir must be a folder that all "
             "nodes share"

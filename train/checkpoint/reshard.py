@@ -123,7 +123,8 @@ def flat_partition(
     for (name, numel), padding in zip(sizes, paddings, strict=True):
         first, end = max(position, begin), min(position + numel, begin + length)
         if first < end:
-            yield name, Piece(first - position, _stretch(name, flats, first - begin, end - first))
+            held = {what: flat.narrow(0, first - begin, end - first) for what, flat in flats.items()}
+            yield name, Piece(first - position, held)
         position += numel + padding
 
 
@@ -136,17 +137,9 @@ def partition_of_each(
     for name, numel in sizes:
         part = math.ceil(numel / world)
         if (count := min(part, numel - rank * part)) > 0:
-            yield name, Piece(rank * part, _stretch(name, flats, offset, count))
+            held = {what: flat.narrow(0, offset, count) for what, flat in flats.items()}
+            yield name, Piece(rank * part, held)
         offset += part
-
-
-def _stretch(name: str, flats: dict[str, torch.Tensor], start: int, count: int) -> dict[str, torch.Tensor]:
-    for what, flat in flats.items():
-        if flat.numel() < start + count:
-            raise CheckpointError(
-                f"{count} elements of {name} belong there, and its {what} ends {start + count - flat.numel()} too early"
-            )
-    return {what: flat[start : start + count] for what, flat in flats.items()}
 
 
 # ---------------------------------------------------------------- the engine
@@ -213,8 +206,7 @@ def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> Non
         masters = [model["module"][name] for name in names]
     adam = optimizer.get("optimizer_state_dict", optimizer)
     for index, (name, master) in enumerate(zip(names, masters, strict=True)):
-        tensors = _tensors(master, adam["state"], index, saved.steps)
-        _collect(saved, flat_partition([(name, master.numel())], [0], 0, master.numel(), tensors))
+        saved.pieces[name].append(Piece(0, _tensors(master, adam["state"], index, saved.steps)))
 
 
 def _read_shard(
@@ -230,17 +222,20 @@ def _read_shard(
     for index, (sizes, flat) in enumerate(zip(groups, flats, strict=True)):
         tensors = _tensors(flat, adam, index, saved.steps)
         if state.zero_stage == 3:
-            _collect(saved, partition_of_each(sizes, rank, state.world_size, tensors))
-            continue
-        # The plain optimizer leaves out what pads the last partitions, BF16_Optimizer does not; it alone has no stage.
-        left_out = content["group_paddings"][index] if "zero_stage" in content else 0
-        paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
-        length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
-        if length * state.world_size < total:
-            raise CheckpointError(
-                f"{state.world_size} partitions of {length} elements do not hold the {total} of group {index}"
-            )
-        _collect(saved, flat_partition(sizes, paddings, rank, length, tensors))
+            found = partition_of_each(sizes, rank, state.world_size, tensors)
+        else:
+            # The plain optimizer leaves out what pads the last partitions, BF16_Optimizer does not; it alone has no
+            # stage.
+            left_out = content["group_paddings"][index] if "zero_stage" in content else 0
+            paddings = content.get("param_alignment_paddings", [[0] * len(sizes) for sizes in groups])[index]
+            length, total = flat.numel() + left_out, sum(numel for _, numel in sizes) + sum(paddings)
+            if length * state.world_size < total:
+                raise CheckpointError(
+                    f"{state.world_size} partitions of {length} elements do not hold the {total} of group {index}"
+                )
+            found = flat_partition(sizes, paddings, rank, length, tensors)
+        for name, piece in found:
+            saved.pieces[name].append(piece)
 
 
 def _tensors(
@@ -253,11 +248,6 @@ def _tensors(
         steps.add(float(adam[index]["step"]))
         found |= {moment: adam[index][moment].view(-1) for moment in MOMENTS}
     return found
-
-
-def _collect(saved: Contents, found: Iterator[tuple[str, Piece]]) -> None:
-    for name, piece in found:
-        saved.pieces[name].append(piece)
 
 
 def _shard(path: Path, rank: int) -> Path:

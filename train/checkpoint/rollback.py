@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ class Rollback:
     health: Health
     metrics: MetricsLogger
     stream: SampleStream
-    taken: dict[int, int] = field(
-        default_factory=dict
-    )  # step of a checkpoint -> how often it was gone back to
+    taken: Counter[int] = field(
+        default_factory=Counter
+    )  # by step of a checkpoint: how often it was gone back to
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
         """Go back; False where it cannot be done, which is said.
@@ -85,13 +86,13 @@ class Rollback:
                 "run goes on"
             )
             return False
-        if self.taken.get(saved.step, 0) >= MOST_ROLLBACKS:
+        if self.taken[saved.step] >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
                 "a lower learning_rate or max_grad_norm may be"
             )
             return False
-        self.taken[saved.step] = self.taken.get(saved.step, 0) + 1
+        self.taken[saved.step] += 1
         first = max(spikes[0].first_sample - samples, saved.consumed_samples)
         end = max(spike.first_sample for spike in spikes) + samples
         self._load(path, saved, [*self.state.skipped_samples, [first, end]])
@@ -122,11 +123,7 @@ class Rollback:
                 )
         self.metrics.rewind(saved.step)
         load_checkpoint(self.engine, path, self.precision)
-        config = self.state.train_config
-        for each in fields(RunState):
-            setattr(self.state, each.name, getattr(saved, each.name))
-        self.state.train_config, self.state.skipped_samples = config, ranges
-        self.state.world_size, self.state.evaluation_due = dist.get_world_size(), False
-        self.state.zero_stage = self.engine.zero_optimization_stage()
+        own = {key: getattr(self.state, key) for key in ("train_config", "world_size", "zero_stage")}
+        vars(self.state).update({**vars(saved), **own, "skipped_samples": ranges, "evaluation_due": False})
         self.health.forget()
         self.health.load_state_dict(saved.health)

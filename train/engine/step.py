@@ -68,8 +68,8 @@ class MicroStep:
         no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
         self.capture = speed.cuda_graphs and no_graphs is None
         self.notes = [
-            f"weight gradients: {self.main_grads.count} GEMMs add into the float32 accumulation buffer"
-            if self.main_grads and self.main_grads.count
+            f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
+            if self.main_grads and self.main_grads.buffers
             else "weight gradients: in the parameters' type, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
         ]
@@ -107,7 +107,7 @@ class MainGrads:
     DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter and, after
     each backward, adds the bf16 `.grad` to it: 24 bytes of memory traffic a parameter and micro-batch. Here the GEMM
     itself adds, in float32 and without the rounding to bf16; `.grad` stays None. Other optimizers have no such buffer:
-    then nothing changes and `count` is 0.
+    then nothing changes and there are no `buffers`.
     """
 
     def __init__(self, engine: Any, precision: Precision):
@@ -119,10 +119,6 @@ class MainGrads:
                 weight.main_grad = buffer.tensor.view(weight.shape)
                 self.buffers.append(buffer)
             module.fuse_wgrad_accumulation = True
-
-    @property
-    def count(self) -> int:
-        return len(self.buffers)
 
     def mark(self) -> None:
         """The gradients of a micro-batch have been added."""

@@ -101,18 +101,14 @@ class ReplicaCheck:
 
     def __init__(self, engine: Any, precision: Precision) -> None:
         self.engine, self.precision = engine, precision
-        self.multipliers: torch.Tensor | None = None
 
     def scope(self) -> str:
         """What is compared, for the log."""
         if dist.get_world_size() == 1:
             return "not applicable, there is one rank"
-        parts = []
         stage = self.engine.zero_optimization_stage()
-        if stage < 3:
-            parts.append("weights" if stage else "weights and optimizer state")
-        config = self.precision.config
-        if self.precision.has_state and config.reduce_amax:
+        parts = {0: ["weights and optimizer state"], 3: []}.get(stage, ["weights"])
+        if self.precision.has_state and self.precision.config.reduce_amax:
             parts.append("FP8 scales and histories")
         if stage == 3:
             parts.append("weights not applicable: ZeRO 3 keeps each once")
@@ -126,9 +122,8 @@ class ReplicaCheck:
         tensors = replicated_tensors(self.engine, self.precision)
         if not tensors:
             return
-        if self.multipliers is None:
-            self.multipliers = make_multipliers(next(iter(tensors.values())).device)
-        mine = torch.stack([checksum(tensor, self.multipliers) for tensor in tensors.values()])
+        multipliers = make_multipliers(self.engine.device)
+        mine = torch.stack([checksum(tensor, multipliers) for tensor in tensors.values()])
         every = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(every, mine)
         if problem := difference([row.tolist() for row in every], list(tensors)):

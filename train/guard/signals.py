@@ -59,11 +59,6 @@ def _note(number: int, frame: FrameType | None) -> None:
             os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
 
 
-def requested() -> str | None:
-    """The signal that this rank received first, None if none."""
-    return _received[0] if _received else None
-
-
 class StopVote:
     """Whether any rank was asked to stop: the same answer on every rank.
 

@@ -53,10 +53,9 @@ class SlowRanks:
         self._start: Any = None
         self._pairs: list[tuple[Any, Any]] = []
         self._steps = 0
-        self._hook: Any = None
         if self.on:
             self._detector = SlowRankDetector(dist.get_world_size(group))
-            self._hook = engine.module.model.norm.register_forward_pre_hook(self._layers_done)
+            engine.module.model.norm.register_forward_pre_hook(self._layers_done)
 
     def begin(self) -> None:
         """A micro-batch of training begins."""
@@ -88,12 +87,11 @@ class SlowRanks:
             if None in times:
                 return  # a GPU has not come so far yet
             for rank, factor in self._detector.window(times).items():
-                others = statistics.median(times[:rank] + times[rank + 1 :])
                 say(
                     f"warning: rank {rank} is slow: the forward of a micro-batch takes it {times[rank] * 1e3:.1f} ms, "
-                    f"{factor:.2f} times the {others * 1e3:.1f} ms of the others, for {PATIENCE * WINDOW_STEPS} steps "
-                    f"to step {step}; all ranks wait for it. Look at its GPU's clocks and temperature, and at what "
-                    "else runs there"
+                    f"{factor:.2f} times the {times[rank] / factor * 1e3:.1f} ms of the others, for "
+                    f"{PATIENCE * WINDOW_STEPS} steps to step {step}; all ranks wait for it. Look at its "
+                    "GPU's clocks and temperature, and at what else runs there"
                 )
 
     def _median_s(self) -> float | None:
@@ -104,8 +102,3 @@ class SlowRanks:
         else:
             times = [start.elapsed_time(end) / 1e3 for start, end in pairs if end.query()]
         return statistics.median(times) if times else None
-
-    def close(self) -> None:
-        """Leave the model as it was."""
-        if self._hook is not None:
-            self._hook.remove()

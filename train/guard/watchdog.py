@@ -37,9 +37,9 @@ COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py"
 
 
 class Watchdog:
-    """Watches from `start` to `close`. `met` and `doing` cost next to nothing; timeout_s 0 turns all of it off.
+    """with Watchdog(timeout_s): watches. `met` and `doing` cost next to nothing; timeout_s 0 turns all of it off.
 
-    Every rank calls `start` and `met` at the same points: they count, and the counts are compared.
+    Every rank enters it and calls `met` at the same points: they count, and the counts are compared.
     """
 
     _watches = 0  # of this process, so that keys in the store are new
@@ -54,7 +54,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._stderr: TextIO = sys.__stderr__ or sys.stderr
 
-    def start(self) -> Watchdog:
+    def __enter__(self) -> Watchdog:
         if self.timeout_s:
             Watchdog._watches += 1
             self._deadline = time.monotonic() + max(self.timeout_s, FIRST_STEP_S)
@@ -76,16 +76,10 @@ class Watchdog:
         """Where this rank is, for the report."""
         self._doing, self._progress = doing, self._progress + 1
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._closed.set()
         if self._thread:
             self._thread.join()
-
-    def __enter__(self) -> Watchdog:
-        return self.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _dump_later(self, left_s: float) -> None:
         """Called at the first meeting, where the deadline comes nearer, and then by the watching thread: once a second
@@ -116,7 +110,7 @@ class Watchdog:
             "doing": self._doing,
             "waits": waits,
             "host": socket.gethostname(),
-            "at": _innermost(stack),
+            "at": traceback.format_stack(sys._current_frames()[self._main])[-1].splitlines()[0].strip(),
         }
         rank, world = dist.get_rank(), dist.get_world_size()
         found: dict[int, dict[str, Any]] = {rank: mine}
@@ -210,9 +204,3 @@ def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, tim
     others = sorted(set(found) - set(blamed))
     lines += [f"  rank {r} waits: {found[r]['doing']}; {found[r]['at']}" for r in others[:1]]
     return "\n".join([*lines, "The job ends; the same command goes on from the last checkpoint"])
-
-
-def _innermost(stack: str) -> str:
-    """The innermost place of the first thread in a text of `_where`, as "File ..., line ..., in ..."."""
-    first = stack.split("\n  thread ", 1)[0].splitlines()
-    return next((line.strip() for line in reversed(first) if line.lstrip().startswith("File ")), "unknown")
