@@ -20,9 +20,7 @@ import torch
 
 from tests import programs
 from tests.train.runs import ROOT, metrics, run
-from train import train
-from train.checkpoint import save
-from train.checkpoint.files import MANIFEST, committed, identity, newest_good, problems
+from train.checkpoint.files import MANIFEST, committed, newest_good, problems
 from train.checkpoint.save import SaveError
 
 FULL = [pytest.mark.reliability, pytest.mark.timeout(3600)]
@@ -275,21 +273,3 @@ def test_a_run_goes_on_after_a_full_disk_when_it_is_told_to(
 def test_the_last_save_of_a_run_must_succeed(settings: dict, full_once: None) -> None:
     with pytest.raises(SaveError, match="step-00000006 could not be saved"):
         run(settings, on_save_failure="continue")
-
-
-def test_a_failed_save_of_a_step_that_is_saved_already_leaves_that(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after going back to an earlier checkpoint in one run; save_total_limit 1."""
-    output_dir = run(settings, save_total_limit=1)
-    path = output_dir / "checkpoints/step-00000006"
-    before = identity(path)
-    monkeypatch.setattr(train, "set_aside", lambda root, step: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(save, "rank_state", lambda *_: 1 / 0)
-        with pytest.raises(SaveError, match="division by zero"):
-            run(settings, resume_from_checkpoint="never", save_total_limit=1)
-    assert identity(path) == before and problems(path) == []
-    run(settings, resume_from_checkpoint="never", save_total_limit=1, seed=7)
-    assert [p.name for p in (output_dir / "checkpoints").iterdir()] == ["step-00000006"]
-    assert identity(path) != before and problems(path) == []
