@@ -40,50 +40,31 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import ATTENTION_BACKENDS
-from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive, seconds
 from test_fp8.model import rows
 
-if TYPE_CHECKING:
-    from test_fp8.model.bench import Bench
-
 OPTIONS = Options(__file__, __doc__, usage=argparse.SUPPRESS)
 OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
-OPTIONS.add(
-    "--rows",
-    ByMachine(list(rows.DEFAULT_ROWS), list(rows.CPU_ROWS)),
-    "names or patterns",
-    nargs="*",
-    metavar="PATTERN",
-)
+OPTIONS.add("--rows", ByMachine(rows.DEFAULT_ROWS, rows.CPU_ROWS), "names or patterns", nargs="*")
 OPTIONS.add(
     "--step_rows",
-    ByMachine(list(rows.DEFAULT_STEP_ROWS), list(rows.CPU_ROWS)),
-    "which of these also in the measure step",
+    ByMachine(rows.DEFAULT_STEP_ROWS, rows.CPU_ROWS),
+    "which also in the measure step",
     nargs="*",
-    metavar="PATTERN",
 )
 OPTIONS.add_rows()
 OPTIONS.add("--measure", list(rows.MEASURES), "what is measured", nargs="+", choices=rows.MEASURES)
 OPTIONS.add("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive)
 OPTIONS.add("--seq_length", ByMachine(2048, 64), "tokens of a sample", type=positive)
-OPTIONS.add(
-    "--document_length", ByMachine(512, 16), "mean tokens of a document, rows documents_*", type=positive
-)
+OPTIONS.add("--document_length", ByMachine(512, 16), "mean tokens, in rows documents_*", type=positive)
 OPTIONS.add("--attention", ["auto"], "of the te rows", nargs="+", choices=list(ATTENTION_BACKENDS))
 OPTIONS.add("--accumulation", ByMachine(8, 2), "micro-batches of a step", type=positive)
 OPTIONS.add("--rounds", 2, "visits to each row", type=positive)
-OPTIONS.add(
-    "--seconds",
-    ByMachine(1.0, 0.0),
-    "of timed passes or steps a visit, at least 4 passes or a step",
-    type=seconds,
-)
+OPTIONS.add("--seconds", ByMachine(1.0, 0.0), "timed a visit, at least 4 passes or a step", type=seconds)
 OPTIONS.add_flag("--deterministic", "deterministic kernels, as train.py's default")
 OPTIONS.add("--seed", 42, "of weights and tokens", type=int)
 OPTIONS.add_output("JSON and a plot")
@@ -101,54 +82,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return measure(bench)
-
-
-def measure(bench: Bench) -> int:
-    """All rounds, with the report after each; the exit status."""
-    import torch
-    import torch.distributed as dist
-
-    from test_fp8.model.report import lines, plot, summary_lines
-    from test_fp8.model.visit import free_memory
-    from train.engine.distributed import init_distributed, make_deterministic
-
-    options = bench.options
-    if options.deterministic:
-        make_deterministic()
-    alone = not dist.is_initialized()
-    if alone:
-        init_distributed()
-    about = bench.conditions()
-    machine, versions = report.describe()
-    print(report.headline(machine, versions))
-    print(
-        f"{about['model']}: {about['parameters'] / 1e6:,.1f} M parameters, {about['gflop_per_token']:.3f} GFLOP a "
-        f"token at {options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "
-        f"deterministic kernels {'on' if options.deterministic else 'off'}"
-    )
-    tolerances = [
-        f"{what} {', '.join(f'{value:g} in {compute}' for compute, value in about[f'{what}_tolerance'].items())}"
-        for what in ("loss", "logits")
-    ]
-    print(f"the same model: equal weights; relative errors up to {'; '.join(tolerances)}", flush=True)
-    if not torch.cuda.is_available():
-        print("No GPU: small models and the CPU reference; these speeds mean nothing.")
-    bench.prepare()
-    title = f"{about['model']} on {machine.get('gpu', machine['cpu'])}, {options.seq_length} tokens a sample"
-    for _ in bench.run():
-        if options.output:  # what is known so far, should the run be ended before its end
-            report.write_json(options.output, OPTIONS.command(options), bench.results(), **bench.conditions())
-            plot(bench.results(), title, options.output)
-    results = bench.results()
-    print("\n".join(["", *lines(results), "", *summary_lines(results)]))
-    free_memory()
-    if alone:
-        dist.destroy_process_group()
-    failed = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
-    for line in failed:
-        print(f"failed: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return bench.measure(OPTIONS.command(options))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,6 @@ def compare(plans: Sequence[Plan], records: dict[str, list[Result]], tolerance: 
             tolerance,
             same_samples=not plan.measures_noise,
         )
-        if plan.measures_noise:
-            result["misses"] = []
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
         result |= {
             "overrides": {key: public(value) for key, value in plan.row.settings.items()},

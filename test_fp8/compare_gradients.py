@@ -54,16 +54,8 @@ def hugging_face_folder(text: str) -> Path:
 
 
 OPTIONS = Options(__file__, __doc__)
-OPTIONS.add(
-    "--config", ByMachine("mistral_0.4b", "tiny"), "the model, with random weights", type=model_config
-)
-OPTIONS.add(
-    "--init_from",
-    None,
-    "weights and configuration of a Hugging Face folder instead",
-    type=hugging_face_folder,
-    metavar="FOLDER",
-)
+OPTIONS.add("--config", ByMachine("mistral_0.4b", "tiny"), "with random weights", type=model_config)
+OPTIONS.add("--init_from", None, "a Hugging Face folder with weights instead", type=hugging_face_folder)
 OPTIONS.add("--data", None, "of prepare_data.py; default: random tokens", type=Path, metavar="FOLDER")
 OPTIONS.add("--rows", list(ROWS), "which of them", nargs="+", choices=list(ROWS))
 OPTIONS.add("--micro_batch", 2, "samples of a micro-batch", type=positive)

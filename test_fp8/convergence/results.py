@@ -112,8 +112,8 @@ def compared(
     """The result of row `name`: its `summary`, its `curves`, and what sets it apart from the baseline.
 
     `same_samples`: it was trained on the baseline's samples in their order, so that the training losses compare.
-    "misses" holds, in words, why the row does not train as well: a final evaluation loss further than `tolerance` (a
-    fraction) from the baseline's, or more skipped steps.
+    "misses" holds, in words, why such a row does not train as well: a final evaluation loss further than `tolerance`
+    (a fraction) from the baseline's, or more skipped steps.
     """
     own, base = summary(records, warmup_steps), summary(baseline, warmup_steps)
     curve = curves(records, baseline, same_samples)
@@ -141,7 +141,7 @@ def compared(
         "eval_difference_percent": difference,
         **largest,
         "speed_to_baseline": own["tokens_per_second"] / base["tokens_per_second"],
-        "misses": misses,
+        "misses": misses if same_samples else [],
         "curves": curve,
     }
 

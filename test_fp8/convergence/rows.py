@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,18 +25,9 @@ from train.config.differences import differences, leaves
 
 # What a row may override: how a step is computed. All else says what is trained, and on what.
 ROW_KEYS = (
-    "model.variant",
-    "model.attention_backend",
-    "model.compile",
-    "precision",
-    "speed",
-    "deepspeed",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "full_determinism",
-)
+    "model.variant model.attention_backend model.compile precision speed deepspeed per_device_train_batch_size "
+    "per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing full_determinism"
+).split()
 # Follow from per_device_train_batch_size and the tokens of a step.
 DERIVED = ("per_device_eval_batch_size", "gradient_accumulation_steps")
 PRESETS = {
@@ -217,7 +207,7 @@ def run(plan: Plan, now: Result) -> None:
     (plan.folder / CONDITIONS).unlink(missing_ok=True)
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment["PYTHONUNBUFFERED"] = "1"
-    log, start = plan.folder / LOG, time.perf_counter()
+    log = plan.folder / LOG
     with log.open("w", encoding="utf-8") as file:
         status = subprocess.run(
             plan.command, stdout=file, stderr=subprocess.STDOUT, env=environment
@@ -227,7 +217,7 @@ def run(plan: Plan, now: Result) -> None:
         raise ComparisonError(
             f"row {plan.row.name}: the training ended with status {status}; its last lines (all: {log}):\n  {last}"
         )
-    done = {"config": plan.config, "conditions": now, "seconds": time.perf_counter() - start}
+    done = {"config": plan.config, "conditions": now}
     (plan.folder / CONDITIONS).write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
     if reason := why_to_run(plan, now):
         raise ComparisonError(f"row {plan.row.name}: the training ended well, but {reason}; see {log}")
@@ -253,15 +243,8 @@ def train_all(plans: Sequence[Plan], machine: Result, versions: Result) -> dict[
             print(f"{name}: {reason}; training, see {plan.folder / LOG}", flush=True)
             run(plan, now)
         else:
-            print(
-                f"{name}: finished before in {plan.folder} under the same conditions, not run again",
-                flush=True,
-            )
-        seconds = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))["seconds"]
+            print(f"{name}: finished before in {plan.folder}, under the same conditions: not run again")
         records[name] = read_metrics(plan.folder)
         last = records[name][-1]
-        print(
-            f"{name}: {last['step']} steps in {seconds:.0f} s, evaluation loss {last['eval_loss']:.4f}",
-            flush=True,
-        )
+        print(f"{name}: {last['step']} steps, evaluation loss {last['eval_loss']:.4f}", flush=True)
     return records

@@ -1,8 +1,9 @@
-"""All rows of `bench_model.py`: configured, visited in rounds, and what they have in common."""
+"""All rows of `bench_model.py`: visited in rounds, reported, and what they have in common."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -10,25 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from model.build import build_model
 from model.config import flops_per_token, load_config, num_parameters
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from test_fp8.common import report
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row
 from test_fp8.common.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
-from test_fp8.model.results import EXPLAINED, Series, results_of
+from test_fp8.model.results import EXPLAINED, Series, lines, plot, results_of
 from test_fp8.model.rows import MEASURES, Setting, Settings
-from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
+from test_fp8.model.visit import Visitor, free_memory, optimizer_ms
 from train.autotune import resolve_auto
 from train.data.stream import Batch
+from train.engine.distributed import init_distributed, make_deterministic
 
 OPTIMIZER_SAMPLES = 8
 
 
 class Bench:
-    """All of `rows` (`configured_rows`): `prepare`, then `run`, and at any time `results`.
+    """All of `rows` (`configured_rows`).
 
     Raises ValueError: sizes that the model or FP8 cannot take.
     """
@@ -42,9 +46,45 @@ class Bench:
                 f"--seq_length {length}: a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to the model's "
                 f"max_position_embeddings {longest} is expected"
             )
+        self.flops = flops_per_token(self.config, length)
         self.series = [Series(row, measure, settings) for measure, row, settings in rows]
         self.optimizer_ms: list[float] = []
         self.finished = dict.fromkeys(options.measure, 0)  # rounds
+
+    def measure(self, command: str) -> int:
+        """All rounds, with the report of `command` after each; the exit status."""
+        options, alone = self.options, not dist.is_initialized()
+        if options.deterministic:
+            make_deterministic()
+        if alone:
+            init_distributed()
+        machine, versions = report.describe()
+        about = f"{Path(options.config).name} on {machine.get('gpu', machine['cpu'])}"
+        print(report.headline(machine, versions))
+        print(
+            f"{about}: {num_parameters(self.config) / 1e6:,.1f} M parameters, {self.flops / 1e9:.3f} GFLOP a token at "
+            f"{options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "
+            f"deterministic kernels {'on' if options.deterministic else 'off'}\nthe same model: equal weights; "
+            f"relative errors up to {LOSS_TOLERANCE} in the loss, {LOGITS_TOLERANCE} in the logits",
+            flush=True,
+        )
+        if not torch.cuda.is_available():
+            print("No GPU: small models and the CPU reference; these speeds mean nothing.")
+        self.prepare()
+        for _ in self.run():
+            if options.output:  # what is known so far, should the run be ended before its end
+                results = self.results()
+                report.write_json(options.output, command, results, **self.conditions())
+                plot(results, f"{about}, {options.seq_length} tokens a sample", options.output)
+        results = self.results()
+        print("\n".join(["", *lines(results)]))
+        free_memory()
+        if alone:
+            dist.destroy_process_group()
+        failed = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
+        for line in failed:
+            print(f"failed: {line}", file=sys.stderr)
+        return int(bool(failed))
 
     def prepare(self) -> None:
         """The batch, and what transformers' model in bf16 makes of it."""
@@ -73,8 +113,7 @@ class Bench:
     def _time_optimizer(self, series: Sequence[Series]) -> None:
         arguments = next(iter(series[0].settings.values()))
         try:
-            weights = self.visitor.reference.weights
-            self.optimizer_ms += optimizer_ms(weights, arguments, OPTIMIZER_SAMPLES)
+            self.optimizer_ms += optimizer_ms(self.visitor.reference.weights, arguments, OPTIMIZER_SAMPLES)
         except torch.OutOfMemoryError:
             print("the optimizer alone: out of memory; what DeepSpeed adds is not known")
 
@@ -97,16 +136,18 @@ class Bench:
                 continue
             series.visits.setdefault(setting, []).append(visit)
             rate = series.tokens_per_second(setting, [visit])
+            before = visit.before_gib or 0.0
+            left = f", {before:.1f} GiB were allocated before it" if before > 0.5 else ""
             print(
                 f"{label} {rate:>11,.0f} tokens/s, loss {visit.loss:.5f}, {visit.attention}, visit of "
-                f"{visit.seconds:.1f} s{left_behind(visit)}",
+                f"{visit.seconds:.1f} s{left}",
                 flush=True,
             )
             if bare:
                 return
 
     def _tune(self, series: Series, setting: Setting) -> None:
-        """Where the row leaves the choice to precision.auto, have it chosen, once for both measures."""
+        """What the row leaves to precision.auto is chosen once for both measures."""
         if not series.settings[setting].precision.auto:
             return
         free_memory()
@@ -117,32 +158,18 @@ class Bench:
                 one.choices[setting] = asdict(record.choice) | {"why": record.why} if record else {}
 
     def results(self) -> list[Result]:
-        return results_of(self.series, self.visitor.proofs, self.optimizer_ms, self.flops())
-
-    def flops(self) -> float:
-        return flops_per_token(self.config, self.options.seq_length)
+        return results_of(self.series, self.optimizer_ms, self.flops)
 
     def conditions(self) -> dict[str, Any]:
         """What all rows have in common, for the report."""
-        options = self.options
+        options = "seq_length document_length accumulation rounds deterministic seed".split()
         return {
-            "model": Path(options.config).name,
+            "model": Path(self.options.config).name,
             "parameters": num_parameters(self.config),
-            "gflop_per_token": self.flops() / 1e9,
-            "seq_length": options.seq_length,
-            "document_length": options.document_length,
-            "accumulation": options.accumulation,
-            "rounds": options.rounds,
+            "gflop_per_token": self.flops / 1e9,
+            **{key: getattr(self.options, key) for key in options},
             "rounds_finished": self.finished,
-            "deterministic": options.deterministic,
-            "seed": options.seed,
             "loss_tolerance": LOSS_TOLERANCE,
             "logits_tolerance": LOGITS_TOLERANCE,
             "optimizer_ms": self.optimizer_ms,
         }
-
-
-def left_behind(visit: Visit) -> str:
-    """A remark where earlier visits have not given back their memory, which then counts for this one."""
-    much = (visit.before_gib or 0) > 0.5
-    return f", {visit.before_gib:.1f} GiB were allocated before it" if much else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.autotune.timing import release_memory
 from model.build import build_model
 from model.config import load_config
 from model.fp8.calibration import calibrate
@@ -20,11 +20,10 @@ from test_fp8.common.report import Result
 from train.data.stream import Batch, open_stream
 
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
-Batches = Sequence[Batch]
 
 
 def gradients(
-    how: Mapping[str, Any], config: Any, init_from: Path | None, batches: Batches
+    how: Mapping[str, Any], config: Any, init_from: Path | None, batches: Sequence[Batch]
 ) -> tuple[float, list[dict[str, Tensor]]]:
     """Mean loss, and what each micro-batch adds to the gradient, float32 by parameter name: te_layer with the precision
     `how`."""
@@ -67,33 +66,25 @@ def _error(differences: list[Tensor], of: list[Tensor]) -> float:
     return norms[0] / norms[1]
 
 
-def read_batches(options: argparse.Namespace, vocabulary: int) -> Batches:
+def read_batches(options: argparse.Namespace, vocabulary: int) -> list[Batch]:
     """Samples of --data in the order of training; random tokens without it."""
     size = options.micro_batch
     if options.data is None:
-        ids = torch.randint(
-            vocabulary,
-            (options.batches * size, options.seq_length + 1),
-            generator=torch.Generator().manual_seed(42),
-        )
+        shape, generator = (options.batches * size, options.seq_length + 1), torch.Generator().manual_seed(42)
+        ids = torch.randint(vocabulary, shape, generator=generator)
         return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.split(size)]
     stream = open_stream({"data": options.data}, None, options.seq_length, seed=42)
     stream.check_vocabulary(vocabulary)
     return [stream.batch(index * size, size) for index in range(options.batches)]
 
 
-def read_config(options: argparse.Namespace) -> Any:
-    """The configuration of --init_from, else of --config. Raises ValueError, which names the option."""
+def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
+    """One result for each of `rows`, name -> keys of the section "precision". Raises ValueError, OSError: bad input."""
     try:
-        return load_config(str(options.init_from or options.config))
+        config = load_config(str(options.init_from or options.config))
     except ValueError as error:
         option = "--init_from" if options.init_from else "--config"
         raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
-
-
-def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
-    """One result for each of `rows`, name -> keys of the section "precision". Raises ValueError, OSError: bad input."""
-    config = read_config(options)
     batches = read_batches(options, config.vocab_size)
     exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
     print(f"float32: loss {exact_loss:.4f}", flush=True)
@@ -101,7 +92,5 @@ def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) 
         loss, own = gradients(how, config, options.init_from, batches)
         result = {**compare(name, own, exact), "loss_difference": loss - exact_loss}
         del own
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
         yield result

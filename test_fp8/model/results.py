@@ -1,23 +1,26 @@
-"""What the visits of `bench_model.py` come to: the best setting of each row, its speed, the ratios."""
+"""What the visits of `bench_model.py` come to: the best setting of each row, its speed, the ratios; table and plot."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from model.fp8.precision import PrecisionError
 from model.proof import ProofError
+from test_fp8.common import report
 from test_fp8.common.report import Result, measured
 from test_fp8.common.rows import Row
 from test_fp8.common.same_model import DifferentModel
 from test_fp8.common.timing import mean_pass_ms
 from test_fp8.model.rows import BASELINE, Setting
-from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
+from test_fp8.model.visit import NotHere, Visit
 from train.config.arguments import TrainingArguments
+from train.files import drawing
 
 OUT_OF_MEMORY = "out of memory"
 # Errors whose message says all that there is to say.
@@ -35,8 +38,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass
 class Series:
-    """All visits to `row` in one measure, by setting. `failed` says what is wrong
-    with the row; it is not visited again then, and has no speed. `choices`: what precision.auto chose."""
+    """All visits to `row` in one measure, by setting. `failed` says what is wrong with the row, which then is not
+    visited again and has no speed. `choices`: what precision.auto chose."""
 
     row: Row
     measure: str
@@ -57,18 +60,15 @@ class Series:
             self.reasons |= bare.reasons
             order = sorted(bare.visits, key=bare.tokens_per_second, reverse=True)
         for setting in order:
-            if self._smaller_did_not_fit(setting):
+            if any(
+                why == OUT_OF_MEMORY
+                and s.attention == setting.attention
+                and s.micro_batch <= setting.micro_batch
+                for s, why in self.reasons.items()
+            ):
                 self.reasons.setdefault(setting, OUT_OF_MEMORY)
             else:
                 yield setting
-
-    def _smaller_did_not_fit(self, setting: Setting) -> bool:
-        return any(
-            reason == OUT_OF_MEMORY
-            and tried.attention == setting.attention
-            and tried.micro_batch <= setting.micro_batch
-            for tried, reason in self.reasons.items()
-        )
 
     def refuse(self, setting: Setting, error: BaseException) -> bool:
         """Note that a visit ended in `error`. Returns whether that is a fault of the row, rather than of the machine's
@@ -111,16 +111,13 @@ def merged(visits: Sequence[Visit]) -> dict[str, list[float]]:
 
 
 def results_of(
-    series: Sequence[Series],
-    proofs: Mapping[str, Proof],
-    optimizer_ms: Sequence[float],
-    flops_per_token: float,
+    series: Sequence[Series], optimizer_ms: Sequence[float], flops_per_token: float
 ) -> list[Result]:
     """One result for each row and measure, with the ratios to `BASELINE` and to the fastest bf16 row of its measure.
 
-    proofs: by what_runs. optimizer_ms: of the optimizer alone (bench_visit.optimizer_ms); empty: not known.
+    optimizer_ms: of the optimizer alone (visit.optimizer_ms); empty: not known.
     """
-    results = [_result(one, proofs, optimizer_ms, flops_per_token) for one in series]
+    results = [_result(one, optimizer_ms, flops_per_token) for one in series]
     for measure in dict.fromkeys(r["measure"] for r in results):
         _add_ratios([r for r in measured(results) if r["measure"] == measure])
     return results
@@ -139,9 +136,7 @@ def _add_ratios(results: Sequence[Result]) -> None:
         r["best_bf16"] = r is best
 
 
-def _result(
-    series: Series, proofs: Mapping[str, Proof], optimizer_ms: Sequence[float], flops_per_token: float
-) -> Result:
+def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: float) -> Result:
     setting = None if series.failed else series.best()
     arguments = series.settings[setting or next(iter(series.settings))]
     result: Result = {
@@ -160,7 +155,6 @@ def _result(
     laps, speed, last = merged(visits), series.tokens_per_second(setting), visits[-1]
     pass_ms = series.pass_ms(setting, laps)
     rounds = [series.tokens_per_second(setting, [visit]) for visit in visits]
-    proof = proofs[what_runs(arguments)]
     result |= {
         "choice": series.choices.get(setting),
         "micro_batch": setting.micro_batch,
@@ -174,11 +168,11 @@ def _result(
         "allocated_gib": max((v.allocated_gib for v in visits if v.allocated_gib), default=None),
         "reserved_gib": max((v.reserved_gib for v in visits if v.reserved_gib), default=None),
         "before_gib": last.before_gib,
-        "fp8_modules": proof.fp8_modules,
+        "fp8_modules": last.proof.fp8_modules,
         "loss": last.loss,
         "loss_error": max(visit.loss_error for visit in visits),
-        "logits_error": proof.logits_error,
-        "proof": proof.lines + last.notes,
+        "logits_error": last.proof.logits_error,
+        "proof": last.proof.lines + last.notes,
         "rounds": rounds,
         "drift": max(rounds) / min(rounds) - 1,
         "samples": len(laps["step" if series.measure == "step" else "later"]),
@@ -194,14 +188,82 @@ def _result(
 
 
 def _tried(series: Series) -> list[Result]:
-    tried = []
-    for setting in series.settings:
-        one: Result = setting._asdict()
-        if setting in series.visits:
-            one["tokens_per_second"] = series.tokens_per_second(setting)
-        elif setting in series.reasons:
-            one["reason"] = series.reasons[setting]
-        else:
-            continue
-        tried.append(one)
-    return tried
+    return [
+        setting._asdict()
+        | (
+            {"tokens_per_second": series.tokens_per_second(setting)}
+            if setting in series.visits
+            else {"reason": series.reasons[setting]}
+        )
+        for setting in series.settings
+        if setting in series.visits or setting in series.reasons
+    ]
+
+
+# ---------------------------------------------------------------- shown
+
+
+COLORS = {"bf16": "tab:blue", "fp8": "tab:red", "torchao": "tab:orange"}
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the dashed line
+
+
+COLUMNS: report.Columns = {
+    "measure": ("measure", "<"),
+    "row": (lambda r: r["row"] + " *" * r["best_bf16"], "<"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "x eager": (f"ratio_to_{BASELINE}", ".2f"),
+    "x bf16": ("ratio_to_best_bf16", ".2f"),
+    "TFLOP/s": ("tflops", ".3g"),
+    "batch": ("micro_batch", "d"),
+    "pass ms": ("pass_ms", ".2f"),
+    "launch ms": ("launch_ms", ".2f"),
+    "GiB": ("allocated_gib", ".1f"),
+    "reserved": ("reserved_gib", ".1f"),
+    "prepare s": ("prepare_s", ".1f"),
+    "capture s": ("capture_s", ".1f"),
+    "DeepSpeed": ("deepspeed_share", ".1%"),
+    "drift": ("drift", ".1%"),
+    "FP8": ("fp8_modules", "d"),
+    "loss": ("loss", ".4f"),
+    "attention": ("attention", "<"),
+}
+
+
+def lines(results: Sequence[Result]) -> list[str]:
+    """The results as a text table; below it what precision.auto chose, and the rows without a speed with the reason."""
+    shown = [report.table(measured(results), COLUMNS)]
+    shown.append("* the fastest bf16 of its measure; x eager: to hf_bf16; x bf16: to that fastest one")
+    for r in results:
+        if choice := r.get("choice"):
+            named = ", ".join(f"{key} {value}" for key, value in choice.items() if key != "why")
+            shown.append(f"{r['measure']} {r['row']} chose: {named}")
+    return shown + [
+        f"{r['measure']} {r['row']} not measured: {r['reason']}" for r in results if "reason" in r
+    ]
+
+
+def plot(results: Sequence[Result], title: str, output: Path) -> None:
+    """Bars of tokens/s, a panel a measure, the fastest bf16 row marked by a line, as a PNG beside `output`; none where
+    there is nothing to draw."""
+    rows = measured(results)
+    measures = [[r for r in rows if r["measure"] == m] for m in dict.fromkeys(r["measure"] for r in rows)]
+    if not rows:
+        return
+    heights = [len(rows) + 1 for rows in measures]
+    size: dict[str, Any] = {"figsize": (10, 0.32 * sum(heights) + 1.6), "height_ratios": heights}
+    with drawing(output.with_suffix(".png"), len(measures), sharex=True, **size) as (figure, axes):
+        for axis, rows in zip(axes[:, 0], measures, strict=True):
+            kinds = ["torchao" if r["variant"] == "torchao" else r["compute"] for r in rows]
+            speeds = [r["tokens_per_second"] for r in rows]
+            report.bars(axis, [r["row"] for r in rows], speeds, color=[COLORS[kind] for kind in kinds])
+            for place, r in enumerate(rows):
+                ratio = r["ratio_to_best_bf16"]
+                text = f" {r['tokens_per_second']:,.0f}" + ("" if ratio is None else f" ({ratio:.2f})")
+                axis.text(r["tokens_per_second"], place, text, va="center", fontsize=8, bbox=LABEL_BOX)
+                if r["best_bf16"]:
+                    axis.axvline(r["tokens_per_second"], color=COLORS["bf16"], linestyle="--", linewidth=1)
+            name = {"bare": "forward + backward", "step": "whole DeepSpeed step"}[rows[0]["measure"]]
+            axis.set_title(name, fontsize=10)
+        axes[0, 0].set_xlim(0, 1.18 * max(r["tokens_per_second"] for r in measured(results)))
+        axes[-1, 0].set_xlabel("tokens/s (ratio to the fastest bf16 row, dashed)")
+        figure.suptitle(title, fontsize=11)

@@ -17,12 +17,7 @@ MEASURES = ("bare", "step")
 COMPUTED = ("bf16", "fp8")  # what same_model.py has tolerances for
 # What a row may change: how the same model is computed, and nothing else. --row takes these keys.
 ROW_KEYS = (
-    "model.variant",
-    "model.compile",
-    "model.attention_backend",
-    "precision",
-    "speed",
-    "gradient_checkpointing",
+    "model.variant model.compile model.attention_backend precision speed gradient_checkpointing".split()
 )
 
 BASELINE = "hf_bf16"
@@ -76,30 +71,16 @@ PRESETS = _presets()
 
 # What is measured unless --rows, --step_rows say otherwise: enough for the comparisons that matter, in minutes.
 DEFAULT_ROWS = (
-    "hf_bf16*",
-    "torchao_*",
-    "te_linear_bf16*",
-    "te_linear_fp8_delayed*",
-    "te_layer_bf16*",
-    "te_layer_fp8_delayed",
-    "te_layer_fp8_delayed_graph",
-    "te_layer_fp8_delayed_off",
-    "te_layer_fp8_delayed_fp8_head",
-    "te_layer_fp8_delayed_fast_wgrad",
-    "te_layer_fp8_current",
-    "te_layer_fp8_block",
-)
+    "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
+    "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
+    "te_layer_fp8_delayed_fast_wgrad te_layer_fp8_current te_layer_fp8_block"
+).split()
 DEFAULT_STEP_ROWS = (
-    "hf_bf16*",
-    "torchao_tensorwise",
-    "te_linear_bf16",
-    "te_linear_fp8_delayed",
-    "te_layer_bf16*",
-    "te_layer_fp8_delayed",
-    "te_layer_fp8_delayed_graph",
-)
+    "hf_bf16* torchao_tensorwise te_linear_bf16 te_linear_fp8_delayed te_layer_bf16* te_layer_fp8_delayed "
+    "te_layer_fp8_delayed_graph"
+).split()
 # The reference's rows take seconds at best; those of each kind show that everything runs.
-CPU_ROWS = ("hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed")
+CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
 
 
 def select(patterns: Sequence[str], rows: Mapping[str, Row], option: str) -> list[Row]:
@@ -138,11 +119,11 @@ def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> lis
     chosen = {"bare": select([*options.rows, *added], rows, "--rows")}
     in_steps = select([*options.step_rows, *added], rows, "--step_rows")
     chosen["step"] = [row for row in chosen["bare"] if row in in_steps]
-    if "bare" not in options.measure and not chosen["step"]:
-        raise RowError("--step_rows: none of them is in --rows, so there is nothing to measure")
     found = [(measure, row) for measure in MEASURES if measure in options.measure for row in chosen[measure]]
     if not found:
-        raise RowError("there is nothing to measure; name rows with --rows or --row")
+        raise RowError(
+            "there is nothing to measure; name rows with --rows or --row, and with --step_rows some of them"
+        )
     return [(measure, row, settings_of(row, options)) for measure, row in found]
 
 

@@ -11,10 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.build import build_model
-from model.config import load_config
-from model.fp8 import te_backend
-from model.fp8.precision import Precision
 from test_fp8.common.report import Result
 from test_fp8.common.timing import synchronize
 from train.checkpoint.files import RunState, read_manifest
@@ -24,6 +20,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.guard.signals import StopVote
+from train.setup import model_for
 
 WARM_UP_STEPS = 3
 
@@ -36,6 +33,7 @@ class Training:
             "model": {"config": options.config},
             "data": {"sources": {"none": "none"}},
             "max_steps": 10**6,
+            "seed": 1,
             "max_seq_length": options.seq_length,
             "per_device_train_batch_size": options.micro_batch,
             "gradient_accumulation_steps": options.accumulation,
@@ -43,14 +41,12 @@ class Training:
         }
         world = dist.get_world_size()
         args = TrainingArguments.from_dict(raw).resolve(world)
-        self.config, self.precision = load_config(options.config), Precision(args.precision)
-        te_backend.choose_attention_backend(args.model.attention_backend)
-        model = build_model(self.config, args.model.variant, self.precision, seed=1, speed=args.speed)
+        model, self.precision = model_for(args)
         self.engine = build_engine(model, args, resolve_ds_config(args, world)[0])
         self.micro_step = MicroStep(self.engine, self.precision, args)
         self.accumulation = options.accumulation
         self.ids = torch.randint(
-            self.config.vocab_size, (options.micro_batch, options.seq_length), device=self.engine.device
+            model.config.vocab_size, (options.micro_batch, options.seq_length), device=self.engine.device
         )
         self.vote = StopVote()
         self.state = RunState(0, 0, 0, world, options.stage, args.to_dict(), {})
@@ -67,21 +63,22 @@ class Training:
 
 def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> Result:
     """`steps` steps, a save, and steps until it is committed."""
-    alone = [training.step() for _ in range(steps)]
+    alone, during = [training.step() for _ in range(steps)], []
     start = time.perf_counter()
     saver.begin(training.state, background)
     begin_s = time.perf_counter() - start
-    during = []
     while training.vote.stop_or(saver.busy)[1]:
         during.append(training.step())
     saved = saver.finish()
     assert saved is not None
+    gigabytes = sum(size for size, _ in read_manifest(saved.path).values()) / 1e9
     return {
         "background": background,
         "begin_s": begin_s,
         "waited_s": saved.waited_s,
         "save_s": saved.seconds,
-        "gigabytes": sum(size for size, _ in read_manifest(saved.path).values()) / 1e9,
+        "gigabytes": gigabytes,
+        "gigabytes_per_s": gigabytes / saved.seconds,
         "steps_alone_s": alone,
         "steps_during_s": during,
     }
@@ -93,13 +90,13 @@ def measure(options: argparse.Namespace, folder: Path, say: Callable[[str], None
     saver = Saver(training.engine, folder, training.precision, 1, say)
     for _ in range(WARM_UP_STEPS):
         training.step()
-    found = []
-    for index in range(options.rounds + 1):  # the first in the background is no measure of the others
-        for background in (False, True):
-            found.append({"first": index == 0, **measure_save(training, saver, background, options.steps)})
+    found = [
+        {"first": index == 0, **measure_save(training, saver, background, options.steps)}
+        for index in range(options.rounds + 1)  # the first in the background is no measure of the others
+        for background in (False, True)
+    ]
     step_s = statistics.median(t for save in found for t in save["steps_alone_s"])
     for save in found:
         slower_s = sum(t - step_s for t in save["steps_during_s"])
         save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
-        save["gigabytes_per_s"] = save["gigabytes"] / save["save_s"]
     return found

@@ -45,6 +45,16 @@ class NotHere(RuntimeError):
 
 
 @dataclass
+class Proof:
+    """What the first visit to a row has shown."""
+
+    logits_error: float
+    fp8_modules: int  # that ran FP8
+    attention: str
+    lines: list[str] = field(default_factory=list)  # for the log
+
+
+@dataclass
 class Visit:
     """What one visit found. Milliseconds by lap: "first" and "later" passes, in the measure step also "step"."""
 
@@ -55,22 +65,12 @@ class Visit:
     loss: float
     loss_error: float
     notes: list[str]  # what came of the section "speed", in the measure step
+    proof: Proof = field(init=False)
     attention: str = ""
     before_gib: float | None = None  # allocated before the model was built: what others left behind
     allocated_gib: float | None = None  # peaks
     reserved_gib: float | None = None
     seconds: float = 0.0
-
-
-@dataclass
-class Proof:
-    """What the first visit to a row has shown: error of the logits, modules that ran FP8, attention, lines for the
-    log."""
-
-    logits_error: float
-    fp8_modules: int
-    attention: str
-    lines: list[str] = field(default_factory=list)
 
 
 class Passes:
@@ -94,15 +94,6 @@ class Passes:
         return "first" if self.cache_weights and index == 0 else "later"
 
 
-def build(arguments: TrainingArguments) -> tuple[nn.Module, Precision]:
-    """The model of a row, as train/train.py builds it. Raises NotHere: graphs, without a GPU; as build_model does."""
-    speed, variant = arguments.speed, arguments.model.variant
-    if speed.cuda_graphs and (no_graphs := why_no_graphs(variant, emulated=not torch.cuda.is_available())):
-        raise NotHere(no_graphs)
-    model, precision = model_for(arguments)
-    return model.train(), precision
-
-
 def what_runs(arguments: TrainingArguments) -> str:
     """The same text for two configurations whose models run alike, whatever the batch."""
     a = arguments
@@ -110,18 +101,14 @@ def what_runs(arguments: TrainingArguments) -> str:
 
 
 def prove_row(
-    model: nn.Module,
-    precision: Precision,
-    arguments: TrainingArguments,
-    reference: Reference,
-    input_ids: Tensor,
+    model: nn.Module, precision: Precision, arguments: TrainingArguments, reference: Reference, ids: Tensor
 ) -> Proof:
     """Show that the model of a row is the reference's, runs the precision and the attention that it says, and attends
     as SDPA does.
 
     Raises DifferentModel: it is not, or another attention runs than was asked for; ProofError: as model.proof.prove.
     """
-    error = check_same_model(model, precision.config.compute, reference, input_ids)
+    error = check_same_model(model, precision.config.compute, reference, ids)
     asked_for = arguments.model.attention_backend
     lines = prove(model, precision, asked_for, arguments.seed)
     ran, attention = len(fp8_modules(model, precision).ran), attention_of(model, precision)
@@ -145,10 +132,14 @@ class Visitor:
     def visit(self, arguments: TrainingArguments, measure: str) -> Visit:
         """`arguments` are resolved. Raises NotHere, DifferentModel, ProofError, PrecisionError, and whatever the row
         runs into; the model is free to be collected then."""
-        start = time.perf_counter()
+        start, emulated = time.perf_counter(), not torch.cuda.is_available()
         free_memory()
-        before = torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else None
-        model, precision = build(arguments)
+        before = None if emulated else torch.cuda.memory_allocated() / GIB
+        no_graphs = why_no_graphs(arguments.model.variant, emulated=emulated)
+        if arguments.speed.cuda_graphs and no_graphs:
+            raise NotHere(no_graphs)
+        model, precision = model_for(arguments)
+        model.train()
         proof = self._proof(model, precision, arguments)
         visit = (self._step if measure == "step" else self._bare)(model, precision, arguments)
         visit.attention = attention_of(model, precision)
@@ -156,7 +147,7 @@ class Visitor:
             raise DifferentModel(
                 f"attention {proof.attention} was checked, and {visit.attention} ran in the timed batch"
             )
-        visit.before_gib = before
+        visit.proof, visit.before_gib = proof, before
         if torch.cuda.is_available():
             visit.allocated_gib = torch.cuda.max_memory_allocated() / GIB
             visit.reserved_gib = torch.cuda.max_memory_reserved() / GIB

@@ -27,12 +27,12 @@ from test_fp8.common.same_model import (
 from test_fp8.common.timing import Laps, mean_pass_ms
 from test_fp8.model import rows as bench_rows
 from test_fp8.model import visit as bench_visit
-from test_fp8.model.report import lines
-from test_fp8.model.results import OUT_OF_MEMORY, Series, results_of
+from test_fp8.model.results import OUT_OF_MEMORY, Series, lines, results_of
 from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
-from test_fp8.model.visit import NotHere, Proof, Visit, what_runs
+from test_fp8.model.visit import NotHere, Proof, Visit
 from tests import programs
 from tests.conftest import random_ids, small_config
+from train import setup
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 
@@ -169,11 +169,9 @@ def series(name: str, measure: str = "bare", micro_batches: tuple[int, ...] = (2
 
 
 def visit(**laps: list[float]) -> Visit:
-    return Visit(laps, 1.0, 0.5, None, 8.0, 1e-4, [], "torch SDPA")
-
-
-def proofs_of(many: list[Series]) -> dict[str, Proof]:
-    return {what_runs(a): Proof(0.01, 0, "torch SDPA") for one in many for a in one.settings.values()}
+    one = Visit(laps, 1.0, 0.5, None, 8.0, 1e-4, [], "torch SDPA")
+    one.proof = Proof(0.01, 0, "torch SDPA")
+    return one
 
 
 def test_a_pass_in_the_mean_of_a_step_counts_the_first_once() -> None:
@@ -199,7 +197,7 @@ def test_the_best_micro_batch_is_visited_again_and_reported() -> None:
     }
     assert list(one.candidates(1, None)) == [Setting(4, "auto")]
     one.visits[Setting(4, "auto")].append(visit(later=[11.0]))
-    (result,) = results_of([one], proofs_of([one]), [], 2e9)
+    (result,) = results_of([one], [], 2e9)
     assert result["micro_batch"] == 4
     assert result["tokens_per_second"] == pytest.approx(4 * 64 / 10.5 * 1e3)
     assert result["tflops"] == pytest.approx(2e9 * result["tokens_per_second"] / 1e12)
@@ -235,7 +233,7 @@ def test_a_row_without_a_speed_says_why(error: Exception, fault: bool, text: str
     if fault:  # found in a later round: what was measured before does not count
         one.visits[Setting(2, "auto")] = [visit(later=[1.0])]
     assert one.refuse(Setting(2, "auto"), error) is fault
-    (result,) = results_of([one], {}, [], 1.0)
+    (result,) = results_of([one], [], 1.0)
     assert (result["reason"], result["failed"]) == (text, fault)
     assert "tokens_per_second" not in result
 
@@ -249,7 +247,7 @@ def test_ratios_are_to_eager_and_to_the_fastest_bf16_of_the_same_measure() -> No
             laps = {"later": [ms], "step": [ms * factor]} if measure == "step" else {"later": [ms]}
             one.visits[Setting(2, "auto")] = [visit(**laps)]
             measured.append(one)
-    results = {(r["measure"], r["row"]): r for r in results_of(measured, proofs_of(measured), [2.0], 1.0)}
+    results = {(r["measure"], r["row"]): r for r in results_of(measured, [2.0], 1.0)}
     for measure in ("bare", "step"):
         fp8 = results[measure, "te_layer_fp8_delayed"]
         assert fp8["ratio_to_hf_bf16"] == pytest.approx(2.5)
@@ -270,7 +268,7 @@ def test_what_precision_auto_gave_bf16_is_not_the_bf16_to_beat() -> None:
     )
     auto.choices[setting] = {"compute": "bf16", "cuda_graphs": False, "why": []}
     auto.visits[setting], bf16.visits[setting] = [visit(later=[9.0])], [visit(later=[10.0])]
-    results = results_of([auto, bf16], proofs_of([auto, bf16]), [], 1.0)
+    results = results_of([auto, bf16], [], 1.0)
     assert [r["best_bf16"] for r in results] == [False, True]
     assert results[0]["ratio_to_best_bf16"] == pytest.approx(10 / 9)
     assert "bare te_layer_auto chose: compute bf16, cuda_graphs False" in lines(results)
@@ -290,7 +288,7 @@ def test_a_tampered_row_is_left_out_and_the_program_fails(
                 model.lm_head.weight[3, 7] += 0.5
         return model
 
-    monkeypatch.setattr(bench_visit, "build_model", tampered)
+    monkeypatch.setattr(setup, "build_model", tampered)
     output = tmp_path / "bench.json"
     rows = [
         "--rows",

@@ -124,7 +124,6 @@ def test_what_changes_between_two_rows_ends_the_comparison(
     found = iter([{"data": {"eval": "a"}}, {"data": {"eval": "b"}}])
     monkeypatch.setattr(convergence_rows, "conditions", lambda *_: next(found))
     monkeypatch.setattr(convergence_rows, "why_to_run", lambda *_: None)
-    (tmp_path / "conditions.json").write_text('{"seconds": 1}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 3.0}')
     config = convergence_rows.make_plan(rows_of()[0], compare_convergence.parse_arguments([])).config
     plans = [convergence_rows.Plan(Row(name, {}), config, [], tmp_path) for name in ("a", "b")]
