@@ -67,8 +67,11 @@ def _few_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_model_of_other_tests() -> None:
+def _nothing_of_other_tests() -> Iterator[None]:
+    """Neither their models nor the deterministic kernels that a whole run in this process turns on."""
     te_backend.forget_models()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")
