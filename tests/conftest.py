@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -224,6 +225,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 RUN = pytest.StashKey[tuple[Path, float]]()
 BOUND_TO_STAY = ("torchinductor_*", "pymp-*")
+# Shared memory by the names of DeepSpeed, torch and multiprocessing; a semaphore of anybody's lives for moments.
+SHARED_MEMORY = ("deepspeed_*", "torch_*", "psm_*", "sem.mp-*")
+SEEN_FOR_S = 5.0
 
 
 def left_behind(folder: Path, since: float) -> list[Path]:
@@ -235,7 +239,10 @@ def left_behind(folder: Path, since: float) -> list[Path]:
             held |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
         except OSError:
             continue
-    return mine + [p for p in Path("/dev/shm").glob("*") if p.stat().st_ctime > since and str(p) not in held]
+    shared = [p for name in SHARED_MEMORY for p in Path("/dev/shm").glob(name) if str(p) not in held]
+    with contextlib.suppress(FileNotFoundError):  # gone meanwhile: looked at again
+        return mine + [p for p in shared if p.stat().st_ctime > since]
+    return left_behind(folder, since)
 
 
 @pytest.hookimpl(trylast=True)
@@ -244,7 +251,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     folder, since = session.config.stash[RUN]
     programs.stop()
-    found = left_behind(folder, since)
+    deadline = time.monotonic() + SEEN_FOR_S
+    while (found := left_behind(folder, since)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     for path in found:
         print(f"\nleft behind by this run: {path}")
     if found and session.exitstatus == pytest.ExitCode.OK:
