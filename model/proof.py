@@ -7,6 +7,8 @@ backend that is fast and wrong has been seen (a window of (-1, 0) taken literall
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -124,14 +126,14 @@ def _probe(model: nn.Module, seed: int) -> None:
     tokens = probe_tokens(config)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=generator).to(device)
-    within = {"documents": _some_documents(1, tokens, generator).to(device)} if model.document_mask else {}
+    within = (
+        {"documents": random_documents(1, tokens, tokens / 4, generator).to(device)}
+        if model.document_mask
+        else {}
+    )
     model.train()
     model(ids[:, :-1], labels=ids[:, 1:], **within).loss.backward()
     model.zero_grad(set_to_none=True)
-
-
-def _some_documents(B: int, T: int, generator: torch.Generator) -> Documents:
-    return random_documents(B, T, mean_length=T / 4, generator=generator)
 
 
 def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
@@ -176,49 +178,63 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
     )
 
 
+def random_attention(
+    c: MistralConfig,
+    precision: Precision,
+    shape: tuple[int, int],
+    window: tuple[int, int],
+    mean_document_tokens: float | None,
+    generator: torch.Generator,
+) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], torch.Tensor, Documents | None]:
+    """(forward of q, k and v; these; a gradient of what it returns; documents): the attention of a model of
+    configuration `c` on random inputs, shape (batch, tokens), within random documents unless their mean is None.
+    generator: on the CPU."""
+    D, K = head_dim(c), c.num_key_value_heads
+    sizes = [(*shape, heads, D) for heads in (c.num_attention_heads, K, K)]
+    qkv = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in sizes]
+    upstream = torch.randn(*shape, c.num_attention_heads * D, generator=generator).to(qkv[0])
+    attention = causal_attention(c, precision.te, window)
+    if mean_document_tokens is None:
+        return attention, qkv, upstream, None
+    documents = random_documents(*shape, mean_document_tokens, generator).to(precision.device)
+
+    def within(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.flatten(0, 1)[None] for t in qkv)
+        return attend(attention, q, k, v, documents).view_as(upstream)
+
+    return within, qkv, upstream, documents
+
+
 def attention_errors(
     c: MistralConfig, precision: Precision, seed: int = 0, document_mask: bool = False
 ) -> tuple[float, float]:
     """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
     random inputs of its head counts, head dimension and window, with document_mask within random documents;
     |a - b| / |b| in the Frobenius norm."""
-    te = precision.te
-    D, tokens = head_dim(c), probe_tokens(c)
+    tokens = probe_tokens(c)
     # a window longer than the probe would not be tested, so it is cut to half of it
     window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (2, tokens, heads, D)
-        for heads in (c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads)
-    ]
-    inputs = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in shapes]
-    upstream = torch.randn(2, tokens, c.num_attention_heads * D, generator=generator).to(inputs[0])
-    attention = causal_attention(c, te, window)
-    documents = _some_documents(2, tokens, generator).to(precision.device) if document_mask else None
+    forward, inputs, upstream, documents = random_attention(
+        c, precision, (2, tokens), window, tokens / 4 if document_mask else None, generator
+    )
 
-    def ours_of(*qkv: torch.Tensor) -> torch.Tensor:
-        if documents is None:
-            return attention(*qkv)
-        q, k, v = (t.flatten(0, 1)[None] for t in qkv)
-        return attend(attention, q, k, v, documents).view_as(upstream)
-
-    def run(function: object, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        out = function(*leaves)  # type: ignore[operator]
+        out = function(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         age = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)[None, :]
         visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
-        if (
-            documents is not None
-        ):  # a key is in the query's document where it is not older than the query's position
+        # a key is in the query's document where it is not older than the query's position
+        if documents is not None:
             visible = visible & (age <= documents.positions[:, None, :, None])
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2).flatten(2)
 
-    with te.autocast(enabled=False):
-        ours = run(ours_of, inputs)
+    with precision.te.autocast(enabled=False):
+        ours = run(forward, inputs)
     truth = run(sdpa, [t.float() for t in inputs])
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
     return errors[0], max(errors[1:])

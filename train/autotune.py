@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from model.autotune.choice import Record
 from model.autotune.measure import autotune
-from model.autotune.record import Record
 from model.autotune.task import Task
 from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.fp8.recipes import RECIPES

@@ -23,7 +23,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from model.autotune.record import Record
+from model.autotune.choice import Record
 from model.build import build_model
 from model.config import ARCHITECTURE, flops_per_token, load_config, num_parameters, state_memory_gib
 from model.fp8 import te_backend

@@ -3,6 +3,6 @@
     attention backends, checked, then timed  ->  whole steps: FP8 and bf16, each launched normally and as CUDA graphs
     ->  the fastest step
 
-`task` says what is measured and for what, `measure` measures it and chooses, by the rules in `decide`; `record` is what
-is printed and saved. It builds models with build.py and imports nothing of train/, whose autotune.py gives it a task.
+`task` says what is measured and for what, `measure` measures it, `choice` has the rules and the record of it. It builds
+models with build.py and imports nothing of train/, whose autotune.py gives it a task.
 """

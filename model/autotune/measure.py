@@ -1,6 +1,7 @@
 """Measuring, and the choice: attention backends, then whole steps.
 
-Shape suffixes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
+Candidates come in the order of preference: FP8, which was asked for, before bf16; no CUDA graphs before CUDA graphs;
+cuDNN's attention, which needs no further package, first.
 """
 
 from __future__ import annotations
@@ -9,31 +10,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 import torch
 
-from model.autotune.decide import (
-    ATTENTION_CANDIDATES,
-    COMPUTE,
-    AttentionTime,
-    StepTime,
-    choose_attention,
-    choose_step,
-)
-from model.autotune.record import Choice, Record, table
+from model.autotune.choice import Choice, Record, Way, choose
 from model.autotune.task import Task
 from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
-from model.config import GIB, head_dim
-from model.documents import attend
+from model.config import GIB, window_size
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
+from model.fp8.recipes import Compute
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.mistral_base import causal_attention
-from model.proof import ATTENTION_TOLERANCE, attention_errors
+from model.proof import ATTENTION_TOLERANCE, attention_errors, random_attention
 
 SECONDS = 60.0
+COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
+ATTENTION_CANDIDATES = ("fused", "flash")
 # What NCCL, cuBLAS workspaces and fragmentation may take of the memory.
 SLACK = 0.95
 ROUNDS = 5  # of which the median counts
@@ -65,26 +58,26 @@ def autotune(
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
         attention = measure_attention(task, plain, timer, deadline)
-        backend, why_attention = choose_attention(attention, task.attention_backend)
+        choice, why = choose(attention)
+        backend = choice.get("attention_backend", task.attention_backend)
         if task.document_mask:
             backend = te_backend.document_attention(backend, plain.te, plain.dtype)
         te_backend.choose_attention_backend(backend)
         steps = measure_steps(task, timer, deadline)
-    step, why_step = choose_step(steps, memory_gib)
+    step, why_step = choose(steps, memory_gib)
+    if not step:
+        step = {"compute": "fp8", "cuda_graphs": task.speed.cuda_graphs}
+        why_step = ["no step was measured that fits into memory; precision and graphs stay as configured"]
     record = Record(
         **task.made_for(),
-        choice=Choice(
-            compute=step.compute if step else "fp8",
-            cuda_graphs=step.cuda_graphs if step else task.speed.cuda_graphs,
-            attention_backend=backend,
-        ),
-        why=[why_attention, *why_step],
+        choice=Choice(attention_backend=backend, **step),
+        why=why + why_step,
         seconds=round(deadline.elapsed(), 1),
-        measurements={"attention": [asdict(t) for t in attention], "steps": [asdict(t) for t in steps]},
+        measured=attention + steps,
     )
     memory = "" if math.isinf(memory_gib) else f"; the run leaves {memory_gib:.1f} GiB"
     say(f"forward + backward of {task.batch_size} x {task.seq_length} tokens{memory}")
-    for line in [*table([*attention, *steps]), *record.why, record.summary()]:
+    for line in [*map(Way.line, record.measured), *record.why, record.summary()]:
         say(line)
     return record
 
@@ -98,72 +91,62 @@ def _memory_gib(task: Task) -> float:
     return (free + torch.cuda.memory_reserved()) / GIB * SLACK - task.other_memory_gib
 
 
-def measure_attention(
-    task: Task, precision: Precision, timer: Timer, deadline: Deadline
-) -> list[AttentionTime]:
+def measure_attention(task: Task, precision: Precision, timer: Timer, deadline: Deadline) -> list[Way]:
     """Each attention backend that is here and right under the run's settings (deterministic or not). None where the
     user chose one, and in the reference, which has but one."""
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return []
     offered = te_backend.document_backends() if task.document_mask else ATTENTION_CANDIDATES
-    results = [AttentionTime(backend) for backend in ATTENTION_CANDIDATES if backend in offered]
+    results = [Way({"attention_backend": name}) for name in ATTENTION_CANDIDATES if name in offered]
     allowed = ATTENTION_TOLERANCE["bf16"]
     for result in results:
         if not deadline.allows((1 - ATTENTION_SHARE) * deadline.seconds):
             result.note = OUT_OF_TIME
             continue
-        te_backend.choose_attention_backend(result.backend)
+        backend = result.choice["attention_backend"]
+        te_backend.choose_attention_backend(backend)
         try:
-            result.error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
+            error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
             used = te_backend.attention_backend_in_use(precision.te)
-            if not used.startswith(result.backend):
+            if not used.startswith(backend):
                 result.note = f"Transformer Engine ran {used}"
-            elif not result.error <= allowed:
-                result.note = f"differs from SDPA by {result.error:.1e}, allowed {allowed:.0e}"
+            elif not error <= allowed:
+                result.note = f"differs from SDPA by {error:.1e}, allowed {allowed:.0e}"
             else:
                 result.ms = _milliseconds_of_attention(task, precision, timer)
         except (
             Exception
-        ) as error:  # each package has its own for what it cannot do here; then it is no candidate
-            result.note = f"not available: {one_line(error)}"
+        ) as failure:  # each package has its own for what it cannot do here; then it is no candidate
+            result.note = f"not available: {one_line(failure)}"
     return results
 
 
 def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -> float:
     """Of one forward and backward at the run's shape."""
-    c, D = task.config, head_dim(task.config)
-    N, K = c.num_attention_heads, c.num_key_value_heads
-    attention = causal_attention(c, precision.te)
-    generator = torch.Generator(precision.device).manual_seed(0)
-
-    def random_tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=precision.device, dtype=precision.dtype)
-
-    documents = task.documents()
-    BT = (task.batch_size, task.seq_length)
-    if documents is not None:
-        documents, BT = documents.to(precision.device), (1, task.batch_size * task.seq_length)
-    qkv = [random_tensor(*BT, heads, D).requires_grad_() for heads in (N, K, K)]
-    q, k, v = qkv
-    upstream = random_tensor(*BT, N * D)
+    c, shape = task.config, (task.batch_size, task.seq_length)
+    generator = torch.Generator().manual_seed(0)
+    mean_length = task.mean_document_tokens if task.document_mask else None
+    forward, qkv, upstream, _ = random_attention(c, precision, shape, window_size(c), mean_length, generator)
+    for tensor in qkv:
+        tensor.requires_grad_()
 
     def run() -> None:
         for _ in range(QUEUED_PASSES):
-            torch.autograd.grad(attend(attention, q, k, v, documents), qkv, upstream)
+            torch.autograd.grad(forward(*qkv), qkv, upstream)
 
     run()
     return statistics.median(timer(run, queued=True) for _ in range(ROUNDS)) / QUEUED_PASSES
 
 
-def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[StepTime]:
+def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[Way]:
     """Forward and backward of the whole model in FP8 and bf16, with and without CUDA graphs."""
-    results: list[StepTime] = []
+    results: list[Way] = []
     longest_s = 0.0
     for index, compute in enumerate(COMPUTE):
         precision = task.resolved(compute)
         step: _Step | None = None
         for number, graphs in enumerate(task.graph_modes()):
-            result = StepTime(compute, graphs)
+            result = Way({"compute": compute, "cuda_graphs": graphs})
             results.append(result)
             # a second way to launch waits until time for both precisions is sure
             to_come = len(COMPUTE) - index - 1 if number else 0

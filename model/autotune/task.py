@@ -64,13 +64,17 @@ class Task:
             return (False,)
         return (True,) if self.speed.cuda_graphs else (False, True)
 
+    @property
+    def mean_document_tokens(self) -> float:
+        """Half a row each: where documents are shorter, attention takes less time, and what is chosen matters less."""
+        return self.seq_length / 2
+
     def documents(self) -> Documents | None:
-        """Some for a batch of the run, if it has any. Half a row each on average: where documents are shorter,
-        attention takes less time, and what is chosen matters less."""
+        """Some for a batch of the run, if it has any."""
         if not self.document_mask:
             return None
         generator = torch.Generator().manual_seed(0)
-        return random_documents(self.batch_size, self.seq_length, self.seq_length / 2, generator)
+        return random_documents(self.batch_size, self.seq_length, self.mean_document_tokens, generator)
 
     def build(self, precision: Precision) -> nn.Module:
         """The model as the run would have it."""

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from model.autotune import measure
-from model.autotune.decide import AttentionTime, StepTime, choose_attention, choose_step
+from model.autotune.choice import Choice, Record, Way, choose
 from model.autotune.measure import OUT_OF_TIME, autotune
-from model.autotune.record import Choice, Record
 from model.autotune.task import Task
 from model.build import build_model
 from model.fp8 import te_backend
@@ -35,20 +34,20 @@ from tests.scripted_timer import Script
         ({"fused": 6.0, "flash": 5.5}, "flash"),
         ({"fused": 5.54, "flash": 5.5}, "fused"),  # a tie: no further package
         ({"fused": None, "flash": 5.5}, "flash"),
-        ({"fused": None, "flash": None}, "auto"),
-        ({}, "auto"),
+        ({"fused": None, "flash": None}, None),
+        ({}, None),
     ],
 )
-def test_the_fastest_right_attention(times: dict, chosen: str) -> None:
-    attention = [AttentionTime(name, ms, note="" if ms else "not available: x") for name, ms in times.items()]
-    backend, why = choose_attention(attention, "auto")
-    assert backend == chosen and chosen in why
-    if times and None in times.values() and chosen != "auto":
-        assert "not available: x" in why
+def test_the_fastest_right_attention(times: dict, chosen: str | None) -> None:
+    ways = [Way({"attention_backend": name}, ms, note="" if ms else "x") for name, ms in times.items()]
+    choice, why = choose(ways)
+    assert choice.get("attention_backend") == chosen and len(why) == bool(choice)
+    assert chosen is None or chosen in why[0]
+    assert all(way.line().endswith(" x") for way in ways if way.ms is None)
 
 
-def test_the_attention_of_the_user_stays() -> None:
-    assert choose_attention([], "flash") == ("flash", "attention: flash as configured")
+def step(compute: str, graphs: bool, ms: float | None, peak_gib: float | None = None) -> Way:
+    return Way({"compute": compute, "cuda_graphs": graphs}, ms, peak_gib)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +65,8 @@ def test_the_attention_of_the_user_stays() -> None:
     ],
 )
 def test_the_fastest_step_and_in_a_tie_the_simpler(times: dict, chosen: tuple) -> None:
-    step, why = choose_step([StepTime(compute, graphs, ms) for (compute, graphs), ms in times.items()])
-    assert step is not None and (step.compute, step.cuda_graphs) == chosen
+    choice, why = choose([step(*way, ms) for way, ms in times.items()])
+    assert (choice["compute"], choice["cuda_graphs"]) == chosen
     text = " ".join(why)
     if len({compute for (compute, _), ms in times.items() if ms}) == 1:
         assert "not measured" in text
@@ -78,11 +77,10 @@ def test_the_fastest_step_and_in_a_tie_the_simpler(times: dict, chosen: tuple) -
 
 
 def test_what_needs_more_memory_than_there_is_is_not_chosen() -> None:
-    steps = [StepTime("fp8", False, 10.0, 40.0), StepTime("fp8", True, 5.0, 70.0)]
-    assert choose_step(steps, 80.0)[0] is steps[1]
-    assert choose_step(steps, 50.0)[0] is steps[0]
-    nothing, why = choose_step(steps, 30.0)
-    assert nothing is None and "stay as configured" in why[0]
+    steps = [step("fp8", False, 10.0, 40.0), step("fp8", True, 5.0, 70.0)]
+    assert choose(steps, 80.0)[0] == steps[1].choice
+    assert choose(steps, 50.0)[0] == steps[0].choice
+    assert choose(steps, 30.0) == ({}, [])
 
 
 # ---------------------------------------------------------------- measuring, in small, on the reference
@@ -103,7 +101,7 @@ def test_where_bf16_is_faster_it_is_chosen_and_said(recipe: str, recompute: bool
     lines: list[str] = []
     record = autotune(task, lines.append, timer=Script(4 * 330.0, 300.0))
     assert record.choice == Choice("bf16", False, "auto")
-    assert any("step bf16, 300.00 ms: the fastest" in line for line in lines)
+    assert any("compute bf16, cuda_graphs false, 300.00 ms: the fastest" in line for line in lines)
     assert any("FP8 does not pay here" in line and "1.10 times" in line for line in lines)
     precision, _ = record.choice.apply(task.precision, task.speed)
     assert precision == replace(task.precision, auto=False, compute="bf16")
@@ -129,7 +127,7 @@ class Clock:
 def test_when_time_runs_out_the_rest_is_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     # read once at the start, then around each step: FP8 takes one second, and bf16 would end at the fifth
     record = autotune(task_of(), seconds=5.0, timer=Script(300.0), clock=Clock(1.0))
-    assert [(s["compute"], s["ms"], s["note"]) for s in record.measurements["steps"]] == [
+    assert [(way.choice["compute"], way.ms, way.note) for way in record.measured] == [
         ("fp8", 300.0, ""),
         ("bf16", None, OUT_OF_TIME),
     ]
@@ -137,10 +135,13 @@ def test_when_time_runs_out_the_rest_is_left_out_and_named(capsys: pytest.Captur
     assert record.choice.compute == "fp8"
 
 
-def test_without_any_time_the_configuration_stays() -> None:
-    task = task_of(precision={"bf16_modules": ["lm_head", "*.down_proj"]})
+@pytest.mark.parametrize("attention", ["auto", "flash"])
+def test_without_any_time_the_configuration_stays(attention: str) -> None:
+    task = task_of(precision={"bf16_modules": ["lm_head", "*.down_proj"]}, attention_backend=attention)
     record = autotune(task, lambda _: None, seconds=0.0, timer=Script())
-    assert record.choice == Choice("fp8", False, "auto")
+    assert record.choice == Choice("fp8", False, attention)
+    precision, _ = record.choice.apply(task.precision, task.speed)
+    assert precision == replace(task.precision, auto=False)
     assert any("stay as configured" in line for line in record.why)
 
 
@@ -198,7 +199,7 @@ def test_a_record_survives_its_file() -> None:
         Choice("fp8", True, "flash"),
         ["because"],
         31.0,
-        {"steps": []},
+        [step("fp8", True, 10.0, 40.0)],
     )
     assert Record.from_json(record.to_json()) == record
     other = record.to_json().replace('"why"', '"reasons"')
@@ -247,6 +248,6 @@ def test_on_a_gpu_all_ways_are_measured_and_nothing_stays(
     assert torch.cuda.memory_allocated() <= allocated + 2**24
     assert torch.equal(torch.get_rng_state(), cpu) and torch.equal(torch.cuda.get_rng_state(), cuda)
     assert losses(task, choice) == before
-    measured = {(s["compute"], s["cuda_graphs"]) for s in record.measurements["steps"] if s["ms"]}
-    assert {("fp8", False), ("fp8", True), ("bf16", False), ("bf16", True)} <= measured, record.to_json()
+    steps = [way for way in record.measured if "compute" in way.choice]
+    assert len(steps) == 4 and all(way.ms for way in steps), record.to_json()
     assert record.choice.attention_backend in ("fused", "flash")

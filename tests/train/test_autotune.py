@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from model.autotune import measure
+from model.autotune.choice import Choice, Record
 from model.autotune.measure import autotune
-from model.autotune.record import Choice, Record
 from model.autotune.task import Task
 from model.config import load_config
 from model.fp8.recipes import PrecisionConfig
@@ -60,7 +60,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def measure(task: Task, say: Callable[[str], None]) -> Record:
         calls.append(1)
         choice = Choice("bf16", False, "auto")
-        return Record(**task.made_for(), choice=choice, why=["because"], seconds=1.0, measurements={})
+        return Record(**task.made_for(), choice=choice, why=["because"], seconds=1.0, measured=[])
 
     monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
     monkeypatch.setattr(glue, "autotune", measure)
