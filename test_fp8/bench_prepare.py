@@ -28,7 +28,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import tokenizers
 
 from test_fp8.common import report
-from test_fp8.common.options import Options, positive
+from test_fp8.common.options import ROOT, Options, positive
 from test_fp8.common.report import Result
 from train.data.format import SPLITS, DataError, read_manifest
 from train.prepare.corpus import read_documents
@@ -42,9 +42,8 @@ OPTIONS.add("--input", [sysconfig.get_paths()["purelib"]], "texts", nargs="+")
 OPTIONS.add("--workers", [1, 2], "of prepare_data.py, one after the other", type=positive, nargs="+")
 OPTIONS.add_output("JSON")
 
-PREPARE = Path(__file__).resolve().parent.parent / "train/prepare_data.py"
 LEAST_RATIO = 0.8
-BATCH_BYTES = 1 << 20
+BATCH_TEXTS = 100
 
 
 def plain(inputs: Sequence[str], tokenizer_file: Path) -> Result:
@@ -53,15 +52,9 @@ def plain(inputs: Sequence[str], tokenizer_file: Path) -> Result:
     tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     tokenizer.encode_special_tokens = True
     texts = [item.text for item in read_documents(inputs) if isinstance(item, Text)]
-    batches: list[list[str]] = [[]]
-    size = 0
-    for text in texts:
-        batches[-1].append(text)
-        if (size := size + len(text)) >= BATCH_BYTES:
-            batches.append([])
-            size = 0
     tokens, start = 0, time.process_time()
-    for batch in batches:
+    for first in range(0, len(texts), BATCH_TEXTS):
+        batch = texts[first : first + BATCH_TEXTS]
         tokens += sum(len(e.ids) for e in tokenizer.encode_batch_fast(batch, add_special_tokens=False))
     seconds = time.process_time() - start
     return {"what": "tokenizers", "documents": len(texts), "text_bytes": sum(len(t.encode()) for t in texts),
@@ -69,13 +62,9 @@ def plain(inputs: Sequence[str], tokenizer_file: Path) -> Result:
 
 
 def prepare(inputs: Sequence[str], tokenizer: Path, output: Path, workers: int) -> Result:
-    """Run prepare_data.py.
-
-    Raises:
-        DataError: it failed.
-    """
+    """Run prepare_data.py. Raises DataError: it failed."""
     options = ["--tokenizer", tokenizer, "--output", output, "--workers", workers, "--max_dropped", 10**9]
-    command = [sys.executable, PREPARE, "--input", *inputs, *options]
+    command = [sys.executable, ROOT / "train/prepare_data.py", "--input", *inputs, *options]
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -59,22 +59,18 @@ class Options(argparse.ArgumentParser):
             if isinstance(value, ByMachine):
                 setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
 
-    def words(self, options: argparse.Namespace) -> list[str]:
-        """The command line that repeats a run with `options`, without where its output goes and without folders of this
-        machine."""
-        words: list[object] = []
+    def command(self, options: argparse.Namespace, *more: object) -> str:
+        """The command line that repeats a run with `options`, with `more` behind, without where its output goes and
+        without folders of this machine."""
+        words = ["python", self.program]
         for key, flag in self.flags.items():
-            value, before = getattr(options, key), [flag] if flag else []
+            value = getattr(options, key)
             if key in NOT_REPEATED or value is None or value is False or value == self.get_default(key) == []:
                 continue
             lists = value if isinstance(value, list) else [] if value is True else [value]
             for items in lists if lists and isinstance(lists[0], list) else [lists]:
-                words += [*before, *map(public, items)]
-        return [str(word) for word in words]
-
-    def command(self, options: argparse.Namespace, *more: object) -> str:
-        """`words` as one line, with `more` behind."""
-        return shlex.join(["python", self.program, *self.words(options), *map(str, more)])
+                words += [flag] * bool(flag) + [public(item) for item in items]
+        return shlex.join([*words, *map(str, more)])
 
 
 def public(value: object) -> str:
@@ -83,11 +79,10 @@ def public(value: object) -> str:
     if isinstance(value, Path):
         return value.name
     key, equals, text = str(value).rpartition("=")
-    path = Path(text)
-    if not path.is_absolute():
+    if not Path(text).is_absolute():
         return str(value)
-    inside = path.resolve().is_relative_to(ROOT)
-    return f"{key}{equals}{path.resolve().relative_to(ROOT) if inside else path.name}"
+    path = Path(text).resolve()
+    return f"{key}{equals}{path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(text).name}"
 
 
 def _checked(

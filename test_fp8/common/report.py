@@ -7,10 +7,10 @@ same stem. It names hardware and software, and nothing that names a host, a user
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 import subprocess
@@ -27,14 +27,8 @@ Result = dict[str, Any]
 Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
 """Title -> (key of a result, or a function of it; format specification, which ends in < for a column of text)."""
 
-# Key in "versions" -> distribution. Named where installed; Transformer Engine is named by its backend.
-PACKAGES = {
-    "deepspeed": "deepspeed",
-    "transformers": "transformers",
-    "torchao": "torchao",
-    "flash_attn_4": "flash-attn-4",
-    "triton": "triton",
-}
+# Distributions of which "versions" tells, where installed; Transformer Engine is named by its backend.
+PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "triton")
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -66,11 +60,9 @@ def describe() -> tuple[dict[str, Any], dict[str, Any]]:
         versions |= {"cuda": str(torch.version.cuda), "cudnn": _cudnn(torch.backends.cudnn.version() or 0)}
         if te is not None:
             versions["transformer_engine_cudnn"] = _cudnn(te_backend.cudnn_versions()[0])
-    for key, distribution in PACKAGES.items():
-        try:
-            versions[key] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package.replace("-", "_")] = importlib.metadata.version(package)
     return machine, versions
 
 
@@ -104,34 +96,24 @@ def _cudnn(number: int) -> str:
 
 def _finite(value: Any) -> Any:
     """`value` with null for every number that is not finite: JSON has no nan."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(path: str | os.PathLike[str], command: str, results: Sequence[Any], **more: Any) -> Path:
-    """Write the report of a run with `command` (from `command_line`) to `path`, making its folder; `more` are keys
+def write_json(path: Path, command: str, results: Sequence[Result], **more: Any) -> None:
+    """Write the report of a run with `command` (from `Options.command`) to `path`, making its folder; `more` are keys
     beside "results". A number that is not finite becomes null.
 
-    Raises ValueError: `more` has a key that is the report's own.
+    Raises TypeError: `more` has a key that is the report's own.
     """
     machine, versions = describe()
-    report: dict[str, Any] = {
-        "command": command,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine,
-        "versions": versions,
-    }
-    if taken := report.keys() & more.keys():
-        raise ValueError(f"write_json: {', '.join(sorted(taken))} is the report's own; give it another name")
-    path = Path(path)
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    report = dict(command=command, date=date, machine=machine, versions=versions, **more, results=results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps(_finite({**report, **more, "results": results}), indent=2) + "\n")
-    return path
+    write_durably(path, json.dumps(_finite(report), indent=2) + "\n")
 
 
 def measured(results: Sequence[Result]) -> list[Result]:
@@ -140,19 +122,15 @@ def measured(results: Sequence[Result]) -> list[Result]:
 
 def table(results: Sequence[Result], columns: Columns) -> str:
     """The results as lines of text, "-" for what is None or missing."""
-    lines = [list(columns)]
+    lines, forms = [list(columns)], [form for _, form in columns.values()]
     for r in results:
         values = [r.get(get) if isinstance(get, str) else get(r) for get, _ in columns.values()]
-        forms = [form for _, form in columns.values()]
         lines.append(["-" if v is None else format(v, form) for v, form in zip(values, forms, strict=True)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = ["<" if form.endswith("<") else ">" for _, form in columns.values()]
-    return "\n".join(
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    sides = [
+        f"{'<' if form.endswith('<') else '>'}{width}" for form, width in zip(forms, widths, strict=True)
+    ]
+    return "\n".join("  ".join(map(format, line, sides)).rstrip() for line in lines)
 
 
 def bars(

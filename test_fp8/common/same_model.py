@@ -48,10 +48,6 @@ class Reference:
             losses = [float(model(ids, labels=targets).loss) for ids, targets in pairs]
         return cls(weights, probe_logits(model, input_ids), losses)
 
-    def loss(self, samples: int) -> float:
-        """Of the first `samples` of the batch; all have the same number of tokens."""
-        return sum(self.losses[:samples]) / samples
-
 
 def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Logits of the first tokens of `input_ids`; never compiled, which for this one shape would cost a minute."""
@@ -74,7 +70,13 @@ def check_same_model(model: nn.Module, compute: str, reference: Reference, input
     if problems := weight_problems(to_hf_state_dict(model), reference.weights):
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise DifferentModel("other weights: " + "; ".join(problems[:3]) + more)
-    return logits_error(probe_logits(model, input_ids), compute, reference)
+    logits = probe_logits(model, input_ids)
+    error = float((logits - reference.logits).norm() / reference.logits.norm())
+    if not error <= LOGITS_TOLERANCE[compute]:
+        raise DifferentModel(
+            f"logits differ by {error:.1e} relative, allowed are {LOGITS_TOLERANCE[compute]:.0e} in {compute}"
+        )
+    return error
 
 
 def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
@@ -90,20 +92,10 @@ def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor
     return sorted(problems)
 
 
-def logits_error(logits: Tensor, compute: str, reference: Reference) -> float:
-    """|logits - reference| / |reference|. Raises DifferentModel: beyond the tolerance."""
-    error = float((logits - reference.logits).norm() / reference.logits.norm())
-    if not error <= LOGITS_TOLERANCE[compute]:
-        raise DifferentModel(
-            f"logits differ by {error:.1e} relative, allowed are {LOGITS_TOLERANCE[compute]:.0e} in {compute}"
-        )
-    return error
-
-
 def loss_error(loss: float, compute: str, reference: Reference, samples: int) -> float:
-    """|loss - reference| / reference, for the first `samples` of the batch. Raises DifferentModel: beyond the
-    tolerance."""
-    expected = reference.loss(samples)
+    """|loss - reference| / reference, for the first `samples` of the batch, which all have the same number of tokens.
+    Raises DifferentModel: beyond the tolerance."""
+    expected = sum(reference.losses[:samples]) / samples
     error = abs(loss - expected) / expected
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(

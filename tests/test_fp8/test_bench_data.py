@@ -70,8 +70,4 @@ def test_the_program(tmp_path: Path) -> None:
     small, large = (r for r in written["results"] if r["what"] == "corpus")
     assert large["tokens"] > 595e9 and large["shards"] > 50 * small["shards"] and large["open_s"] < 30
     assert large["ms_per_1000_ids"] < 100 and large["memory_of_ids_bytes"] < 2_000_000
-    assert (tmp_path / "data.png").stat().st_size > 1000
-    assert "1,000 sample ids" in done.stdout and {p.name for p in tmp_path.iterdir()} == {
-        "data.json",
-        "data.png",
-    }
+    assert "1,000 sample ids" in done.stdout and {p.name for p in tmp_path.iterdir()} == {"data.json"}

@@ -44,7 +44,7 @@ def test_written_report(tmp_path: Path) -> None:
 
 
 def test_a_key_of_the_report_cannot_be_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="machine"):
+    with pytest.raises(TypeError, match="machine"):
         report.write_json(tmp_path / "r.json", "command", [], machine={})
     assert not list(tmp_path.iterdir())
 
