@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.data.format import Manifest
+from train.files import between
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,16 +29,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets: PREFIX.bin and PREFIX.idx")
     add("--tokenizer", required=True, help="a folder with the tokenizer.model or tokenizer.json of the ids")
     add("--output", required=True, help="the folder to write")
-    add("--eod_id", type=int, help="the id that ends documents in the datasets (the tokenizer's EOS)")
-    add("--eval_fraction", type=float, default=0.01, help="held-out share of documents (0.01)")
-    add("--shard_tokens", type=int, default=1 << 28, help="tokens a shard holds at most (2^28)")
+    add("--eod_id", type=between(0), help="the id that ends documents in the datasets (the tokenizer's EOS)")
+    add(
+        "--eval_fraction",
+        type=between(0, 0.5, float),
+        default=0.01,
+        help="held-out share of documents (0.01)",
+    )
+    add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")
     add("--overwrite", action="store_true", help="replace the prepared data in --output")
-    args = parser.parse_args(argv)
-    for name, low, high in (("eval_fraction", 0, 0.5), ("shard_tokens", 1, None), ("eod_id", 0, None)):
-        value = getattr(args, name)
-        if value is not None and not (low <= value and (high is None or value <= high)):
-            parser.error(f"--{name} {value}: allowed is {low} to {'any' if high is None else high}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,23 +51,15 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    summarize(manifest)
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr)
-    return 0
-
-
-def summarize(manifest: Manifest) -> None:
-    """What was committed, on stdout."""
     counts = manifest.documents
-    dropped = sum(counts["dropped"].values())
-    print(f"documents: {counts['in']:,} in, {counts['out']:,} out, {dropped:,} dropped, for they are empty")
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
         print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
-    if counts["eod_replaced"]:
-        print(f"EOS in place of --eod_id: {counts['eod_replaced']:,}")
-    print("\n".join(manifest.split_lines()))
+    print(f"EOS in place of --eod_id: {counts['eod_replaced']:,}")
+    print(manifest.summary())
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
 
 
 if __name__ == "__main__":

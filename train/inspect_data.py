@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from train.files import between
+
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; numbers outside their range are errors."""
@@ -27,16 +29,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("folder", metavar="DIR", help="a folder of prepared or imported data")
     add("--verify", action="store_true", help="recompute every hash, check every token id")
     add("--plot", metavar="FILE.png", help="draw the histogram of document lengths")
-    add("--samples", type=int, default=2, help="random samples to print (2)")
+    add("--samples", type=between(0), default=2, help="random samples to print (2)")
     add("--split", choices=("train", "eval"), default="train", help="the split to take them from (train)")
-    add("--seq_length", type=int, default=2048, help="tokens a sample (2048)")
+    add("--seq_length", type=between(1), default=2048, help="tokens a sample (2048)")
     add("--seed", type=int, default=0, help="chooses the samples (0)")
     cores = min(os.cpu_count() or 1, 16)
-    add("--workers", type=int, default=cores, help="threads (one a core, at most 16)")
+    add("--workers", type=between(1), default=cores, help="threads (one a core, at most 16)")
     args = parser.parse_args(argv)
-    for name, low in (("samples", 0), ("seq_length", 1), ("workers", 1)):
-        if getattr(args, name) < low:
-            parser.error(f"--{name} {getattr(args, name)}: at least {low} is needed")
     if args.plot and not args.plot.endswith(".png"):
         parser.error(f"--plot {args.plot}: a file that ends in .png is expected")
     return args

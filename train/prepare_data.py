@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
-from train.data.format import Manifest
+from train.files import between
 from train.prepare.corpus import ALLOWED
 from train.prepare.steps import add_arguments
 
@@ -34,31 +34,30 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
-    add("--eval_fraction", type=float, default=0.01, help="held-out share of documents (0.01)")
-    add("--max_dropped", type=int, default=0, help="unreadable documents to tolerate (0)")
+    add(
+        "--eval_fraction",
+        type=between(0, 0.5, float),
+        default=0.01,
+        help="held-out share of documents (0.01)",
+    )
+    add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
     text = "stop before the text exceeds this many bytes, an equal share in each task"
-    add("--max_bytes", type=int, help=text)
-    add("--shard_tokens", type=int, default=1 << 28, help="tokens a shard holds at most (2^28)")
+    add("--max_bytes", type=between(1), help=text)
+    add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")
     text = "shuffle the documents of each shard, by a seed for each task; default: no"
-    add("--shuffle_seed", type=int, help=text)
+    add("--shuffle_seed", type=between(0), help=text)
     text = "replace the prepared data in --output, or what is unfinished there"
     add("--overwrite", action="store_true", help=text)
     add = parser.add_argument_group("how it is run").add_argument
     add("--executor", choices=("local", "slurm", "ray"), default="local", help="where the tasks run (local)")
-    add("--tasks", type=int, help="parts of the work (one for 16 MiB, at most 1000)")
-    add("--workers", type=int, help="tasks at a time (local: one a core, at most 16; clusters: all)")
+    add("--tasks", type=between(1), help="parts of the work (one for 16 MiB, at most 1000)")
+    add("--workers", type=between(1), help="tasks at a time (local: one a core, at most 16; clusters: all)")
     add("--slurm_partition", default="", help="of the jobs; required for slurm")
     add("--slurm_time", default="24:00:00", help="limit of a task (24:00:00)")
     more: dict = {"nargs": "*", "type": _key_value, "default": [], "metavar": "KEY=VALUE"}
     add("--slurm_args", help="more options of sbatch", **more)
     add_arguments(parser)
     args = parser.parse_args(argv)
-    for name, low, high in (("eval_fraction", 0, 0.5), ("max_dropped", 0, None), ("max_bytes", 1, None),
-                            ("shard_tokens", 1, None), ("workers", 1, None), ("tasks", 1, None),
-                            ("shuffle_seed", 0, None)):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and not (low <= value and (high is None or value <= high)):
-            parser.error(f"--{name} {value}: allowed is {low} to {'any' if high is None else high}")
     if args.executor == "slurm" and not args.slurm_partition:
         parser.error("--executor slurm needs --slurm_partition (sinfo lists them)")
     return args
@@ -82,16 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if manifest is not None:
-        summarize(manifest)
+        print(manifest.summary())
     return 0
-
-
-def summarize(manifest: Manifest) -> None:
-    """What was committed, on stdout."""
-    counts = manifest.documents
-    print(f"documents: {counts['in']:,} in, {counts['out']:,} out, {sum(counts['dropped'].values()):,} dropped, "
-          f"{sum(counts['removed'].values()):,} removed")  # fmt: skip
-    print("\n".join(manifest.split_lines()))
 
 
 if __name__ == "__main__":

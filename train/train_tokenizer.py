@@ -19,6 +19,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
     sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
              "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
 
+from train.files import between
 from train.prepare.corpus import ALLOWED
 
 
@@ -32,16 +33,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--vocab_size", type=int, required=True, help="pieces, with special ids and the 256 bytes")
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
-    add("--max_bytes", type=int, help="train on a sample of at most this many bytes of text")
+    add("--max_bytes", type=between(1), help="train on a sample of at most this many bytes of text")
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
-    add("--character_coverage", type=float, default=0.9995, help=text)
+    add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
-    args = parser.parse_args(argv)
-    if args.max_bytes is not None and args.max_bytes < 1:
-        parser.error(f"--max_bytes {args.max_bytes}: must be at least 1")
-    if not 0 < args.character_coverage <= 1:
-        parser.error(f"--character_coverage {args.character_coverage}: allowed is above 0 to 1")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,12 +12,13 @@ The shard layout is the one datatrove writes. Readers open what the manifest lis
 
 import hashlib
 import json
-import os
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from train.files import sha256_file, write_durably
 
@@ -27,6 +28,9 @@ TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "eval")
 INDEX_DTYPE = np.dtype("<u8")
 UINT16_MAX_VOCABULARY = 1 << 16
+STRICT = ConfigDict(extra="forbid", strict=True)
+FileName = Annotated[str, Field(pattern="^[^/]+$")]
+Positive = Annotated[int, Field(ge=1)]
 READ_BYTES = 16 << 20  # read at a time by whatever goes through a whole shard
 
 
@@ -43,10 +47,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class Shard:
     """One `*.ds` file. `bytes` and `sha256` are of the tokens, `index_sha256` of its `*.ds.index`."""
 
-    name: str
-    split: str
-    tokens: int
-    documents: int
+    __pydantic_config__ = STRICT
+
+    name: FileName
+    split: Annotated[str, Field(pattern="^(train|eval)$")]
+    tokens: Positive
+    documents: Positive
     bytes: int
     sha256: str
     index_sha256: str
@@ -65,17 +71,19 @@ class Manifest:
     steps of the preparation with their settings; what they removed is in `documents` as "removed", {step: count}.
     """
 
-    schema: int
+    __pydantic_config__ = STRICT
+
+    schema: Annotated[int, Field(ge=SCHEMA, le=SCHEMA)]
     dtype: str
     vocab_size: int
     bos_id: int
     eos_id: int
     tokenizer_sha256: str
-    tokenizer_files: list[str]
+    tokenizer_files: Annotated[list[FileName], Field(min_length=1)]
     inputs: list[str]
     text_key: str | None
     eval_fraction: float
-    documents: dict[str, Any]
+    documents: dict[str, int | dict[str, int]]
     text_bytes: int | None
     unigram_loss: float | None
     shards: list[Shard]
@@ -89,9 +97,15 @@ class Manifest:
         """Tokens in one split."""
         return sum(shard.tokens for shard in self.split_shards(split))
 
-    def split_lines(self) -> list[str]:
-        """What the splits hold, in lines for whoever prepared them."""
-        lines = []
+    def documents_line(self) -> str:
+        """What became of the documents."""
+        counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
+        removed = counts.get("removed", 0)
+        return "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(removed, **counts)
+
+    def summary(self) -> str:
+        """What the documents and the splits are, in lines for whoever prepared them."""
+        lines = [self.documents_line()]
         for split in SPLITS:
             shards = self.split_shards(split)
             documents = sum(shard.documents for shard in shards)
@@ -105,7 +119,7 @@ class Manifest:
             )
         else:
             lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
-        return lines
+        return "\n".join(lines)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -133,84 +147,42 @@ def read_manifest(folder: str | Path) -> Manifest:
         )
         raise DataError(f"data folder {folder} {state}; {remedy}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is corrupt: not JSON ({error}); {remedy} --overwrite") from error
-    try:
-        return _parse_manifest(values)
-    except DataError as error:
+        return _parse_manifest(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise DataError(f"{path} is corrupt: {error}; {remedy} --overwrite") from error
 
 
-def _parse_manifest(values: Any) -> Manifest:
-    _check_keys("manifest", values, Manifest)
-    if values["schema"] != SCHEMA:
-        raise DataError(f"its schema is {values['schema']!r}, this version reads {SCHEMA}")
-    if not isinstance(values["shards"], list):
-        raise DataError("'shards' is not a list")
-    for index, shard in enumerate(values["shards"]):
-        _check_keys(f"shard {index}", shard, Shard)
-    manifest = Manifest(**{**values, "shards": [Shard(**shard) for shard in values["shards"]]})
-    _check_values(manifest)
-    return manifest
-
-
-def _check_keys(what: str, values: Any, kind: type) -> None:
-    if not isinstance(values, dict):
-        raise DataError(f"{what} is not a JSON object")
-    names = {f.name for f in fields(kind)}
-    required = {f.name for f in fields(kind) if f.default_factory is MISSING}
-    if missing := sorted(required - values.keys()):
-        raise DataError(f"{what} lacks {', '.join(missing)}")
-    if unknown := sorted(values.keys() - names):
-        raise DataError(f"{what} has unknown keys {', '.join(unknown)}")
-    scalars: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), float: (int, float)}
-    scalars |= {kind | None: (*allowed, type(None)) for kind, allowed in scalars.items()}
-    for entry in fields(kind):
-        allowed = scalars.get(entry.type)
-        value = values.get(entry.name)
-        if allowed and (not isinstance(value, allowed) or isinstance(value, bool)):
-            wanted = getattr(entry.type, "__name__", entry.type)
-            raise DataError(f"{what}: '{entry.name}' is {value!r}, not {wanted}")
-
-
-def _check_values(manifest: Manifest) -> None:
+def _parse_manifest(text: str) -> Manifest:
+    try:
+        manifest = TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        raise DataError("; ".join(map(_problem, error.errors()))) from error
     expected = token_dtype(manifest.vocab_size).name
     if manifest.dtype != expected:
         raise DataError(
             f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})"
         )
-    names = manifest.tokenizer_files
-    if not isinstance(names, list) or not names or any(n != os.path.basename(str(n)) for n in names):
-        raise DataError(f"'tokenizer_files' is {names!r}, not a list of at least one file name")
-    counts = manifest.documents
-    required = {"in": int, "out": int, "dropped": dict}
-    if (
-        not isinstance(counts, dict)
-        or not all(isinstance(counts.get(key), kind) for key, kind in required.items())
-        or not all(
-            _is_count(v) or isinstance(v, dict) and all(map(_is_count, v.values())) for v in counts.values()
-        )
-    ):
-        raise DataError(f"'documents' is {counts!r}, not the numbers in, out and dropped by reason")
-    if not isinstance(manifest.steps, dict):
-        raise DataError(f"'steps' is {manifest.steps!r}, not a JSON object")
+    if not {"in", "out", "dropped"} <= manifest.documents.keys():
+        raise DataError(f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
-        if shard.split not in SPLITS or shard.name != os.path.basename(shard.name):
-            raise DataError(
-                f"shard {shard.name!r} of split {shard.split!r}: not a file of this folder and {SPLITS}"
-            )
-        if shard.tokens < 1 or shard.bytes != shard.tokens * itemsize:
+        if shard.bytes != shard.tokens * itemsize:
             raise DataError(
                 f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}"
             )
-        if not 1 <= shard.documents <= shard.tokens:
+        if shard.documents > shard.tokens:
             raise DataError(f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens")
+    return manifest
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _problem(error: ErrorDetails) -> str:
+    """One of pydantic's problems with a manifest."""
+    if not error["loc"]:
+        return f"not JSON ({error['msg']})"
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"lacks {where}"
+    return f"'{where}' is {error['input']!r}, not allowed: {error['msg']}"
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:

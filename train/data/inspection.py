@@ -1,5 +1,6 @@
 """Prepared data for people: what the manifest says, what is damaged, the lengths of documents, samples as text."""
 
+import itertools
 import random
 import re
 import sys
@@ -25,6 +26,7 @@ from train.data.format import (
 )
 from train.data.index import Lengths, excerpts, read_lengths
 from train.data.source import TokenSource
+from train.files import drawing
 
 BAR_WIDTH = 40
 SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
@@ -49,8 +51,8 @@ def describe(folder: Path, manifest: Manifest) -> str:
 
     counts = {name: kind if isinstance(kind, dict) else {"": kind} for name, kind in manifest.documents.items()}
     dropped = counts.pop("dropped")
-    totals = counts.pop("in")[""], counts.pop("out")[""], sum(dropped.values())
-    lines.append("\ndocuments: {:,} in, {:,} out, {:,} dropped".format(*totals))
+    del counts["in"], counts["out"]
+    lines.append(f"\n{manifest.documents_line()}")
     lines += [f"{count:>13,}  {reason}" for reason, count in sorted(dropped.items(), key=lambda x: -x[1])]
     for name, parts in counts.items():
         lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
@@ -159,23 +161,15 @@ def histogram_table(lengths: Lengths) -> str:
 
 
 def plot_histogram(lengths: Lengths, title: str, path: Path) -> None:
-    """Draw the histogram, the share of documents and of tokens by length, into a PNG; makes its folder."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot
-
+    """Draw the histogram, the share of documents and of tokens by length, into a PNG."""
     labels, documents, tokens = zip(*lengths.rows(), strict=True) if lengths.rows() else ((), (), ())
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for offset, label, counts in ((-0.2, "documents", documents), (0.2, "their tokens", tokens)):
-        shares = [100 * count / sum(counts) for count in counts]
-        axes.bar([place + offset for place in range(len(labels))], shares, width=0.4, label=label)
-    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
-    axes.set(xlabel="length (tokens)", ylabel="share (%)", title=f"{title}: {sum(documents):,} documents")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing(path, figsize=(8, 5)) as (_, ((axes,),)):
+        for offset, label, counts in ((-0.2, "documents", documents), (0.2, "their tokens", tokens)):
+            shares = [100 * count / sum(counts) for count in counts]
+            axes.bar([place + offset for place in range(len(labels))], shares, width=0.4, label=label)
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+        axes.set(xlabel="length (tokens)", ylabel="share (%)", title=f"{title}: {sum(documents):,} documents")
+        axes.legend()
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
@@ -203,22 +197,13 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
     """Ids as lines: text behind "| ", BOS and EOS on lines of their own, wherever they stand."""
     special = {encoder.bos_id: "<BOS>", encoder.eos_id: "<EOS>"}
     lines: list[str] = []
-    text_ids: list[int] = []
-
-    def end_text() -> None:
-        if text_ids:
-            text = encoder.decode(text_ids)
-            escaped = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-            lines.extend(f"| {line}" for line in escaped.split("\n"))
-            text_ids.clear()
-
-    for token_id in ids:
-        if token_id in special:
-            end_text()
-            lines.append(special[token_id])
+    for is_special, run in itertools.groupby(ids, special.__contains__):
+        if is_special:
+            lines += [special[token_id] for token_id in run]
         else:
-            text_ids.append(token_id)
-    end_text()
+            text = encoder.decode(list(run))
+            escaped = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            lines += [f"| {line}" for line in escaped.split("\n")]
     return lines
 
 

@@ -36,9 +36,7 @@ ALLOWED = (
     f"{HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
 )
 # Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
-STDLIB_SKIPPED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"}
-)
+STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,10 @@ def list_sources(inputs: Iterable[str]) -> list[Source]:
             raise ValueError(f"input {name} holds nothing to read; allowed: {ALLOWED}")
         files += found
     seen: set[str] = set()
-    for file, kind in files:
+    for file, _ in files:
         if (real := os.path.realpath(file)) in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
-        if kind == ".jsonl.zst" and importlib.util.find_spec("zstandard") is None:
-            raise ValueError(
-                f"{file} needs the package zstandard, which is not installed; pip install zstandard, or decompress it"
-            )
     stats = [(file.absolute(), kind, file.stat()) for file, kind in files]
     return [Source(str(path), kind, stat.st_size, stat.st_mtime_ns) for path, kind, stat in stats]
 
@@ -112,11 +106,11 @@ def _saved_files(folder: Path) -> list[tuple[Path, str]]:
         raise ValueError(
             f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again"
         ) from error
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(
-            f"{missing[0]} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again"
-        )
+    for file in files:
+        if not file.is_file():
+            raise ValueError(
+                f"{file} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again"
+            )
     return [(file, ".arrow") for file in files]
 
 
@@ -213,9 +207,9 @@ def _stdlib_files() -> list[Path]:
     files = []
     for parent, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
         folders[:] = [name for name in folders if name not in STDLIB_SKIPPED]
-        files += [
-            Path(parent, name)
-            for name in names
-            if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
-    return sorted(file for file in files if file.stat().st_size > 0)  # an empty __init__.py is no document
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
+    return sorted(
+        file
+        for file in files
+        if not file.name.startswith("_sysconfigdata") and file.stat().st_size  # an empty file is no document
+    )

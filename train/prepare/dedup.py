@@ -114,7 +114,7 @@ def counted(
         kept += 1
         yield document
     if removed := next(numbers) - kept:
-        tally.removed(step, removed)
+        tally.by_step[step] += removed
 
 
 # ---------------------------------------------------------------- exact
@@ -256,9 +256,8 @@ class MinhashClusters(MinhashDedupCluster):
         require(found, "*.dups", self.config.num_buckets, "buckets")
         links = np.empty((0, 2), dtype=np.uint64)
         for file in sorted(found.glob("*.dups")):
-            pairs = (
-                np.fromfile(file, dtype="<u4").reshape(-1, 2, 2).astype(np.uint64)
-            )  # pair, document, (task, number)
+            # pair, document, (task, number)
+            pairs = np.fromfile(file, dtype="<u4").reshape(-1, 2, 2).astype(np.uint64)
             links = link_to_first(np.concatenate([links, pairs[..., 0] << np.uint64(32) | pairs[..., 1]]))
         later = links[:, 0]
         remove.mkdir(parents=True, exist_ok=True)

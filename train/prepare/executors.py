@@ -14,10 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import dill
-from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
@@ -28,68 +26,11 @@ from train.prepare.tally import Stage
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 5.0
-TO_LOG_FILE_ONLY = (
-    1  # datatrove writes to the terminal what tasks of another local rank than 0 do only if they fail
-)
+# A local rank: what tasks of another one than 0 do, datatrove writes to the terminal only if they fail.
+TO_LOG_FILE_ONLY = 1
 
 
-class WatchedLocalExecutor(LocalPipelineExecutor):
-    """datatrove's local executor with a pool that notices the death of a worker; its own would wait for ever.
-
-    watch: called every few seconds and at the end.
-    """
-
-    pipeline: list[Any]
-
-    def __init__(self, stage: Stage, folder: Path, workers: int, watch: Callable[[], None]) -> None:
-        super().__init__(stage.pipeline, tasks=stage.tasks, workers=workers, logging_dir=str(folder))
-        self.watch, self.stage_name = watch, stage.name
-
-    def run(self) -> None:
-        """Run the tasks that are not completed.
-
-        Raises:
-            RuntimeError: a worker died.
-            Exception: what a task raised; the others that had begun are completed first.
-        """
-        ranks = self.get_incomplete_ranks()
-        if self.workers == 1:
-            pipeline = self.pipeline
-            for rank in ranks:
-                self.pipeline = deepcopy(pipeline)
-                self._run_for_rank(rank, TO_LOG_FILE_ONLY)
-                self.watch()
-        elif ranks:
-            self._run_in_pool(ranks)
-
-    def _run_in_pool(self, ranks: list[int]) -> None:
-        watch, self.watch = self.watch, _nothing
-        pickled, self.watch = dill.dumps(self), watch
-        spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
-        pool = ProcessPoolExecutor(min(self.workers, len(ranks)), spawn, _start_worker, (pickled,))
-        try:
-            pending = {pool.submit(_run_rank, rank) for rank in ranks}
-            while pending:
-                done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
-                self.watch()
-                for future in done:
-                    future.result()
-        except BrokenProcessPool as error:
-            left = len(self.get_incomplete_ranks())
-            raise RuntimeError(
-                f"a worker process died (killed, or out of memory) in stage {self.stage_name}: {self.tasks - left} of "
-                f"{self.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers if "
-                "memory was short"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _nothing() -> None:
-    pass
-
-
-_executor: PipelineExecutor
+_executor: LocalPipelineExecutor
 
 
 def _start_worker(pickled: bytes) -> None:
@@ -106,14 +47,51 @@ def _start_worker(pickled: bytes) -> None:
 
 
 def _run_rank(rank: int) -> None:
-    executor = deepcopy(_executor)
-    executor._run_for_rank(rank, TO_LOG_FILE_ONLY)
+    deepcopy(_executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
 
 
 def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[], None]) -> None:
-    """Run the stages one after the other in `workers` processes (1: in this one)."""
+    """Run the tasks of the stages that are not completed, one stage after the other, in `workers` processes (1: in this
+    one). `watch` is called every few seconds.
+
+    Raises:
+        RuntimeError: a worker died.
+        Exception: what a task raised; the others that had begun are completed first.
+    """
     for stage in stages:
-        WatchedLocalExecutor(stage, folder / stage.name, workers, watch).run()
+        logs = str(folder / stage.name)
+        executor = LocalPipelineExecutor(stage.pipeline, stage.tasks, workers, logging_dir=logs)
+        ranks = executor.get_incomplete_ranks()
+        if workers > 1 and ranks:
+            try:
+                _run_in_pool(executor, ranks, watch)
+            except BrokenProcessPool as error:
+                left = len(executor.get_incomplete_ranks())
+                raise RuntimeError(
+                    f"a worker process died (killed, or out of memory) in stage {stage.name}: {stage.tasks - left} of "
+                    f"{stage.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers "
+                    "if memory was short"
+                ) from error
+            continue
+        for rank in ranks:
+            deepcopy(executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
+            watch()
+
+
+def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[], None]) -> None:
+    """As datatrove's own pool, which would wait for ever for a worker that died."""
+    spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
+    workers = min(executor.workers, len(ranks))
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps(executor),))
+    try:
+        pending = {pool.submit(_run_rank, rank) for rank in ranks}
+        while pending:
+            done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
+            watch()
+            for future in done:
+                future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:

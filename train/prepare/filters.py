@@ -34,7 +34,7 @@ class Counted(BaseFilter):
     def filter(self, doc: Document) -> tuple[bool, str | None]:
         kept, reason = get_filter_result(self.block.filter(doc))
         if not kept:
-            self.tally.removed(f"{self.step}: {reason}" if reason else self.step)
+            self.tally.by_step[f"{self.step}: {reason}" if reason else self.step] += 1
         return kept, reason
 
 
@@ -71,25 +71,19 @@ def language_model(languages: list[str], given: str | None) -> str:
         LanguageFilter(languages)
     except ImportError as error:
         raise DataError(f"--languages: {error}") from error
-    file = given
-    if file is None:
-        try:
-            file = cached_asset_path_or_download(
-                FT176LID.MODEL_URL, namespace="lid", subfolder="ft176", progress=False
-            )
-        except Exception as error:  # fsspec raises many kinds
-            raise DataError(
-                f"--languages: cannot download {FT176LID.MODEL_URL} ({error}); fetch it where there is a network and "
-                "give it as --language_model FILE"
-            ) from error
+    url = FT176LID.MODEL_URL
+    try:
+        file = given or cached_asset_path_or_download(url, namespace="lid", subfolder="ft176", progress=False)
+    except Exception as error:  # fsspec raises many kinds
+        raise DataError(f"--languages: cannot download {url} ({error}); fetch it where there is a network and give it "
+                        "as --language_model FILE") from error  # fmt: skip
     if not Path(file).is_file():
-        raise DataError(f"--language_model {file} does not exist; {FT176LID.MODEL_URL} is the usual one")
+        raise DataError(f"--language_model {file} does not exist; {url} is the usual one")
     try:
         model = FileLanguages([], str(file)).model
     except ValueError as error:
         raise DataError(f"--language_model {file} is no fastText model: {error}") from error
-    labels = model.get_labels()
-    known = {label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)}
+    known = {label.removeprefix(LABEL) for label in model.get_labels() if label.startswith(LABEL)}
     if unknown := [language for language in languages if language not in known]:
         some = ", ".join(sorted(known)[:200])
         raise DataError(

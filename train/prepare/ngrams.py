@@ -36,9 +36,8 @@ UNSPACED = re.compile(
 )
 # Numbers stay: datatrove's default writes each as 0, and any table of numbers would match any other.
 NORMALISED = TextNormConfig(norm_numbers=False)
-NORMALISED_ASCII = TextNormConfig(
-    norm_numbers=False, norm_unicode_diacritics=False
-)  # the same, twice as fast
+# the same, twice as fast
+NORMALISED_ASCII = TextNormConfig(norm_numbers=False, norm_unicode_diacritics=False)
 # Any odd number whose powers differ: weighs a word's hash by its place in the n-gram (MMIX's generator, Knuth).
 PLACE = np.uint64(6364136223846793005)
 
@@ -76,14 +75,6 @@ def ngram_hashes(text: str, n: int) -> np.ndarray:
         ngrams *= PLACE
         ngrams += hashes[place : place + count]
     return ngrams
-
-
-def is_in(values: np.ndarray, table: np.ndarray) -> Any:
-    """The place in the sorted, non-empty `table` of the first of `values` that is there; None when none is."""
-    places = np.searchsorted(table, values)
-    places[places == len(table)] = 0
-    found = np.flatnonzero(table[places] == values)
-    return int(places[found[0]]) if len(found) else None
 
 
 # ---------------------------------------------------------------- evaluation texts
@@ -133,9 +124,8 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
         print(f"decontamination: {file}: {len(ngrams):,} n-grams of {len(texts):,} texts"
               f"{f', of which {too_short:,} are not looked for: under {n} words' * bool(too_short)}",
               file=sys.stderr)  # fmt: skip
-    table, first = np.unique(
-        np.concatenate(hashes), return_index=True
-    )  # the first file that has an n-gram owns it
+    # the first file that has an n-gram owns it
+    table, first = np.unique(np.concatenate(hashes), return_index=True)
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in ((HASHES, table), (OWNERS, np.concatenate(owners)[first])):
         _save(folder / name, array)
@@ -174,5 +164,8 @@ class EvaluationFilter(BaseFilter):
             self._table = np.load(self.folder / HASHES, mmap_mode="r")
             self._owners = np.load(self.folder / OWNERS, mmap_mode="r")
             self._files = [item["file"] for item in read_report(self.folder)]
-        place = is_in(ngram_hashes(doc.text, self.n), self._table)
-        return (True, "") if place is None else (False, self._files[self._owners[place]])
+        hashes = ngram_hashes(doc.text, self.n)
+        places = np.searchsorted(self._table, hashes)
+        places[places == len(self._table)] = 0
+        found = places[self._table[places] == hashes]
+        return (False, self._files[self._owners[found[0]]]) if len(found) else (True, "")

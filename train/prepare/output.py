@@ -65,7 +65,7 @@ class ShardWriter:
         self.prefix, self.shuffle = prefix, shuffle
         self.shards: list[Shard] = []
         self._file: BinaryIO | None = None
-        self._tokens = self._bytes = 0
+        self._tokens = 0
         self._ends: list[int] = []
         self._held: list[np.ndarray] = []
 
@@ -79,28 +79,25 @@ class ShardWriter:
             self._hash = hashlib.sha256()
         self._tokens += len(tokens)
         if self.shuffle is None:
-            self._append(tokens, self._tokens)
+            self._append(self._file, tokens)
         else:
             self._held.append(tokens)
 
-    def _append(self, tokens: np.ndarray, end: int) -> None:
-        assert self._file is not None
+    def _append(self, file: BinaryIO, tokens: np.ndarray) -> None:
         data = tokens.tobytes()
-        self._file.write(data)
+        file.write(data)
         self._hash.update(data)
-        self._bytes += len(data)
-        self._ends.append(end)
+        self._ends.append(file.tell() // tokens.itemsize)
 
     def close(self) -> None:
         """Finish the shard being written, if any, and flush it to the disk."""
         if self._file is None:
             return
         if self.shuffle is not None:
-            end = 0
             for index in self.shuffle.permutation(len(self._held)):
-                end += len(self._held[index])
-                self._append(self._held[index], end)
+                self._append(self._file, self._held[index])
             self._held = []
+        size = self._file.tell()
         _flush_and_close(self._file)
         index = np.array(self._ends, dtype=INDEX_DTYPE).tobytes()
         index_file = open(self.folder / (self._name + ".index"), "wb")
@@ -112,12 +109,12 @@ class ShardWriter:
                 split=self.split,
                 tokens=self._tokens,
                 documents=len(self._ends),
-                bytes=self._bytes,
+                bytes=size,
                 sha256=self._hash.hexdigest(),
                 index_sha256=hashlib.sha256(index).hexdigest(),
             )
         )
-        self._file, self._tokens, self._bytes, self._ends = None, 0, 0, []
+        self._file, self._tokens, self._ends = None, 0, []
 
 
 class SplitWriter:
@@ -256,14 +253,9 @@ class OutputFolder:
         target.mkdir(exist_ok=True)
         if target.resolve() == source.resolve():
             return
-        for name in names:
-            existing = target / name
-            if (
-                existing.exists()
-                and name not in self._own_files
-                and not filecmp.cmp(existing, source / name, False)
-            ):
-                raise DataError(f"{existing} is another tokenizer's; move it or choose another --output")
+        for name in set(names) - self._own_files:
+            if (target / name).exists() and not filecmp.cmp(target / name, source / name, False):
+                raise DataError(f"{target / name} is another tokenizer's; move it or choose another --output")
         self._lock.write("\n".join([*names, ""]))  # after a kill, the next run knows that these are ours
         self._lock.flush()
         for name in names:
@@ -275,9 +267,8 @@ class OutputFolder:
         """The files in the tokenizer folder that an earlier run of this program put there."""
         names = set(self._marker.read_text().split())
         if has_manifest:
-            with contextlib.suppress(
-                DataError
-            ):  # a corrupt manifest is a reason to overwrite, not an obstacle
+            # a corrupt manifest is a reason to overwrite, not an obstacle
+            with contextlib.suppress(DataError):
                 names |= set(read_manifest(self.folder).tokenizer_files)
         return {os.path.basename(name) for name in names}
 

@@ -59,9 +59,7 @@ class Preparation:
             ValueError: inputs, tokenizer or options that cannot be meant.
         """
         tokenizer = Path(args.tokenizer).absolute()
-        encoder_of(
-            str(tokenizer)
-        )  # a wrong one is an error before the inputs are listed, which may take long
+        encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
         steps = options_of(args)
         sources = list_sources(args.input)
         size = sum(source.bytes for source in sources)
@@ -76,21 +74,9 @@ class Preparation:
             **{name: getattr(args, name) for name in same},
         )
 
-    @property
-    def work(self) -> Path:
-        return self.output / WORK_NAME
-
-    @property
-    def results(self) -> Path:
-        return self.work / "results"
-
-    @property
-    def stage_folder(self) -> Path:
-        return self.work / "stages"
-
-    @property
-    def scratch(self) -> Path:
-        return self.work / "scratch"
+    def work(self, name: str) -> Path:
+        """A part of what is there until the manifest is: "results", "stages", "scratch"."""
+        return self.output / WORK_NAME / name
 
     def identity(self) -> dict[str, Any]:
         """Everything that the output depends on, as JSON values."""
@@ -105,7 +91,7 @@ class Preparation:
         Raises:
             DataError: another one was begun there, with what differs.
         """
-        path = self.work / IDENTITY_NAME
+        path = self.work(IDENTITY_NAME)
         now = self.identity()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
@@ -116,25 +102,25 @@ class Preparation:
                     + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew"
                 )
             return
-        self.work.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
     def stages(self) -> list[Stage]:
         """The stages in their order; the last one writes the shards."""
-
-        def read(tally: Tally) -> ReadDocuments:
-            return ReadDocuments(list(self.sources), self.text_key, self.max_bytes, tally)
-
-        stages = passes(self.steps, self.scratch, self.tasks, lambda: [read(Tally())])
-        tally = Tally()
+        scratch, tally = self.work("scratch"), Tally()
+        reader, first_reader = (ReadDocuments(list(self.sources), self.text_key, self.max_bytes, each)
+                                for each in (tally, Tally()))  # fmt: skip
         pipeline = [
-            read(tally),
-            *filters(self.steps, self.scratch, tally),
-            *removal(self.steps, self.scratch, tally),
-            WriteShards(self.output, self.results, self.tokenizer, self.eval_fraction, self.shard_tokens,
+            reader,
+            *filters(self.steps, scratch, tally),
+            *removal(self.steps, scratch, tally),
+            WriteShards(self.output, self.work("results"), self.tokenizer, self.eval_fraction, self.shard_tokens,
                         self.shuffle_seed, tally),
         ]  # fmt: skip
-        return [*stages, Stage(LAST_STAGE, pipeline, self.tasks)]
+        return [
+            *passes(self.steps, scratch, self.tasks, first_reader),
+            Stage(LAST_STAGE, pipeline, self.tasks),
+        ]
 
     def finish(self, output: OutputFolder, max_dropped: int) -> Manifest:
         """Commit what all tasks left. What was dropped and removed is told on stderr first.
@@ -143,7 +129,7 @@ class Preparation:
             DataError: more documents were dropped than allowed, or all, or none is in the train split.
         """
         encoder = encoder_of(str(self.tokenizer))
-        tally, shards, counts = read_results(self.results, self.tasks, encoder.vocab_size)
+        tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step:
             print(tally.table(), file=sys.stderr, flush=True)
@@ -161,7 +147,7 @@ class Preparation:
             eval_fraction=self.eval_fraction,
             documents=documents,
             text_bytes=tally.text_bytes,
-            steps=asdict(self.steps) | report(self.steps, self.scratch),
+            steps=asdict(self.steps) | report(self.steps, self.work("scratch")),
         )
 
 
@@ -177,10 +163,10 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         preparation.begin()
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)
-            run_local(preparation.stages(), preparation.stage_folder, workers, Progress(preparation).show)
+            run_local(preparation.stages(), preparation.work("stages"), workers, Progress(preparation).show)
         elif args.executor == "ray":
-            run_ray(preparation.stages(), preparation.stage_folder, args.workers or -1)
-        if read_progress(preparation.results, preparation.tasks)[0] == preparation.tasks:
+            run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
+        if read_progress(preparation.work("results"), preparation.tasks)[0] == preparation.tasks:
             return preparation.finish(output, args.max_dropped)
     _submit(preparation, args)  # its jobs take the folder themselves
     return None
@@ -203,25 +189,21 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 def _too_many_dropped(tally: Tally, max_dropped: int) -> str:
     """What happened, and the ways on from it that there are."""
     dropped = tally.dropped.total()
-    ways = []
-    if tally.read:
-        what = f"{dropped} documents were dropped, --max_dropped allows {max_dropped}"
-        ways.append(
-            f"run the command again with --max_dropped {dropped} to accept that, which reads nothing again"
-        )
-    else:
-        what = f"{dropped} documents were dropped and none is left"
+    ways = ["mend the inputs (the table names them) and prepare them with --overwrite"]
     if MISSING_KEY in tally.dropped:
-        ways.append(f"name the key of the text with {text_key_option(tally.text_keys)}, and --overwrite")
-    ways.append("mend the inputs (the table names them) and prepare them with --overwrite")
-    return f"{what}, so nothing was committed: {'; or '.join(ways)}"
+        ways.insert(0, f"name the key of the text with {text_key_option(tally.text_keys)}, and --overwrite")
+    what = "and none is left"
+    if tally.read:
+        what = f"and --max_dropped allows {max_dropped}"
+        ways.insert(0, f"run it again with --max_dropped {dropped} to accept that, which reads nothing again")
+    return f"{dropped} documents were dropped {what}, so nothing was committed: {'; or '.join(ways)}"
 
 
 class Progress:
     """A line with the rate every few seconds on stderr."""
 
     def __init__(self, preparation: Preparation) -> None:
-        self.results, self.tasks = preparation.results, preparation.tasks
+        self.results, self.tasks = preparation.work("results"), preparation.tasks
         self.start_s = self.last_s = time.monotonic()
         _, _, self.before = read_progress(self.results, self.tasks)  # tokens of an earlier, unfinished run
 
@@ -259,13 +241,13 @@ def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
     records = preparation.output / SLURM_NAME
     ids = records / "jobs.txt"
     if running := running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else []):
-        done, tally, tokens = read_progress(preparation.results, preparation.tasks)
+        done, tally, tokens = read_progress(preparation.work("results"), preparation.tasks)
         print(f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {done} of {preparation.tasks} "
               f"tasks done, {tally.kept:,} documents, {tokens:,} tokens")  # fmt: skip
         return
     shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
     records.mkdir()
-    stages = [(stage, preparation.stage_folder / stage.name) for stage in preparation.stages()]
+    stages = [(stage, preparation.work("stages") / stage.name) for stage in preparation.stages()]
     # the last one removes the work folder: its own records cannot be in there
     stages.append((Stage("finish", [Finish(preparation, args.max_dropped)], 1), records))
     jobs = submit_slurm(

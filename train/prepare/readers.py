@@ -7,6 +7,7 @@ ranges of a file together give each of its documents once.
 import codecs
 import gzip
 import importlib.util
+import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_DOCUMENT_BYTES = 64 << 20
-READ_BYTES = 1 << 20
 BATCH_ROWS = 1024
 
 BAD_UTF8 = "bad UTF-8"
@@ -25,8 +25,6 @@ NULL_TEXT = "null text"
 NOT_A_STRING = "text is not a string"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
-TRUNCATED_GZ = "truncated or corrupt .gz"
-TRUNCATED_ZST = "truncated or corrupt .zst"
 BAD_PARQUET = "unreadable .parquet"
 BAD_ARROW = "unreadable .arrow"
 
@@ -57,10 +55,6 @@ class Dropped:
 
 
 Items = Iterator[Text | Dropped]
-
-
-class _UnreadableError(Exception):
-    """The rest of a file cannot be read; holds the reason."""
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
@@ -121,18 +115,21 @@ def read_jsonl(path: Path, text_key: str, start: int, stop: int) -> Items:
 
 def read_compressed_jsonl(path: Path, kind: str, text_key: str) -> Items:
     """The lines of a .jsonl.gz or .jsonl.zst, which can only be read from its beginning."""
+    import pyarrow
+
     number = 0
     try:
-        for number, line in enumerate(
-            _gzip_lines(path) if kind == ".jsonl.gz" else _zstd_lines(path), start=1
-        ):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
-                yield _parse_line(line, f"{path}:{number}", text_key)
-    except _UnreadableError as error:
+        # a cut frame is an error to Arrow, for zstandard's own reader it is the end of the data
+        is_gzip = kind == ".jsonl.gz"
+        with gzip.open(path) if is_gzip else io.BufferedReader(pyarrow.input_stream(path, "zstd")) as stream:
+            for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield _parse_line(line, f"{path}:{number}", text_key)
+    except (EOFError, OSError, zlib.error) as error:
         yield Dropped(
-            str(error), f"{path}:{number + 1}", str(error.__cause__ or "the file ends inside a frame")
+            f"truncated or corrupt {kind.removeprefix('.jsonl')}", f"{path}:{number + 1}", str(error)
         )
         return
     if number == 0:
@@ -154,44 +151,6 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
         detail = f"no {text_key!r} among {', '.join(sorted(record)[:8])}"
         return Dropped(MISSING_KEY, where, detail, text_keys=longest)
     return check_text(record[text_key], where)
-
-
-def _gzip_lines(path: Path) -> Iterator[bytes]:
-    try:
-        with gzip.open(path, "rb") as stream:
-            yield from stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _UnreadableError(TRUNCATED_GZ) from error
-
-
-def _zstd_lines(path: Path) -> Iterator[bytes]:
-    rest = b""
-    for block in _zstd_blocks(path):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
-
-
-def _zstd_blocks(path: Path) -> Iterator[bytes]:
-    """Decompressed blocks of all frames of a file. zstandard's own reader takes a cut frame for the end of the data."""
-    import zstandard
-
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    started = False
-    with open(path, "rb") as file:
-        while block := file.read(READ_BYTES):
-            while block:
-                started = True
-                try:
-                    yield frame.decompress(block)
-                except zstandard.ZstdError as error:
-                    raise _UnreadableError(TRUNCATED_ZST) from error
-                block = frame.unused_data
-                if frame.eof:
-                    frame, started = zstandard.ZstdDecompressor().decompressobj(), False
-    if started:
-        raise _UnreadableError(TRUNCATED_ZST)
 
 
 # ---------------------------------------------------------------- columns of Arrow

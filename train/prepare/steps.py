@@ -14,7 +14,6 @@ The command line has its flags from here: what needs datatrove is imported where
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 QUALITY = ("gopher_quality", "gopher_repetition", "c4", "fineweb")
 DEDUP = ("exact", "minhash")
+INDEX_FOLDER, DEDUP_FOLDER = "decontaminate", "dedup"  # in what all tasks share
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,18 @@ def filters(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
     for name in options.quality:
         blocks.append(Counted(quality_filter(name, options.quality_language), f"quality {name}", tally))
     if options.decontaminate:
-        index = EvaluationFilter(_index_folder(folder), options.decontaminate_ngram)
+        index = EvaluationFilter(folder / INDEX_FOLDER, options.decontaminate_ngram)
         blocks.append(Counted(index, "evaluation text", tally))
     return blocks
 
 
-def passes(
-    options: StepOptions, folder: Path, tasks: int, read: Callable[[], list[PipelineStep]]
-) -> list[Stage]:
+def passes(options: StepOptions, folder: Path, tasks: int, reader: PipelineStep) -> list[Stage]:
     """The stages before the last one. Builds the index of the evaluation texts in `folder` now, at the launcher.
 
     Args:
         folder: scratch space that all tasks share, the preparation's own.
         tasks: of the stages that read the input, this one's and the last.
-        read: gives a new reader of the input.
+        reader: of the input, for the first of these stages.
 
     Raises:
         DataError: evaluation texts that cannot be read or are all too short; too many tasks.
@@ -157,16 +155,16 @@ def passes(
     from train.prepare.ngrams import build_index
 
     if options.decontaminate:
-        build_index(options.decontaminate, options.decontaminate_key, options.decontaminate_ngram,
-                    _index_folder(folder))  # fmt: skip
+        key, n = options.decontaminate_key, options.decontaminate_ngram
+        build_index(options.decontaminate, key, n, folder / INDEX_FOLDER)
     if options.dedup is None:
         return []
     if tasks > MOST_TASKS:
         raise DataError(f"--tasks {tasks} with --dedup: at most {MOST_TASKS} are possible; give fewer")
-    documents = [*read(), *filters(options, folder, Tally())]  # the last stage counts what is removed here
+    documents = [reader, *filters(options, folder, Tally())]  # the last stage counts what is removed here
     if options.dedup == "exact":
-        return exact_stages(documents, _dedup_folder(folder), tasks)
-    return minhash_stages(documents, _dedup_folder(folder), tasks, options.seed)
+        return exact_stages(documents, folder / DEDUP_FOLDER, tasks)
+    return minhash_stages(documents, folder / DEDUP_FOLDER, tasks, options.seed)
 
 
 def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineStep]:
@@ -176,7 +174,7 @@ def removal(options: StepOptions, folder: Path, tally: Tally) -> list[PipelineSt
     from train.prepare.dedup import ExactRemoval, MinhashRemoval
 
     block = ExactRemoval if options.dedup == "exact" else MinhashRemoval
-    return [block(_dedup_folder(folder), tally)]
+    return [block(folder / DEDUP_FOLDER, tally)]
 
 
 def report(options: StepOptions, folder: Path) -> dict[str, Any]:
@@ -186,12 +184,4 @@ def report(options: StepOptions, folder: Path) -> dict[str, Any]:
         return {}
     from train.prepare.ngrams import read_report
 
-    return {"evaluation_files": read_report(_index_folder(folder))}
-
-
-def _index_folder(folder: Path) -> Path:
-    return folder / "decontaminate"
-
-
-def _dedup_folder(folder: Path) -> Path:
-    return folder / "dedup"
+    return {"evaluation_files": read_report(folder / INDEX_FOLDER)}

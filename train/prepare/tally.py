@@ -48,16 +48,12 @@ class Tally:
         """Count what could not be read, and keep the first places of each reason."""
         self.dropped[item.reason] += item.count
         self.text_keys = self.text_keys or list(item.text_keys)
-        self._example(item.reason, f"{item.where}: {item.detail}" if item.detail else item.where)
+        example = f"{item.where}: {item.detail}" if item.detail else item.where
+        self._add_examples({item.reason: [example]})
 
-    def removed(self, step: str, count: int = 1) -> None:
-        """Count documents that the optional step `step` removed."""
-        self.by_step[step] += count
-
-    def _example(self, reason: str, text: str) -> None:
-        examples = self.examples.setdefault(reason, [])
-        if len(examples) < EXAMPLES_PER_REASON:
-            examples.append(text)
+    def _add_examples(self, found: dict[str, list[str]]) -> None:
+        for reason, examples in found.items():
+            self.examples[reason] = [*self.examples.get(reason, []), *examples][:EXAMPLES_PER_REASON]
 
     def add(self, other: Tally) -> None:
         """Count what another task counted."""
@@ -67,9 +63,7 @@ class Tally:
         self.dropped += other.dropped
         self.by_step += other.by_step
         self.text_keys = self.text_keys or other.text_keys
-        for reason, examples in other.examples.items():
-            for example in examples:
-                self._example(reason, example)
+        self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
         """The manifest's "documents".

@@ -81,7 +81,7 @@ def run(
     options: StepOptions, ranks: Ranks, folder: Path, shuffle: random.Random | None = None
 ) -> tuple[Ranks, Counter[str]]:
     """All stages; the tasks of each in random order with `shuffle`."""
-    stages = passes(options, folder / "scratch", len(ranks), lambda: [Read(ranks)])
+    stages = passes(options, folder / "scratch", len(ranks), Read(ranks))
     for stage in [*stages, last_stage(options, ranks, folder)]:
         order = list(range(stage.tasks))
         if shuffle:

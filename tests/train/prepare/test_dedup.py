@@ -96,10 +96,10 @@ def test_a_task_that_was_interrupted_runs_again(tmp_path: Path, dedup: str) -> N
     assert whole == first_of(ranks)
 
     folder = tmp_path / "broken"
-    broken = passes(options, folder / "scratch", 2, lambda: [Read(ranks, fail_after=3)])
+    broken = passes(options, folder / "scratch", 2, Read(ranks, fail_after=3))
     with pytest.raises(KeyboardInterrupt):
         run_stage(broken[0], [1])
-    stages = passes(options, folder / "scratch", 2, lambda: [Read(ranks)])
+    stages = passes(options, folder / "scratch", 2, Read(ranks))
     for stage in stages:
         before = tree_hashes(folder)
         run_stage(stage)
@@ -115,7 +115,7 @@ def test_a_task_that_was_interrupted_runs_again(tmp_path: Path, dedup: str) -> N
 def test_a_missing_stage_and_changed_documents_are_errors(tmp_path: Path, dedup: str) -> None:
     ranks = [["a b c", "d e f"], ["a b c"]]
     options = StepOptions(dedup=dedup)
-    stages = passes(options, tmp_path / "scratch", 2, lambda: [Read(ranks)])
+    stages = passes(options, tmp_path / "scratch", 2, Read(ranks))
     run_stage(stages[0], [0])
     for stage in (stages[1], last_stage(options, ranks, tmp_path)):
         with pytest.raises(DataError, match="an earlier stage has not ended"):
@@ -129,7 +129,7 @@ def test_a_missing_stage_and_changed_documents_are_errors(tmp_path: Path, dedup:
 
 def test_too_many_tasks_or_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--tasks 70000 with --dedup: at most 65535"):
-        passes(StepOptions(dedup="exact"), tmp_path, 70_000, lambda: [Read([])])
+        passes(StepOptions(dedup="exact"), tmp_path, 70_000, Read([]))
     monkeypatch.setattr(prepare_dedup.resource, "getrlimit", lambda _: (64, 300))
     with pytest.raises(DataError, match="needs 556 open files at once, the limit here is 300"):
         prepare_dedup.allow_open_files(300)

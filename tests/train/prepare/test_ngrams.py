@@ -79,6 +79,6 @@ def test_evaluation_files_that_cannot_serve(tmp_path: Path) -> None:
                           (broken, "broken.jsonl:2: missing key: .*--decontaminate_key")):  # fmt: skip
         options = parse("--decontaminate", str(file))
         with pytest.raises(DataError, match=message):
-            passes(options, tmp_path, 1, lambda: [Read([])])
+            passes(options, tmp_path, 1, Read([]))
     with pytest.raises(ValueError, match="nowhere.txt does not exist"):
         parse("--decontaminate", str(tmp_path / "nowhere.txt"))

@@ -30,7 +30,7 @@ def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
     options = parse(
         "--quality", "gopher_quality", "--decontaminate", str(tmp_path / "eval.txt"), "--dedup", "exact"
     )
-    stages = passes(options, tmp_path / "scratch", 3, lambda: [Read(ranks)])
+    stages = passes(options, tmp_path / "scratch", 3, Read(ranks))
     for stage in [*stages, last_stage(options, ranks, tmp_path)]:
         logs = str(tmp_path / "logs" / stage.name)
         LocalPipelineExecutor(stage.pipeline, tasks=stage.tasks, workers=1, logging_dir=logs).run()
