@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.prepare.megatron import import_datasets
 
     try:
-        manifest, warning = import_datasets(**vars(args))
+        manifest, warning = import_datasets(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Look at prepared data: `python train/inspect_data.py DIR [--verify] [--samples N] [--plot FILE.png]`.
+"""Look at prepared data: `python train/inspect_data.py DIR [--verify] [--samples N]`.
 
 Prints what the manifest says, the lengths of the documents, and random samples as training sees them: windows of
 --seq_length tokens, packed full, here with a line at each document boundary. Text has "| " before each of its lines,
@@ -28,17 +28,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("folder", metavar="DIR", help="a folder of prepared or imported data")
     add("--verify", action="store_true", help="recompute every hash, check every token id")
-    add("--plot", metavar="FILE.png", help="draw the histogram of document lengths")
     add("--samples", type=between(0), default=2, help="random samples to print (2)")
     add("--split", choices=("train", "eval"), default="train", help="the split to take them from (train)")
     add("--seq_length", type=between(1), default=2048, help="tokens a sample (2048)")
     add("--seed", type=int, default=0, help="chooses the samples (0)")
     cores = min(os.cpu_count() or 1, 16)
     add("--workers", type=between(1), default=cores, help="threads (one a core, at most 16)")
-    args = parser.parse_args(argv)
-    if args.plot and not args.plot.endswith(".png"):
-        parser.error(f"--plot {args.plot}: a file that ends in .png is expected")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # any text of a corpus, on any terminal
     try:
-        problems = inspect_folder(**vars(args))
+        problems = inspect_folder(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

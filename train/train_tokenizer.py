@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     from train.prepare.tokenizer import train_tokenizer
 
     try:
-        train_tokenizer(**vars(args))
+        train_tokenizer(args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

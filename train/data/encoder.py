@@ -68,16 +68,11 @@ class TextEncoder:
         self.bos_id = self._special_id(tokenizer, "bos_token")
         self.eos_id = self._special_id(tokenizer, "eos_token")
 
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False).ids
-
-        def decode(ids: list[int]) -> str:
-            return tokenizer.decode(ids, skip_special_tokens=False)
-
-        def encode_batch(texts: list[str]) -> list[list[int]]:
-            return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-        self.encode, self.encode_batch, self.decode = encode, encode_batch, decode
+        self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self.encode_batch = lambda texts: [
+            encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def _special_id(self, tokenizer: Any, key: str) -> int:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -1,5 +1,6 @@
 """Prepared data for people: what the manifest says, what is damaged, the lengths of documents, samples as text."""
 
+import argparse
 import itertools
 import random
 import re
@@ -26,7 +27,6 @@ from train.data.format import (
 )
 from train.data.index import Lengths, excerpts, read_lengths
 from train.data.source import TokenSource
-from train.files import drawing
 
 BAR_WIDTH = 40
 SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
@@ -76,19 +76,6 @@ def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
         sums = [sum(getattr(s, key) for s in shards) for key in ("documents", "tokens", "bytes")]
         lines.append("{:<{}}  {:>8,}  {:>14,}  {:>18,}  {:>20,}".format(name, width, len(shards), *sums))
     return lines
-
-
-def ignored_files(folder: Path, manifest: Manifest) -> list[str]:
-    """What lies in the folder and is not of the manifest's data: nothing reads it."""
-    listed = {MANIFEST_NAME, TOKENIZER_FOLDER}
-    for shard in manifest.shards:
-        listed |= {shard.name, shard.name + ".index"}
-    found = [p.name + "/" * p.is_dir() for p in folder.iterdir() if p.name not in listed]
-    tokenizer = folder / TOKENIZER_FOLDER
-    if tokenizer.is_dir():
-        others = (p.name for p in tokenizer.iterdir() if p.name not in manifest.tokenizer_files)
-        found += [f"{TOKENIZER_FOLDER}/{name}" for name in others]
-    return sorted(found)
 
 
 # A shard, and the lengths of its documents or what is wrong with it.
@@ -160,18 +147,6 @@ def histogram_table(lengths: Lengths) -> str:
     return "\n".join(lines)
 
 
-def plot_histogram(lengths: Lengths, title: str, path: Path) -> None:
-    """Draw the histogram, the share of documents and of tokens by length, into a PNG."""
-    labels, documents, tokens = zip(*lengths.rows(), strict=True) if lengths.rows() else ((), (), ())
-    with drawing(path, figsize=(8, 5)) as (_, ((axes,),)):
-        for offset, label, counts in ((-0.2, "documents", documents), (0.2, "their tokens", tokens)):
-            shares = [100 * count / sum(counts) for count in counts]
-            axes.bar([place + offset for place in range(len(labels))], shares, width=0.4, label=label)
-        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
-        axes.set(xlabel="length (tokens)", ylabel="share (%)", title=f"{title}: {sum(documents):,} documents")
-        axes.legend()
-
-
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
     """One sample of a source, decoded, with a line at each document boundary.
 
@@ -207,13 +182,14 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
     return lines
 
 
-def print_samples(folder: Path, split: str, number: int, seq_length: int, seed: int) -> None:
+def print_samples(
+    folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
+) -> None:
     """Print `number` different windows of a split, chosen by `seed`; all of them where there are no more.
 
     Raises:
         DataError: the split is shorter than one sample, or the tokenizer in the folder is not that of the data.
     """
-    manifest = read_manifest(folder)
     if (tokens := manifest.split_tokens(split)) <= seq_length:
         allowed = f"--seq_length of at most {tokens - 1}, or " if tokens > 1 else "another --split, or "
         raise DataError(f"{folder}: the {split} split has {tokens} tokens, a sample of --seq_length {seq_length} needs "
@@ -231,46 +207,32 @@ def print_samples(folder: Path, split: str, number: int, seq_length: int, seed: 
         print(sample_text(source, encoder, window))
 
 
-def inspect_folder(
-    folder: str | Path,
-    verify: bool = False,
-    plot: str | None = None,
-    samples: int = 2,
-    split: str = "train",
-    seq_length: int = 2048,
-    seed: int = 0,
-    workers: int = 1,
-) -> list[str]:
-    """Print everything about `folder`; the parameters are inspect_data.py's. Returns what is damaged.
+def inspect_folder(args: argparse.Namespace) -> list[str]:
+    """Print everything about `args.folder`; the fields are inspect_data.py's. Returns what is damaged.
 
     Raises:
         ValueError: there is nothing to inspect, or samples were asked for that there cannot be (DataError).
-        OSError: the folder cannot be read or the plot not be written.
+        OSError: the folder cannot be read.
     """
-    folder = Path(folder)
+    folder, verify = Path(args.folder), args.verify
     manifest = read_manifest(folder)
     print(describe(folder, manifest), flush=True)
-    if ignored := ignored_files(folder, manifest):
-        print("\nignored, for the manifest does not list them:")
-        print("\n".join(f"  {name}" for name in ignored), flush=True)
     lengths, problems = Lengths.of(np.empty(0, dtype=np.int64)), []
-    for _, shard_lengths, problem in examine(folder, manifest, verify, workers):
+    for _, shard_lengths, problem in examine(folder, manifest, verify, args.workers):
         if shard_lengths is None:
             problems.append(problem)
         else:
             lengths += shard_lengths
     left_out = f" (without {len(problems):,} damaged shards)" if problems else ""
     print(f"\ndocument lengths in all splits, BOS and EOS included{left_out}\n{histogram_table(lengths)}")
-    if plot:
-        plot_histogram(lengths, folder.resolve().name, Path(plot))
     if verify:
         problems += other_problems(folder, manifest)
     if verify and not problems:
         size = sum(shard.bytes for shard in manifest.shards)
         print(f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB: sizes, hashes, indexes, token ids "
               "and tokenizer are those of the manifest", flush=True)  # fmt: skip
-    if samples and problems:
+    if args.samples and problems:
         print("\nno samples of damaged data")
-    elif samples:
-        print_samples(folder, split, samples, seq_length, seed)
+    elif args.samples:
+        print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems

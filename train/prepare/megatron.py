@@ -17,6 +17,7 @@ Two equal document indices are an empty document, which Megatron-LM's preprocess
 Source of the format: Megatron-LM at d98e8a6 (2026-08-22), megatron/core/datasets/indexed_dataset.py.
 """
 
+import argparse
 import os
 import struct
 import sys
@@ -192,10 +193,6 @@ class Framing:
     def __post_init__(self) -> None:
         self.last_ids = np.zeros(self.encoder.vocab_size, dtype=np.int64)
 
-    @property
-    def kept(self) -> int:
-        return self.found - self.empty
-
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
         """Documents of what `read_documents` gives, without those of nothing but BOS and EOS.
 
@@ -240,27 +237,27 @@ class Framing:
 
     def documents(self, counts: dict[str, np.ndarray]) -> dict[str, Any]:
         """The manifest's "documents"; counts: of the tokens written, by split, [V] each."""
-        total = counts["train"] + counts["eval"]
+        total, kept = counts["train"] + counts["eval"], self.found - self.empty
         same = self.encoder.bos_id == self.encoder.eos_id  # it stands twice at the edges then
         return {
             "in": self.found,
-            "out": self.kept,
+            "out": kept,
             "dropped": {EMPTY: self.empty} if self.empty else {},
             "removed": {},
             "bos_added": self.bos_added,
             "eos_added": self.eos_added,
-            "bos_inside": 0 if same else int(total[self.encoder.bos_id]) - self.kept,
-            "eos_inside": int(total[self.encoder.eos_id]) - self.kept * (1 + same),
+            "bos_inside": 0 if same else int(total[self.encoder.bos_id]) - kept,
+            "eos_inside": int(total[self.encoder.eos_id]) - kept * (1 + same),
             "eod_replaced": self.eod_replaced,
         }
 
     def likely_eod(self) -> str:
         """A warning when nearly all documents end in one id that is not EOS, as they do where the EOD is another id."""
         most = int(self.last_ids.argmax())
-        number = int(self.last_ids[most])
-        if self.kept < 2 or number < SHARE_TO_WARN * self.kept:
+        number, kept = int(self.last_ids[most]), self.found - self.empty
+        if kept < 2 or number < SHARE_TO_WARN * kept:
             return ""
-        return (f"{number:,} of {self.kept:,} documents end in the id {most} and not in the tokenizer's EOS; if that "
+        return (f"{number:,} of {kept:,} documents end in the id {most} and not in the tokenizer's EOS; if that "
                 f"is the end-of-document id of the datasets, import them with --eod_id {most} --overwrite")  # fmt: skip
 
 
@@ -281,31 +278,24 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
     return list(datasets.values())
 
 
-def import_datasets(
-    input: Sequence[str],
-    tokenizer: str | Path,
-    output: str | Path,
-    eod_id: int | None = None,
-    eval_fraction: float = 0.01,
-    shard_tokens: int = 1 << 28,
-    overwrite: bool = False,
-) -> tuple[Manifest, str]:
-    """Import datasets into a folder; the parameters are the command's. Returns what was committed and a warning, or "".
+def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
+    """Import datasets into a folder; the fields are import_megatron.py's. Returns what was committed and a warning,
+    or "".
 
     Raises:
         DataError: bad datasets, tokenizer or output folder, or no document for the train split.
         OSError: a file cannot be read or written.
     """
-    encoder = TextEncoder(tokenizer)
-    framing = Framing(encoder, encoder.eos_id if eod_id is None else eod_id)
-    datasets = open_all(input)
-    if (Path(output) / WORK_NAME).is_dir() and not overwrite:
-        raise DataError(f"{output} holds an unfinished preparation of prepare_data.py, which would be lost; choose "
-                        "another --output, or --overwrite it")  # fmt: skip
+    encoder = TextEncoder(args.tokenizer)
+    framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
+    datasets = open_all(args.input)
+    if (Path(args.output) / WORK_NAME).is_dir() and not args.overwrite:
+        raise DataError(f"{args.output} holds an unfinished preparation of prepare_data.py, which would be lost; "
+                        "choose another --output, or --overwrite it")  # fmt: skip
     total, read = sum(dataset.tokens for dataset in datasets), 0
     start_s = told_s = time.monotonic()
-    with OutputFolder(output, overwrite) as folder:
-        writer = SplitWriter(folder.folder, encoder.vocab_size, eval_fraction, shard_tokens)
+    with OutputFolder(args.output, args.overwrite) as folder:
+        writer = SplitWriter(folder.folder, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
         for dataset in datasets:
             for tokens, ends in read_documents(dataset):
                 documents = framing.frame(tokens, ends, dataset.bin)
@@ -325,10 +315,10 @@ def import_datasets(
             encoder,
             shards,
             writer.counts,
-            inputs=list(input),
+            inputs=args.input,
             text_key=None,
-            eval_fraction=eval_fraction,
+            eval_fraction=args.eval_fraction,
             documents=framing.documents(writer.counts),
             text_bytes=None,
         )
-    return manifest, "" if eod_id is not None else framing.likely_eod()
+    return manifest, "" if args.eod_id is not None else framing.likely_eod()

@@ -1,10 +1,6 @@
-"""Training of a tokenizer: text -> a sentencepiece model, and the tokenizer.json that gives its ids in transformers.
+"""Training of a tokenizer: text -> a sentencepiece model, and the tokenizer.json that gives its ids in transformers."""
 
-BPE with byte fallback and Mistral's special ids (unk 0, bos 1, eos 2, no padding). Text is kept as it is: identity
-normalization, no collapsed spaces, newlines and tabs survive; only a leading space is added, as Mistral's tokenizers
-do.
-"""
-
+import argparse
 import hashlib
 import heapq
 import io
@@ -13,7 +9,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import sentencepiece
@@ -221,32 +217,22 @@ def _checked_texts(texts: list[str]) -> Iterator[str]:
         size += len(text)
 
 
-def train_tokenizer(
-    input: Sequence[str],
-    vocab_size: int,
-    output: str | Path,
-    text_key: str = "text",
-    max_bytes: int | None = None,
-    character_coverage: float = 0.9995,
-    overwrite: bool = False,
-) -> None:
-    """Train a tokenizer, check it and write its folder; the parameters are the command's.
+def train_tokenizer(args: argparse.Namespace) -> None:
+    """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
     Raises:
         ValueError: bad inputs, an impossible vocabulary size, or an output folder that holds a tokenizer.
         RuntimeError: the check of the ids failed; nothing was written.
     """
-    output = Path(output)
-    if (output / MODEL_NAME).exists() and not overwrite:
+    output = Path(args.output)
+    if (output / MODEL_NAME).exists() and not args.overwrite:
         raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
                          "prepared with the old one will not fit the new one)")  # fmt: skip
     start = time.monotonic()
-    texts = sample_texts(read_documents(input, text_key), max_bytes)
-    print(
-        f"training on {len(texts):,} documents, {sum(len(t.encode()) for t in texts) / 1e6:.1f} MB",
-        flush=True,
-    )
-    data = train_model(texts, vocab_size, character_coverage)
+    texts = sample_texts(read_documents(args.input, args.text_key), args.max_bytes)
+    size = sum(len(text.encode()) for text in texts)
+    print(f"training on {len(texts):,} documents, {size / 1e6:.1f} MB", flush=True)
+    data = train_model(texts, args.vocab_size, args.character_coverage)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
         folder = Path(name)
@@ -256,5 +242,5 @@ def train_tokenizer(
         # tokenizer.model commits
         for path in sorted(folder.iterdir(), key=lambda path: path.name == MODEL_NAME):
             shutil.move(path, output / path.name)
-    print(f"{output}: {vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
+    print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
           f"sentencepiece on {compared} texts", flush=True)  # fmt: skip
