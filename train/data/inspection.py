@@ -39,8 +39,6 @@ def describe(folder: Path, manifest: Manifest) -> str:
     """The manifest as text: its values, the documents, the splits and the shards."""
     lines = [str(folder)]
     for name, value in vars(manifest).items():
-        if name in ("vocab_size", "text_bytes") and value is not None:
-            value = f"{value:,}"
         values = value[:SHOWN_ITEMS] if isinstance(value, list) else ["none" if value is None else value]
         if isinstance(value, list) and len(value) > SHOWN_ITEMS:
             values.append(f"and {len(value) - SHOWN_ITEMS:,} more")

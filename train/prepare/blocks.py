@@ -1,5 +1,7 @@
 """The blocks at both ends of a preparation's pipelines: files -> documents, and documents -> token shards."""
 
+from __future__ import annotations
+
 import json
 import os
 import time
@@ -7,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datatrove.data import Document
@@ -16,10 +18,13 @@ from datatrove.pipeline.base import PipelineStep
 from train.data.encoder import TextEncoder
 from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
-from train.prepare.corpus import Source, read_share
+from train.prepare.corpus import read_share
 from train.prepare.output import SplitWriter
 from train.prepare.readers import Dropped
 from train.prepare.tally import Tally
+
+if TYPE_CHECKING:
+    from train.prepare.preparation import Preparation
 
 BATCH_BYTES = 1 << 20  # text that is encoded at a time
 PROGRESS_S = 2.0
@@ -30,21 +35,21 @@ encoder_of = lru_cache(1)(TextEncoder)  # one load a process, whatever the numbe
 class ReadDocuments(PipelineStep):
     """A task's share of the sources as datatrove documents, `id` telling where each came from.
 
-    max_bytes: of text, over all tasks; each ends before the document that would exceed its share of that.
+    With `max_bytes` each task ends before the document that would exceed its share of that.
     """
 
     type, name = "READER", "strict"
 
-    def __init__(self, sources: list[Source], text_key: str, max_bytes: int | None, tally: Tally) -> None:
+    def __init__(self, preparation: Preparation, tally: Tally) -> None:
         super().__init__()
-        self.sources, self.text_key, self.max_bytes, self.tally = sources, text_key, max_bytes, tally
+        self.preparation, self.tally = preparation, tally
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         self.tally.reset()
-        left = None
-        if self.max_bytes is not None:
-            left = self.max_bytes * (rank + 1) // world_size - self.max_bytes * rank // world_size
-        for item in read_share(self.sources, self.text_key, rank, world_size):
+        left, most = None, self.preparation.max_bytes
+        if most is not None:
+            left = most * (rank + 1) // world_size - most * rank // world_size
+        for item in read_share(self.preparation.sources, self.preparation.text_key, rank, world_size):
             if isinstance(item, Dropped):
                 self.tally.drop(item)
                 continue
@@ -55,7 +60,7 @@ class ReadDocuments(PipelineStep):
 
 
 class WriteShards(PipelineStep):
-    """Documents -> a task's token shards in `folder`, and what it counted in `results`: RANK.json and RANK.npz.
+    """Documents -> a task's token shards, and what it counted in the folder of results: RANK.json and RANK.npz.
 
     The shards are in the order of the documents, or, with a seed, shuffled by one that is the task's own. A task that
     runs again writes the same bytes over what it left.
@@ -63,27 +68,18 @@ class WriteShards(PipelineStep):
 
     type, name = "TOKENIZER", "shards"
 
-    def __init__(
-        self,
-        folder: Path,
-        results: Path,
-        tokenizer: Path,
-        eval_fraction: float,
-        shard_tokens: int,
-        shuffle_seed: int | None,
-        tally: Tally,
-    ) -> None:
+    def __init__(self, preparation: Preparation, tally: Tally) -> None:
         super().__init__()
-        self.folder, self.results, self.tokenizer = folder, results, tokenizer
-        self.eval_fraction, self.shard_tokens = eval_fraction, shard_tokens
-        self.shuffle_seed, self.tally = shuffle_seed, tally
+        self.preparation, self.tally = preparation, tally
+        self.results = preparation.work("results")
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tasks share the cores
         self.results.mkdir(parents=True, exist_ok=True)
-        encoder = encoder_of(str(self.tokenizer))
-        seed = None if self.shuffle_seed is None else [self.shuffle_seed, rank]
-        writer = SplitWriter(self.folder, encoder.vocab_size, self.eval_fraction, self.shard_tokens, f"{rank:05d}_",
+        what = self.preparation
+        encoder = encoder_of(str(what.tokenizer))
+        seed = None if what.shuffle_seed is None else [what.shuffle_seed, rank]
+        writer = SplitWriter(what.output, encoder.vocab_size, what.eval_fraction, what.shard_tokens, f"{rank:05d}_",
                              seed)  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
         tokens, told = 0, time.monotonic()

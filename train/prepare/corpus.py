@@ -142,7 +142,7 @@ def read_documents(inputs: Iterable[str], text_key: str = "text") -> Items:
     return read_share(list_sources(inputs), text_key, 0, 1)
 
 
-def read_share(sources: list[Source], text_key: str, task: int, tasks: int) -> Items:
+def read_share(sources: Sequence[Source], text_key: str, task: int, tasks: int) -> Items:
     """The share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split. The shares
     of all tasks in their order are what one task would read."""
     for source, start, stop in _share(sources, task, tasks):
@@ -159,7 +159,7 @@ def read_share(sources: list[Source], text_key: str, task: int, tasks: int) -> I
             yield from read_text(path, is_stdlib=source.kind == "stdlib")
 
 
-def _share(sources: list[Source], task: int, tasks: int) -> Iterator[tuple[Source, int, int]]:
+def _share(sources: Sequence[Source], task: int, tasks: int) -> Iterator[tuple[Source, int, int]]:
     """(file, first byte, byte after the last) of a share. What cannot be split belongs where it begins. An empty file
     counts as one byte, so that it has a place."""
     total = sum(max(source.bytes, 1) for source in sources)

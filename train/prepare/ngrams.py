@@ -10,7 +10,6 @@ sets through lighteval alone, write every number as 0, and keep the index as a P
 index is a sorted file that all workers of a machine share in its page cache.
 """
 
-import io
 import json
 import os
 import re
@@ -139,10 +138,8 @@ def read_report(folder: Path) -> list[dict[str, Any]]:
 
 def _save(path: Path, array: np.ndarray) -> None:
     """Replace the file at once: tasks of an earlier launch may still read it."""
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(buffer.getvalue())
+    temporary = path.with_name("new." + path.name)
+    np.save(temporary, array)
     os.replace(temporary, path)
 
 

@@ -108,19 +108,14 @@ class Preparation:
     def stages(self) -> list[Stage]:
         """The stages in their order; the last one writes the shards."""
         scratch, tally = self.work("scratch"), Tally()
-        reader, first_reader = (ReadDocuments(list(self.sources), self.text_key, self.max_bytes, each)
-                                for each in (tally, Tally()))  # fmt: skip
+        stages = passes(self.steps, scratch, self.tasks, ReadDocuments(self, Tally()))
         pipeline = [
-            reader,
+            ReadDocuments(self, tally),
             *filters(self.steps, scratch, tally),
             *removal(self.steps, scratch, tally),
-            WriteShards(self.output, self.work("results"), self.tokenizer, self.eval_fraction, self.shard_tokens,
-                        self.shuffle_seed, tally),
-        ]  # fmt: skip
-        return [
-            *passes(self.steps, scratch, self.tasks, first_reader),
-            Stage(LAST_STAGE, pipeline, self.tasks),
+            WriteShards(self, tally),
         ]
+        return [*stages, Stage(LAST_STAGE, pipeline, self.tasks)]
 
     def finish(self, output: OutputFolder, max_dropped: int) -> Manifest:
         """Commit what all tasks left. What was dropped and removed is told on stderr first.

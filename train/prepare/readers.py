@@ -10,7 +10,7 @@ import importlib.util
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,9 @@ BATCH_ROWS = 1024
 BAD_UTF8 = "bad UTF-8"
 INVALID_JSON = "invalid JSON"
 MISSING_KEY = "missing key"
-NULL_TEXT = "null text"
-NOT_A_STRING = "text is not a string"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
 BAD_PARQUET = "unreadable .parquet"
-BAD_ARROW = "unreadable .arrow"
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,9 @@ Items = Iterator[Text | Dropped]
 def check_text(text: Any, where: str) -> Text | Dropped:
     """A document, unless `text` is none: not a string, blank, not UTF-8, or too long."""
     if text is None:
-        return Dropped(NULL_TEXT, where)
+        return Dropped("null text", where)
     if not isinstance(text, str):
-        return Dropped(NOT_A_STRING, where, f"a {type(text).__name__}")
+        return Dropped("text is not a string", where, f"a {type(text).__name__}")
     if not text.strip():
         return Dropped(EMPTY, where)
     try:
@@ -215,7 +212,7 @@ def read_arrow(path: Path, text_key: str, start: int, stop: int) -> Items:
                 yield _no_column(path, 0, text_key, stream.schema)
     except (pyarrow.ArrowException, OSError) as error:
         if start == 0:
-            yield Dropped(BAD_ARROW, f"{path}:{row + 1}", str(error).splitlines()[0])
+            yield Dropped("unreadable .arrow", f"{path}:{row + 1}", str(error).splitlines()[0])
 
 
 def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
@@ -236,25 +233,17 @@ def _holds_strings(kind: Any) -> bool:
 
 def _check_column(column: Any, path: Path, first: int) -> Items:
     """The documents of a column, of which the first is the file's row `first` (from 0)."""
-    for row, text in enumerate(_column_values(column), start=first + 1):
-        where = f"{path}:{row}"
-        if isinstance(text, UnicodeDecodeError):
-            yield Dropped(BAD_UTF8, where, str(text))
-        else:
-            yield check_text(text, where)
-
-
-def _column_values(column: Any) -> Iterable[Any]:
-    """A column's values; a string that is not UTF-8 comes as its UnicodeDecodeError (Arrow does not check)."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if not _holds_strings(column.type):
-        yield from column.to_pylist()
-        return
-    for value in column.cast(pyarrow.large_binary()).to_pylist():
+    if is_text := _holds_strings(column.type):
+        column = column.cast(pyarrow.large_binary())  # as Arrow does not check that strings are UTF-8
+    for row, value in enumerate(column.to_pylist(), start=first + 1):
+        where = f"{path}:{row}"
         try:
-            yield None if value is None else value.decode("utf-8")
+            text = value.decode("utf-8") if is_text and value is not None else value
         except UnicodeDecodeError as error:
-            yield error
+            yield Dropped(BAD_UTF8, where, str(error))
+        else:
+            yield check_text(text, where)
