@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.format import SPLITS, DataError, check_sizes, check_tokenizer, read_manifest, verify_shard
+from train.data.format import DataError, check_sizes, check_tokenizer, read_manifest
 from train.data.index import open_index
 
 # File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
@@ -45,20 +45,12 @@ class TokenSource:
             the one that made the ids, or less than one window.
     """
 
-    def __init__(
-        self, name: str, folder: str | Path, split: str, seq_length: int, verify: bool = False
-    ) -> None:
-        if split not in SPLITS:
-            raise DataError(f"split {split!r} is none of {', '.join(SPLITS)}")
-        if seq_length < 1:
-            raise DataError(f"seq_length {seq_length} must be at least 1 token")
+    def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
         self.manifest = read_manifest(self.folder)
         self.shards = self.manifest.split_shards(split)
         for shard in self.shards:
             check_sizes(self.folder, shard)
-            if verify:
-                verify_shard(self.folder, self.manifest, shard)
         check_tokenizer(self.folder, self.manifest)
         self.num_tokens = sum(shard.tokens for shard in self.shards)
         self.num_windows = max(0, (self.num_tokens - 1) // seq_length)

@@ -73,11 +73,9 @@ class SampleStream:
     eval: every window of every source once, each source in its natural order, spread evenly; `weights` play no role.
 
     document_mask: batches have their documents, for attention within them, and the last token of a document has no
-    label (NO_LABEL). So a document is trained on as if it stood alone: what would
-    follow its end is the beginning of an unrelated document, which attention no longer leads to. What is left out of
-    "each token is predicted once" are the first tokens of documents, and nothing else: with the beginning-of-text token
-    that prepare_data.py writes these are no news to a model. Batches differ in their number of labels by that, which
-    the loss has to be weighted by (train/engine/step.py).
+    label (NO_LABEL): what follows is the beginning of an unrelated document. So a document is trained on as if it stood
+    alone, and all but the first tokens of documents are predicted once. Batches differ in their number of labels by
+    that, which the loss has to be weighted by (train/engine/step.py).
 
     Attributes:
         vocab_size: of the tokenizer that all sources share.
@@ -246,20 +244,18 @@ class SampleStream:
 
     def describe(self) -> str:
         """One line a source for the log, with its weight in every stage."""
-        return "\n".join(
-            f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
-            f"{source.num_windows:,} samples of {self.seq_length}, {self._shares(index)} ({source.folder})"
-            for index, source in enumerate(self.sources)
-        )
-
-    def _shares(self, index: int) -> str:
-        """The weight of a source in the mixture, over the stages."""
-        first, *later = (weights[index] for weights in self._mixture.weights)
-        changes = "".join(
-            f", {weight:.2%} from token {start * self.seq_length:,} on"
-            for weight, start in zip(later, self._mixture.starts[1:], strict=True)
-        )
-        return f"{first:.2%} of the mixture{changes}"
+        lines = []
+        for source, (first, *later) in zip(self.sources, zip(*self._mixture.weights, strict=True), strict=True):
+            changes = "".join(
+                f", {weight:.2%} from token {start * self.seq_length:,} on"
+                for weight, start in zip(later, self._mixture.starts[1:], strict=True)
+            )
+            lines.append(
+                f"{source.name}: {source.num_tokens:,} {self.split} tokens in {len(source.shards)} shards, "
+                f"{source.num_windows:,} samples of {self.seq_length}, {first:.2%} of the mixture{changes} "
+                f"({source.folder})"
+            )
+        return "\n".join(lines)
 
     def stage_that_begins(self, start: int, count: int) -> str | None:
         """For the log: the stage of the mixture that begins within samples start..start+count-1, if one does."""
@@ -280,18 +276,16 @@ def open_stream(
     seq_length: int,
     seed: int,
     split: str = "train",
-    verify: bool = False,
     document_mask: bool = False,
 ) -> SampleStream:
-    """Open prepared folders ({name: folder}) as one stream; `verify` also checks every hash and token id;
-    document_mask: see SampleStream.
+    """Open prepared folders ({name: folder}) as one stream; document_mask: see SampleStream.
 
     Raises:
         DataError: as TokenSource and SampleStream do; its message names the folder and what to do.
     """
     if not sources:
         raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
-    opened = [TokenSource(name, folder, split, seq_length, verify) for name, folder in sources.items()]
+    opened = [TokenSource(name, folder, split, seq_length) for name, folder in sources.items()]
     return SampleStream(opened, weights, seed, document_mask)
 
 
@@ -303,10 +297,6 @@ class MicroBatches:
     """
 
     def __init__(self, stream: SampleStream, batch_size: int, rank: int, world_size: int) -> None:
-        if batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(
-                f"batch_size {batch_size}, rank {rank} of {world_size}: needs 1 or more, 0 <= rank < size"
-            )
         self.stream, self.batch_size, self.rank, self.world_size = stream, batch_size, rank, world_size
         self._reader = ThreadPoolExecutor(1, "micro-batches")
         self._ahead: tuple[int, Future[Batch]] | None = None

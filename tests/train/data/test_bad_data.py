@@ -28,9 +28,11 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def refused(folder: Path, **options: bool) -> str:
+def refused(folder: Path, verify: bool = False) -> str:
     with pytest.raises(DataError) as error:
-        open_stream({"a": folder}, None, T, seed=1, **options)
+        stream = open_stream({"a": folder}, None, T, seed=1)
+        assert verify
+        stream.verify()
     return str(error.value)
 
 
@@ -98,7 +100,8 @@ def test_files_that_the_manifest_does_not_list_are_never_opened(folder):
     before = stream.batch(0, stream.num_samples)[0]
     for name in ("train_00003.ds", "train_0000.ds", "eval_99999.ds"):
         (folder / name).mkdir()  # opening it would be an error
-    again = open_stream({"a": folder}, None, T, seed=1, verify=True)
+    again = open_stream({"a": folder}, None, T, seed=1)
+    again.verify()
     assert again.num_tokens == stream.num_tokens and torch.equal(
         again.batch(0, stream.num_samples)[0], before
     )
@@ -136,7 +139,8 @@ def large(tmp_path: Path) -> Path:
 def test_a_vocabulary_beyond_65_536_is_read_as_it_was_written(large):
     manifest = read_manifest(large)
     assert manifest.dtype == "uint32" and manifest.shards[0].bytes == 4 * manifest.shards[0].tokens
-    stream = open_stream({"a": large}, None, T, seed=1, verify=True)
+    stream = open_stream({"a": large}, None, T, seed=1)
+    stream.verify()
     input_ids, labels, _ = stream.batch(0, stream.num_samples)
     written = np.concatenate([tokens(1000, LARGE, s) for s in range(3)])
     expected = sorted(written[i * T : i * T + T + 1].tolist() for i in range(stream.num_samples))

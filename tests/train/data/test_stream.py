@@ -289,17 +289,17 @@ def test_damaged_shards(data):
     shard.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     open_stream({"a": data}, None, T, seed=1)
     with pytest.raises(DataError, match=f"{shard.name} does not have the sha256"):
-        open_stream({"a": data}, None, T, seed=1, verify=True)
+        open_stream({"a": data}, None, T, seed=1).verify()
     shard.unlink()
     with pytest.raises(DataError, match=f"{shard.name} is missing"):
         open_stream({"a": data}, None, T, seed=1)
 
 
 def test_verify_passes_whole_data_and_finds_ids_beyond_the_vocabulary(data):
-    open_stream({"a": data}, None, T, seed=1, verify=True)
+    open_stream({"a": data}, None, T, seed=1).verify()
     change_manifest(data, lambda m: m.update(vocab_size=300))
     with pytest.raises(DataError, match="beyond the vocabulary of 300"):
-        open_stream({"a": data}, None, T, seed=1, verify=True)
+        open_stream({"a": data}, None, T, seed=1).verify()
 
 
 @pytest.mark.parametrize("where", [0, 70, -1])

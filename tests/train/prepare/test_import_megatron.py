@@ -74,7 +74,8 @@ def test_folder_opens_verifies_and_says_what_it_is(tmp_path, run_import, capsys)
     prefix = write_dataset(tmp_path / "a", [*documents, []], "H")
     assert run_import(tmp_path / "out", prefix, eval_fraction=0.1)[0] == 0
     for split in ("train", "eval"):
-        stream = open_stream({"a": tmp_path / "out"}, None, 16, seed=3, split=split, verify=True)
+        stream = open_stream({"a": tmp_path / "out"}, None, 16, seed=3, split=split)
+        stream.verify()
         tokens = [token for document in imported(tmp_path / "out", split) for token in document]
         windows = {tuple(tokens[i : i + 16]) for i in range(0, len(tokens) - 16, 16)}
         input_ids = stream.batch(0, 8)[0]
