@@ -133,18 +133,15 @@ def read_manifest(folder: str | Path) -> Manifest:
     Raises:
         DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema.
     """
-    folder = Path(folder)
-    remedy = "prepare it with: python train/prepare_data.py --input PATH... --tokenizer DIR --output " + str(
-        folder
-    )
-    if not folder.is_dir():
-        state = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"data folder {folder} {state}; {remedy}")
-    path = folder / MANIFEST_NAME
+    folder, path = Path(folder), Path(folder) / MANIFEST_NAME
+    command = "python train/prepare_data.py --input PATH... --tokenizer DIR"
+    remedy = f"prepare it with: {command} --output {folder}"
     if not path.is_file():
-        state = (
-            "has no manifest.json (unfinished or not prepared data)" if any(folder.iterdir()) else "is empty"
-        )
+        state = "has no manifest.json (unfinished or not prepared data)"
+        if not folder.is_dir():
+            state = "is a file, not a folder" if folder.exists() else "does not exist"
+        elif not any(folder.iterdir()):
+            state = "is empty"
         raise DataError(f"data folder {folder} {state}; {remedy}")
     try:
         return _parse_manifest(path.read_text(encoding="utf-8"))
@@ -156,7 +153,7 @@ def _parse_manifest(text: str) -> Manifest:
     try:
         manifest = TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:
-        raise DataError("; ".join(map(_problem, error.errors()))) from error
+        raise DataError("; ".join(map(_problem, error.errors()[:5]))) from error
     expected = token_dtype(manifest.vocab_size).name
     if manifest.dtype != expected:
         raise DataError(
