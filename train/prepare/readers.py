@@ -125,6 +125,8 @@ def read_compressed_jsonl(path: Path, kind: str, text_key: str) -> Items:
                 if line.strip():
                     yield _parse_line(line, f"{path}:{number}", text_key)
     except (EOFError, OSError, zlib.error) as error:
+        if getattr(error, "errno", None):  # the disk's, not the file's
+            raise
         yield Dropped(
             f"truncated or corrupt {kind.removeprefix('.jsonl')}", f"{path}:{number + 1}", str(error)
         )
