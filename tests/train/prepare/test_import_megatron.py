@@ -84,7 +84,10 @@ def test_folder_opens_verifies_and_says_what_it_is(tmp_path, run_import, capsys)
     output = capsys.readouterr().out
     assert "\nverified: " in output and str(prefix) in output
     assert "token ids that were imported from the inputs" in output
-    assert "101 in, 100 out, 1 dropped\n            1  empty document\n          100  bos_added\n" in output
+    assert (
+        "101 in, 100 out, 1 dropped, 0 removed\n            1  empty document\n          100  bos_added\n"
+        in output
+    )
     assert "  text_bytes        none\n" in output
 
 
