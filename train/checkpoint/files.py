@@ -91,7 +91,7 @@ def describe_file(file: Path) -> dict[str, Any]:
     return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
 
 
-def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None:
+def write_manifest(path: Path, entries: list[dict[str, Any]]) -> None:
     """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts.
 
     Raises OSError: a file that another rank wrote is not to be seen from here.
@@ -100,7 +100,7 @@ def write_manifest(path: Path, step: int, entries: list[dict[str, Any]]) -> None
     wait_for_files(path, entries)
     try:
         sync_folder(path.parent)  # the folder itself is new there
-        write_durably(path / MANIFEST, _signed({"schema": SCHEMA, "step": step, "files": entries}))
+        write_durably(path / MANIFEST, _signed({"schema": SCHEMA, "step": step_of(path), "files": entries}))
     except OSError:
         (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
         raise

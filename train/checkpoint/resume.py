@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from train.checkpoint.files import CheckpointError, RunState
-from train.config.differences import differences, resume_differences, rule_of
+from train.config.differences import Difference, differences, resume_differences, rule_of
 
 ALLOW = "data.allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
@@ -22,20 +22,17 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow_data_change
 
     Raises CheckpointError: the run that wrote the checkpoint was configured differently, or trained on other data.
     """
-    of_config = [
-        d
-        for d in resume_differences(saved.train_config, state.train_config)
-        if not _is_of_ranks(d.key, saved, state)
-    ]
     old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
     # with another sequence length a micro-batch may have another number of samples, so that a step has as many tokens
     allowed = {"data", "length"} if old_length != new_length else {"data"}
-    of_data = [d for d in of_config if rule_of(d.key) in allowed]
-    of_data += differences(saved.data_fingerprint, json.loads(json.dumps(state.data_fingerprint)), "data")
-    others = [d for d in of_config if rule_of(d.key) not in allowed]
-    others += differences(
-        saved.model_config, json.loads(json.dumps(state.model_config)), "model configuration"
-    )
+    of_data: list[Difference] = []
+    others: list[Difference] = []
+    for d in resume_differences(saved.train_config, state.train_config):
+        if not _is_of_ranks(d.key, saved, state):
+            (of_data if rule_of(d.key) in allowed else others).append(d)
+    model, data = json.loads(json.dumps([state.model_config, state.data_fingerprint]))
+    of_data += differences(saved.data_fingerprint, data, "data")
+    others += differences(saved.model_config, model, "model configuration")
     if others or (of_data and not allow_data_changes):
         refused = others if allow_data_changes else others + of_data
         remedy = "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"

@@ -101,13 +101,8 @@ class Rollback:
             f"on_spike rollback: back to step {saved.step} ({path.name}); from here on the run leaves out "
             f"{samples_text(record)}"
         )
-        self.metrics.log(
-            {
-                "step": saved.step,
-                "tokens": saved.consumed_tokens,
-                "rollback": {"from_step": spikes[-1].step, **record},
-            }
-        )
+        back = {"from_step": spikes[-1].step, **record}
+        self.metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": back})
         return True
 
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:

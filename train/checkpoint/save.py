@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -105,16 +104,8 @@ class Saver:
     Once it has saved in the background, it holds as much host memory as a rank writes, kept from save to save.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        root: Path,
-        precision: Precision,
-        keep: int,
-        log: Callable[[str], None],
-    ):
-        self.engine, self.root, self.precision, self.keep = engine, root, precision, keep
-        self.log = log
+    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int, log: Callable[[str], None]):
+        self.engine, self.root, self.precision, self.keep, self.log = engine, root, precision, keep, log
         self.ranks = Ranks()
         self._buffers: dict[str, HostBuffer] = {}  # by the name of the file
         self._job: Job | None = None
@@ -135,7 +126,7 @@ class Saver:
         written, without a copy."""
         assert not self.pending, "the outcome of the last save comes first"
         start = time.perf_counter()
-        job = Job(self.root / name_of(state.step), state.step, self.ranks, self.keep, start)
+        job = Job(self.root / name_of(state.step), self.ranks, self.keep, start)
 
         def take(name: str, value: Any) -> None:
             job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
@@ -202,7 +193,6 @@ class Job:
     """What is left to do of a save when all that it writes is copied: no step of training is in the way of it."""
 
     path: Path
-    step: int
     ranks: Ranks
     keep: int
     start: float
@@ -229,7 +219,7 @@ class Job:
             self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
             ranks.run(lambda: make_room(self.path, self.needed) if first else None)
             entries = [entry for each in ranks.run(self._write) for entry in each]
-            ranks.run(lambda: write_manifest(self.path, self.step, entries) if first else None)
+            ranks.run(lambda: write_manifest(self.path, entries) if first else None)
         except SaveError as error:
             message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
             raise SaveError(message) from error
@@ -271,7 +261,7 @@ class _Hashed:
     """A file for torch.save, with the sha256 of what was written. An error is kept, for torch does not see one in what
     `write` returns, and an exception would pass through C code that knows none."""
 
-    def __init__(self, file: FileIO, pool: ThreadPoolExecutor):
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self.file, self.pool = file, pool
         self.sha256, self.bytes = hashlib.sha256(), 0
         self.error: Exception | None = None
@@ -280,24 +270,20 @@ class _Hashed:
         data = memoryview(data)
         if self.error is None:
             try:
-                self._write(data)
+                if data.nbytes < LARGE_BYTES:
+                    self.sha256.update(data)
+                    self.file.write(data)
+                else:
+                    # both release the interpreter's lock; `data` is void when torch has its answer
+                    hashed = self.pool.submit(self.sha256.update, data)
+                    try:
+                        self.file.write(data)
+                    finally:
+                        hashed.result()
             except Exception as error:
                 self.error = error
+            self.bytes += data.nbytes
         return data.nbytes
-
-    def _write(self, data: memoryview) -> None:
-        # hashing and writing both release the interpreter's lock
-        hashed = self.pool.submit(self.sha256.update, data) if data.nbytes >= LARGE_BYTES else None
-        try:
-            done = 0
-            while done < data.nbytes:
-                done += self.file.write(data[done:])
-        finally:
-            if hashed is not None:
-                hashed.result()
-        if hashed is None:
-            self.sha256.update(data)
-        self.bytes += data.nbytes
 
     def flush(self) -> None:
         pass
@@ -309,11 +295,12 @@ def write_tensors(path: Path, value: Any) -> dict[str, Any]:
     Raises OSError with the file's name, whatever failed.
     """
     try:
-        with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        with open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
             hashed = _Hashed(file, pool)
             torch.save(value, hashed)  # type: ignore[arg-type]  # it writes, and needs nothing else
             if hashed.error is not None:
                 raise hashed.error
+            file.flush()
             os.fsync(file.fileno())
     except Exception as error:
         raise OSError(f"{path} could not be written: {error}") from error

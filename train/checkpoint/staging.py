@@ -42,8 +42,7 @@ class HostBuffer:
         if size == self.size:
             return
         if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+            self._unpin()  # once
         self._memory, self.size = None, 0
         self._memory, self.size = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), size
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -116,15 +115,6 @@ def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.
     return tensor
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
-        super().__init__(file)
-        self.tensors = tensors
-
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        return self.tensors[place]
-
-
 class Snapshot:
     """`value` as it is now. With a buffer its tensors are copied there: on a GPU the copies are only queued, wait for
     them (torch.cuda.synchronize) before `value` is used. Without one they are `value`'s own, and must not change until
@@ -137,14 +127,13 @@ class Snapshot:
     """
 
     def __init__(self, value: Any, buffer: HostBuffer | None):
-        file = io.BytesIO()
-        pickler = _Pickler(file)
+        self._pickle = io.BytesIO()
+        pickler = _Pickler(self._pickle)
         pickler.dump(value)
-        self._pickle = file
         self.tensors = pickler.tensors
         storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self.tensors)}
         self.bytes = (
-            file.tell()
+            self._pickle.tell()
             + sum(storage.nbytes() for storage in storages.values())
             + RECORD_BYTES * len(storages)
             + FILE_BYTES
@@ -156,7 +145,9 @@ class Snapshot:
     def value(self) -> Any:
         """An object equal to the one that was given, of the tensors of this snapshot."""
         self._pickle.seek(0)
-        return _Unpickler(self._pickle, self.tensors).load()
+        unpickler = pickle.Unpickler(self._pickle)
+        unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
 
 
 def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:

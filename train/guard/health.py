@@ -89,9 +89,8 @@ class Health:
         self.skipped_in_a_row = 0
         self.spikes = 0
         self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
-        self._steps: list[tuple[int, int]] = []  # with their first sample
-        self._losses: list[torch.Tensor] = []  # of this rank, [2]: loss, share of tokens with a label
-        self._norms: list[torch.Tensor] = []
+        # step, its first sample, of this rank [2]: loss and share of tokens with a label, norm
+        self._steps: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._live: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
 
@@ -114,7 +113,7 @@ class Health:
 
     def forget(self) -> None:
         """Drop the steps that were not looked at."""
-        self._steps, self._losses, self._norms = [], [], []
+        self._steps.clear()
 
     def before_step(self) -> None:
         """Keep the FP8 state. An amax of inf would stop its scale from moving for as long as it is in the history
@@ -142,10 +141,10 @@ class Health:
                 reset_fp8_state(self.engine.module, self.precision)
             return True
         norm = self.engine.get_global_grad_norm()
-        self._steps.append((step, first_sample))
-        self._losses.append(torch.stack([loss, torch.ones_like(loss) if share is None else share]))
+        of_rank = torch.stack([loss, torch.ones_like(loss) if share is None else share])
         # a copy: what DeepSpeed hands out is its own
-        self._norms.append(torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).clone())
+        norm = torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).clone()
+        self._steps.append((step, first_sample, of_rank, norm))
         return False
 
     def full(self) -> bool:
@@ -156,15 +155,14 @@ class Health:
         """Judge the steps since the last look; every rank calls it and finds the same."""
         if not self._steps:
             return []
-        values = torch.cat(
-            [torch.stack(self._losses), torch.stack(self._norms).to(self._losses[0])[:, None]], 1
-        )
+        steps, first_samples, of_rank, norms_alone = zip(*self._steps, strict=True)
+        values = torch.cat([torch.stack(of_rank), torch.stack(norms_alone).to(of_rank[0])[:, None]], 1)
         # the norms, too, though each rank has the same: all must judge by the same bits
         dist.all_reduce(values)
         losses = (values[:, 0] / values[:, 1]).tolist()
         norms = (values[:, 2] / dist.get_world_size()).tolist()
         found = []
-        for (step, first_sample), loss, norm in zip(self._steps, losses, norms, strict=True):
+        for step, first_sample, loss, norm in zip(steps, first_samples, losses, norms, strict=True):
             for what, value in (("loss", loss), ("grad_norm", norm)):
                 judged = self.detectors[what].judge(value)
                 if judged:

@@ -82,17 +82,15 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
 
 def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Float32 weights and AdamW's moments of an optimizer that no ZeRO partitions, named after the weights."""
-    state = zero.adamw(engine).state
+    every_state = zero.adamw(engine).state
     found: dict[str, torch.Tensor] = {}
     for master in zero.masters(engine):
         (weight,) = master.parameters
         name = f"optimizer {zero.name_of(engine, weight)}"
         if master.tensor is not weight:
             found[name] = master.tensor.data
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = state.get(master.tensor, {}).get(key)
-            if isinstance(moment, torch.Tensor):
-                found[f"{name} {key}"] = moment
+        state = every_state.get(master.tensor, {})  # empty before the first step
+        found |= {f"{name} {key}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
     return found
 
 

@@ -38,7 +38,7 @@ def make(root: Path, step: int) -> Path:
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     state = RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
     (path / RUN_STATE).write_text(json.dumps(vars(state)))
-    write_manifest(path, step, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
+    write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
     return path
 
 
@@ -166,10 +166,10 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_S", 0.2)
     elsewhere = {"name": "rank_00008.pt", "bytes": 5, "sha256": "0"}
     with pytest.raises(OSError, match="rank_00008.pt, of 5 bytes, .* must be a folder that all nodes share"):
-        write_manifest(path, 1, [*entries, elsewhere])
+        write_manifest(path, [*entries, elsewhere])
     assert committed(tmp_path) == []
     (path / "rank_00008.pt").write_bytes(b"12345")
-    write_manifest(path, 1, [*entries, elsewhere])
+    write_manifest(path, [*entries, elsewhere])
     assert committed(tmp_path) == [path]
 
 

@@ -23,7 +23,7 @@ def make(root: Path, step: int) -> Path:
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     (path / RUN_STATE).write_text(json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}))))
-    write_manifest(path, step, [describe_file(file) for file in sorted(path.iterdir())])
+    write_manifest(path, [describe_file(file) for file in sorted(path.iterdir())])
     return path
 
 
