@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from model.config import GIB
 from model.errors import UserError
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
@@ -121,7 +122,7 @@ class Loop:
         self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # of a step
         self.tokens = self.samples * args.max_seq_length
         self.batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, rank, self.world)
-        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", "bf16")
+        self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         self.health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
         self.health.load_state_dict(state.health)
         self.replicas = ReplicaCheck(engine, run.precision)
@@ -250,7 +251,13 @@ class Loop:
         loss = _mean_over_ranks(step.loss)
         if step.share is not None:
             loss /= _mean_over_ranks(step.share)
-        _check(loss, step.skipped, self.run)
+        run, number = self.run, self.state.step
+        if not (step.skipped or math.isfinite(loss)):
+            raise TrainingError(
+                f"the loss of step {number} is {loss} and the step was not skipped; {_advice(run)}"
+            )
+        if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
+            raise TrainingError(f"at step {number} no module runs FP8 any more")
         return loss
 
     def _log(self, step: Step, loss: float) -> None:
@@ -262,7 +269,7 @@ class Loop:
         record["learning_rate"] = step.learning_rate
         record["tokens_per_second"] = rate
         record["mfu"] = mfu(rate / self.world, run.flops_per_token, self.peak)
-        record["memory_gib"] = _peak_memory_gib()
+        record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
         record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
         if bad := health.mend_histories():
             run.metrics.message(
@@ -343,8 +350,7 @@ def evaluate_late(run: Run) -> None:
     if eval_loss is None:
         raise Stopped(state.step, run.checkpoint)
     state.evaluation_due = False
-    losses = {"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss}
-    run.log(losses)
+    run.log({"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss})
 
 
 def settle(run: Run, last: bool = False) -> None:
@@ -403,15 +409,6 @@ def _tell_spikes(run: Run, spikes: list[Spike], samples: int) -> list[dict[str, 
     return found
 
 
-def _check(loss: float, skipped: bool, run: Run) -> None:
-    if not (skipped or math.isfinite(loss)):
-        raise TrainingError(
-            f"the loss of step {run.state.step} is {loss} and the step was not skipped; {_advice(run)}"
-        )
-    if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
-        raise TrainingError(f"at step {run.state.step} no module runs FP8 any more")
-
-
 def _advice(run: Run) -> str:
     """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
     remedy = "with a lower learning_rate or another precision.recipe"
@@ -421,7 +418,3 @@ def _advice(run: Run) -> str:
         "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "
         f"folder for model.init_from, {remedy}"
     )
-
-
-def _peak_memory_gib() -> float | None:
-    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

@@ -16,29 +16,30 @@ import secrets
 import sys
 import time
 from collections import deque
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from tqdm import tqdm
 
-METRICS = "metrics.jsonl"
-PLOT = "loss.png"
-WANDB_RUN_ID = "wandb_run_id"
+from train.files import drawing
+from train.run_folder import RunFolder
 
-# Dense tensor-core peaks of the SXM parts, TFLOP/s (NVIDIA H100 and H200 data sheets, without sparsity; the
-# H800 differs from the H100 in NVLink and fp64 only).
-HOPPER_SXM_PEAK_TFLOPS = {"bf16": 989.0, "fp16": 989.0, "fp8": 1979.0}
+# Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
+# from the H100 in NVLink and fp64 only).
+HOPPER_SXM_BF16_TFLOPS = 989.0
+LOSSES = {
+    "loss": ("training", "-"),
+    "eval_loss": ("evaluation", "o-"),
+}  # in the plot: label and style of each
 
 
-def peak_tflops(device_name: str, dtype: str = "bf16") -> float | None:
-    """Dense peak of an H100, H200 or H800 SXM for `dtype` (bf16 | fp16 | fp8), TFLOP/s; else None.
-
-    `device_name` is torch.cuda.get_device_name()'s. PCIe and NVL cards have lower clocks and are not in the
-    table.
-    """
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of an H100, H200 or H800 SXM, TFLOP/s; None of others: PCIe and NVL cards have lower clocks.
+    `device_name` is torch.cuda.get_device_name()'s."""
     sxm = re.search(r"\bH(100|200|800)\b", device_name) and not re.search(r"PCIe|NVL", device_name)
-    return HOPPER_SXM_PEAK_TFLOPS.get(dtype) if sxm else None
+    return HOPPER_SXM_BF16_TFLOPS if sxm else None
 
 
 def mfu(
@@ -56,9 +57,9 @@ def mfu(
 class MetricsLogger:
     """Where the loop sends its metrics.
 
-    `start_step`: steps that are already done. On a resume the lines of later steps leave metrics.jsonl, in a
-    new run (0) all of them; they are kept in metrics.jsonl.discarded-<time>. `report_to`: none | wandb,
-    online with a key (WANDB_API_KEY or netrc), offline without one.
+    `config`: the run's, as a JSON object (TrainingArguments.to_dict). `start_step`: steps that are already done. On a
+    resume the lines of later steps leave metrics.jsonl, in a new run (0) all of them; they are kept in
+    metrics.jsonl.discarded-<time>. wandb is online with a key (WANDB_API_KEY or netrc), offline without one.
 
     Lines that cannot be written, as on a full disk, are kept and written later, with a warning: whether the run goes
     on is for its next save to say, which all ranks hear of.
@@ -66,27 +67,17 @@ class MetricsLogger:
     Raises ValueError: wandb is asked for and not installed. OSError: what is there cannot be read or rewritten.
     """
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        args_dict: dict[str, Any],
-        report_to: str,
-        run_name: str | None,
-        project: str,
-        total_steps: int,
-        is_main: bool,
-        start_step: int = 0,
-    ):
-        if report_to == "wandb":
+    def __init__(self, folder: RunFolder, config: dict[str, Any], is_main: bool, start_step: int = 0):
+        to_wandb = config["report_to"] == "wandb"
+        if to_wandb:
             check_wandb()  # on every rank, and before anything is written
         self.is_main = is_main
         if not is_main:
             return
-        self.total_steps = total_steps
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        discarded = discard_after(folder, start_step)
-        self._file = (folder / METRICS).open("ab", buffering=0)
+        self.total_steps = total_steps = config["max_steps"]
+        folder.path.mkdir(parents=True, exist_ok=True)
+        discarded = discard_after(folder.metrics, start_step)
+        self._file = folder.metrics.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._failing = False
         # A bar that redraws itself is noise in a log file.
@@ -100,9 +91,7 @@ class MetricsLogger:
             self.message(
                 f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}"
             )
-        self._wandb = None
-        if report_to == "wandb":
-            self._wandb = self._start_wandb(folder, args_dict, run_name, project, start_step)
+        self._wandb = self._start_wandb(folder, config, start_step) if to_wandb else None
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Write one line, which must have "step" (optimizer steps done). In the file NaN becomes null."""
@@ -122,7 +111,7 @@ class MetricsLogger:
             self._bar.update(step - self._bar.n)
         else:
             left = self._seconds_left(step)
-            ending = f"  {_clock(left)} left" if left is not None and "loss" in metrics else ""
+            ending = f"  {tqdm.format_interval(left)} left" if left is not None and "loss" in metrics else ""
             _print(f"step {step}/{self.total_steps}  {_brief(metrics)}{ending}")
         if self._wandb is not None:
             # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines
@@ -147,7 +136,7 @@ class MetricsLogger:
         self._write()
         self._file.close()
         try:
-            discard_after(path.parent, step)
+            discard_after(path, step)
         except OSError as error:
             self.message(f"warning: the lines after step {step} stay in {path}: {error}")
         self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
@@ -199,22 +188,19 @@ class MetricsLogger:
             return None
         return (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
 
-    def _start_wandb(
-        self, folder: Path, args_dict: dict[str, Any], run_name: str | None, project: str, start_step: int
-    ) -> Any:
+    def _start_wandb(self, folder: RunFolder, config: dict[str, Any], start_step: int) -> Any:
         import wandb  # slow to import, and not needed without report_to
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        id_file = folder / WANDB_RUN_ID
-        if start_step == 0 or not id_file.exists():
-            id_file.write_text(secrets.token_hex(4), encoding="utf-8")
+        if start_step == 0 or not folder.wandb_run_id.exists():
+            folder.wandb_run_id.write_text(secrets.token_hex(4), encoding="utf-8")
         run = wandb.init(
-            project=project,
-            name=run_name,
-            id=id_file.read_text(encoding="utf-8").strip(),
+            project=config["wandb_project"],
+            name=config["run_name"],
+            id=folder.wandb_run_id.read_text(encoding="utf-8").strip(),
             resume="allow" if mode == "online" else None,
-            dir=str(folder),
-            config=args_dict,
+            dir=str(folder.path),
+            config=config,
             mode=mode,
         )
         run.define_metric("step")
@@ -235,13 +221,12 @@ def check_wandb() -> None:
         )
 
 
-def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
-    """Take the lines of steps after `step` (0: all) out of metrics.jsonl, and a line cut off by a crash.
+def discard_after(path: Path, step: int) -> tuple[Path, int] | None:
+    """Take the lines of steps after `step` (0: all) out of the metrics `path`, and a line cut off by a crash.
 
     Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
     for that file; nothing is changed.
     """
-    path = folder / METRICS
     if not path.exists():
         return None
     keep: list[str] = []
@@ -250,11 +235,7 @@ def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
         (keep if 0 < _step_of(line) <= step else discard).append(line)
     if not discard:
         return None
-    stamp, number = time.strftime("%Y%m%d-%H%M%S"), 0
-    kept_in = folder / f"{METRICS}.discarded-{stamp}"
-    while kept_in.exists():  # twice within a second
-        number += 1
-        kept_in = folder / f"{METRICS}.discarded-{stamp}-{number}"
+    kept_in = path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
     temporary = path.with_suffix(".tmp")
     try:
         kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
@@ -267,36 +248,26 @@ def discard_after(folder: Path, step: int) -> tuple[Path, int] | None:
     return kept_in, len(discard)
 
 
-def plot_loss(output_dir: str | Path) -> Path | None:
+def plot_loss(folder: RunFolder) -> Path | None:
     """Draw loss.png from metrics.jsonl: training, evaluation and unigram loss against tokens.
 
     Returns its path, None when no loss was logged yet.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot
-
-    folder = Path(output_dir)
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    drawn = False
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
-        points = [(r["tokens"], r[key]) for r in records if r.get(key) is not None and "tokens" in r]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1)
-            drawn = True
-    unigram = next((r["unigram_loss"] for r in records if r.get("unigram_loss") is not None), None)
-    if unigram is not None:
-        axes.axhline(unigram, linestyle="--", color="gray", label="unigram model")
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.resolve().name)
-    axes.grid(alpha=0.3)
-    if drawn:
+    records = [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
+    points = {key: [(r["tokens"], r[key]) for r in records if r.get(key) is not None] for key in LOSSES}
+    if not any(points.values()):
+        return None
+    with drawing(folder.loss_plot, figsize=(8, 5)) as (_, ((axes,),)):
+        for key, (label, style) in LOSSES.items():
+            if points[key]:
+                axes.plot(*zip(*points[key], strict=True), style, label=label, markersize=4, linewidth=1)
+        unigram = next((r["unigram_loss"] for r in records if r.get("unigram_loss") is not None), None)
+        if unigram is not None:
+            axes.axhline(unigram, linestyle="--", color="gray", label="unigram model")
+        axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.path.resolve().name)
+        axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(folder / PLOT, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return folder / PLOT if drawn else None
+    return folder.loss_plot
 
 
 def _print(text: str) -> None:
@@ -337,9 +308,3 @@ def _brief(metrics: dict[str, Any]) -> str:
         "memory_gib": "{:.1f} GiB",
     }
     return "  ".join(text.format(metrics[k]) for k, text in formats.items() if metrics.get(k) is not None)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

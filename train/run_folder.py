@@ -19,6 +19,7 @@ class RunFolder:
         self.autotune = path / "autotune.json"  # what precision.auto measured and chose
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
+        self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on

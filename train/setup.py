@@ -2,7 +2,7 @@
 
 model_for -> streams_for -> starting_point -> announce -> engine_for -> open_folder
 
-Every rank calls all of it alike: some of it asks the other ranks. `say` prints a line on rank 0 and nothing on others.
+Every rank calls all of it alike: some of it asks the other ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import platform
 import random
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +44,8 @@ from train.run_folder import RunFolder
 if TYPE_CHECKING:
     from transformers import MistralConfig
 
-Say = Callable[[str], None]
 
-
-def say_on_rank_0(line: str) -> None:
+def say(line: str) -> None:
     if dist.get_rank() == 0:
         print(line, flush=True)
 
@@ -91,9 +88,7 @@ def model_for(args: TrainingArguments) -> tuple[nn.Module, Precision]:
     return model, precision
 
 
-def streams_for(
-    args: TrainingArguments, config: MistralConfig, say: Say
-) -> tuple[SampleStream, SampleStream]:
+def streams_for(args: TrainingArguments, config: MistralConfig) -> tuple[SampleStream, SampleStream]:
     """The training and the evaluation data, which fit the model. Raises DataError, ValueError: they do not."""
     train, evaluation = (
         open_stream(
@@ -123,7 +118,7 @@ def streams_for(
 
 
 def starting_point(
-    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream, say: Say
+    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream
 ) -> tuple[RunState, Path | None]:
     """Where the run begins, and the checkpoint that it goes on from, if there is one. Raises CheckpointError: the one
     asked for is damaged, or was made by a run that this one does not continue."""
@@ -165,7 +160,6 @@ def announce(
     stream: SampleStream,
     state: RunState,
     notes: list[str],
-    say: Say,
 ) -> None:
     """Say what is about to run, and prove it, before the first step. notes: of `resolve_ds_config`.
 
@@ -212,7 +206,7 @@ def _report(
             f"data.document_mask: attention stays within documents, {length:,.0f} tokens on average, and their last "
             "tokens predict nothing; FLOPs and mfu count attention over whole samples, which is too much"
         )
-    peak = peak_tflops(device, "bf16")
+    peak = peak_tflops(device)
     if peak is not None:
         lines.append(
             f"mfu is of {peak:.0f} TFLOP/s, the dense bf16 peak of this GPU's data sheet, also for FP8"
@@ -237,7 +231,6 @@ def engine_for(
     ds_config: dict[str, Any],
     state: RunState,
     resume_from: Path | None,
-    say: Say,
 ) -> tuple[Any, MicroStep]:
     """DeepSpeed's engine, with what the checkpoint holds or, of a run that begins, the FP8 scales of its first
     micro-batch; and what takes micro-batches through it."""
@@ -263,7 +256,7 @@ def engine_for(
 
 
 def open_folder(
-    args: TrainingArguments, ds_config: dict[str, Any], tuned: Record | None, state: RunState, say: Say
+    args: TrainingArguments, ds_config: dict[str, Any], tuned: Record | None, state: RunState
 ) -> MetricsLogger:
     """From here on the run writes: whatever could refuse it has had its say. First what makes room.
 
@@ -273,16 +266,7 @@ def open_folder(
         aside = set_aside(folder.checkpoints, state.step)
         if aside is not None:
             say(f"checkpoints of later steps were moved to {aside}")
-    metrics = MetricsLogger(
-        folder.path,
-        args.to_dict(),
-        args.report_to,
-        run_name=args.run_name,
-        project=args.wandb_project,
-        total_steps=args.max_steps,
-        start_step=state.step,
-        is_main=main,
-    )
+    metrics = MetricsLogger(folder, args.to_dict(), main, state.step)
     if main:
         folder.stopped.unlink(missing_ok=True)
         for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config)):

@@ -96,18 +96,16 @@ def run_training(args: TrainingArguments) -> None:
     from train.loop import Run, train
     from train.run_folder import RunFolder
 
-    say, world = setup.say_on_rank_0, dist.get_world_size()
+    world = dist.get_world_size()
     setup.seed(args)
-    args, tuned = resolve_auto(args, world, say)
+    args, tuned = resolve_auto(args, world, setup.say)
     model, precision = setup.model_for(args)
-    train_stream, eval_stream = setup.streams_for(args, model.config, say)
+    train_stream, eval_stream = setup.streams_for(args, model.config)
     ds_config, notes = resolve_ds_config(args, world)
-    state, resume_from = setup.starting_point(args, ds_config, model.config, train_stream, say)
-    setup.announce(args, model, precision, train_stream, state, notes, say)
-    engine, micro_step = setup.engine_for(
-        args, model, precision, train_stream, ds_config, state, resume_from, say
-    )
-    metrics = setup.open_folder(args, ds_config, tuned, state, say)
+    state, resume_from = setup.starting_point(args, ds_config, model.config, train_stream)
+    setup.announce(args, model, precision, train_stream, state, notes)
+    engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
+    metrics = setup.open_folder(args, ds_config, tuned, state)
     folder = RunFolder(Path(args.output_dir or "output"))
     run = Run(
         arguments=args,
@@ -148,13 +146,11 @@ def export_last(run: Run, last: Path | None) -> None:
 
     folder = run.folder
     if last is None:
-        run.metrics.message(
-            f"wrote {plot_loss(folder.path)}; save_strategy is no: the trained model is not saved"
-        )
+        run.metrics.message(f"wrote {plot_loss(folder)}; save_strategy is no: the trained model is not saved")
         return
     if not folder.is_exported(identity(last)):
         export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
-    run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder, and {plot_loss(folder.path)}")
+    run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder, and {plot_loss(folder)}")
 
 
 if __name__ == "__main__":

@@ -194,9 +194,10 @@ import os, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from train.metrics import MetricsLogger
+from train.run_folder import RunFolder
 
 folder = Path(sys.argv[1])
-log = MetricsLogger(folder, {}, "none", None, "project", 9, True)
+log = MetricsLogger(RunFolder(folder), {"report_to": "none", "max_steps": 9}, is_main=True)
 log.log({"step": 1})
 filler = open(folder / "filler", "wb", buffering=0)
 try:

@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 
 from train import metrics as metrics_module
-from train.metrics import METRICS, MetricsLogger, mfu, peak_tflops, plot_loss
+from train.metrics import MetricsLogger, mfu, peak_tflops, plot_loss
+from train.run_folder import RunFolder
+
+METRICS = "metrics.jsonl"
 
 
 def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100):
-    return MetricsLogger(folder, {"seed": 1}, report_to, None, "project", total_steps, is_main, start_step)
+    config = {"seed": 1, "report_to": report_to, "run_name": None, "wandb_project": "project"}
+    return MetricsLogger(RunFolder(folder), config | {"max_steps": total_steps}, is_main, start_step)
 
 
 def lines(folder):
@@ -241,31 +245,30 @@ def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypat
 
 def test_plot_needs_a_loss(tmp_path):
     log = logger(tmp_path)
-    assert plot_loss(tmp_path) is None
+    assert plot_loss(RunFolder(tmp_path)) is None
     log.log({"step": 1, "tokens": 64, "loss": 5.0})
     log.log({"step": 2, "tokens": 128, "loss": float("nan")})
     log.log({"step": 2, "tokens": 128, "eval_loss": 4.0, "unigram_loss": 6.0})
     log.close()
-    path = plot_loss(tmp_path)
+    path = plot_loss(RunFolder(tmp_path))
     assert path == tmp_path / "loss.png"
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
+    ("name", "peak"),
     [
-        ("NVIDIA H200", "bf16", 989.0),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.0),
-        ("NVIDIA H800", "fp8", 1979.0),
-        ("NVIDIA H100 PCIe", "bf16", None),
-        ("NVIDIA H100 NVL", "bf16", None),
-        ("NVIDIA GH200 480GB", "bf16", None),
-        ("NVIDIA A100-SXM4-80GB", "bf16", None),
-        ("NVIDIA H200", "fp32", None),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H800", 989.0),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB", None),
     ],
 )
-def test_peaks_are_given_only_for_known_parts(name, dtype, peak):
-    assert peak_tflops(name, dtype) == peak
+def test_peaks_are_given_only_for_known_parts(name, peak):
+    assert peak_tflops(name) == peak
 
 
 def test_mfu_is_the_fraction_of_the_peak():
