@@ -14,7 +14,6 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 LINE = re.compile(
     r"^(?P<spec>(?P<name>[A-Za-z0-9._-]+)(\[[^\]]*\])?==(?P<version>[^\s#]+))"
@@ -22,18 +21,9 @@ LINE = re.compile(
 )
 
 
-class Requirement(NamedTuple):
-    """One line: `spec` as pip reads it, the lowest version known to work, whether it may be missing."""
-
-    spec: str
-    name: str
-    version: str
-    floor: str | None
-    optional: bool
-
-
-def parse(text: str) -> list[Requirement]:
-    """Requirements of a file's text; ValueError names a line that is not `name==version`."""
+def parse(text: str) -> list[re.Match]:
+    """The groups of LINE for each requirement of a file's text: `spec` as pip reads it, name, version, floor (the
+    lowest version known to work), optional (it may be missing). ValueError names a line that is not `name==version`."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -41,11 +31,7 @@ def parse(text: str) -> list[Requirement]:
         match = LINE.match(line.strip())
         if match is None:
             raise ValueError(f"line {number} is not 'name==version  # from X, optional': {line!r}")
-        found.append(
-            Requirement(
-                match["spec"], match["name"], match["version"], match["floor"], bool(match["optional"])
-            )
-        )
+        found.append(match)
     return found
 
 
@@ -63,26 +49,20 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def to_install(requirements: list[Requirement], exact: bool) -> tuple[list[str], list[str]]:
+def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[str], list[str]]:
     """(specifications for pip, remarks about what is left as it is)."""
     specs, remarks = [], []
     for requirement in requirements:
-        have = installed_version(requirement.name)
-        if have == requirement.version:
+        name, spec, version, floor = requirement.group("name", "spec", "version", "floor")
+        have = installed_version(name)
+        if have == version:
             continue
-        if exact:
-            specs.append(requirement.spec)
-        elif have is None:
-            if requirement.optional:
-                remarks.append(
-                    f"{requirement.name} is not installed (optional; tested with {requirement.spec})"
-                )
-            else:
-                specs.append(requirement.spec)
-        elif requirement.floor is not None and numbers(have) >= numbers(requirement.floor):
-            remarks.append(f"{requirement.name} {have} stays (tested with {requirement.version})")
+        if not exact and have is None and requirement["optional"]:
+            remarks.append(f"{name} is not installed (optional; tested with {spec})")
+        elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
+            remarks.append(f"{name} {have} stays (tested with {version})")
         else:
-            specs.append(requirement.spec)
+            specs.append(spec)
     return specs, remarks
 
 

@@ -123,7 +123,7 @@ def test_what_pip_has_to_install(
 def test_the_repositorys_requirements_are_pinned() -> None:
     files = sorted(ROOT.glob("requirements*.txt"))
     assert [f.name for f in files] == [f"requirements{part}.txt" for part in ("-dev", "-gpu", "-prep", "")]
-    names = [r.name for file in files for r in check_requirements.parse(file.read_text())]
+    names = [r["name"] for file in files for r in check_requirements.parse(file.read_text())]
     assert len(names) == len(set(names)) > 10
     assert "torch" not in names, "torch is chosen by the machine"
     with pytest.raises(ValueError, match="line 2"):

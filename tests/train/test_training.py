@@ -73,6 +73,7 @@ def test_a_run_says_which_modules_ran_torchaos_fp8(settings: dict, capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.interpreter  # torch._inductor tries in one of its own whether what it compiled loads, unless it is cached
 @pytest.mark.skipif(GPU, reason="on the GPU torchao is compiled in the resume test")
 @pytest.mark.parametrize(
     "variant,precision", [("torchao", TORCHAO["tensorwise"]), ("hf", PRECISIONS["bf16"])]
