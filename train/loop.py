@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import GIB
 from model.errors import UserError
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
@@ -269,7 +268,9 @@ class Loop:
         record["learning_rate"] = step.learning_rate
         record["tokens_per_second"] = rate
         record["mfu"] = mfu(rate / self.world, run.flops_per_token, self.peak)
-        record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None
+        record["memory_gib"] = (
+            torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        )
         record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
         if bad := health.mend_histories():
             run.metrics.message(
