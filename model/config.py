@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import MistralConfig
 
+
+class UserError(RuntimeError):
+    """What a user can mend, apart from the ValueErrors of arguments and files. Its message says what was given or found,
+    and what to do; train.py shows it without a traceback and ends with status 2: started again as it is, the run would
+    end so again."""
+
+
 GIB = 2**30
 CONFIGS = Path(__file__).parent / "configs"
 

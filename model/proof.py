@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.config import head_dim, window_size
+from model.config import UserError, head_dim, window_size
 from model.documents import Documents, attend, random_documents
-from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,7 @@ TOP = ("model", "train", "fp8_inference_demo", "test_fp8")
 BEGIN, END = "<!-- drawn by scripts/architecture.py -->\n", "<!-- end of the drawing -->\n"
 
 
+@cache
 def sources() -> list[Path]:
     """Every source file of the rooms, relative to the repository."""
     return sorted(p.relative_to(ROOT) for top in TOP for p in (ROOT / top).rglob("*.py"))
@@ -30,6 +32,7 @@ def room_of(path: Path) -> str:
     return path.as_posix() if parent == "train" and path.name != "__init__.py" else parent
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     """Dotted names that a source file imports, wherever in it, also by importlib.import_module("...")."""
     names: set[str] = set()
@@ -56,6 +59,7 @@ def imported_files(path: Path) -> set[Path]:
     return found
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """room -> the other rooms that its files import."""
     found: dict[str, set[str]] = {}
@@ -66,17 +70,21 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Every room that `start` imports, directly or through others."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def without_shortcuts(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """`graph`, which has no circle, without the arrows that longer ways imply."""
-
-    def reach(room: str) -> set[str]:
-        out: set[str] = set()
-        for other in graph.get(room, ()):
-            out |= {other} | reach(other)
-        return out
-
     return {
-        room: others - set().union(*(reach(other) for other in others)) if others else set()
+        room: {o for o in others if not any(o in reached(graph, other) for other in others - {o})}
         for room, others in graph.items()
     }
 
@@ -90,11 +98,8 @@ def drawing() -> str:
     lines += [f'    {name}["{room}"]' for room, name in names.items()]
     for room in sorted(shown):
         lines += [f"    {names[room]} --> {names[other]}" for other in sorted(shown[room])]
-    lines += ["```", "", "| room | files | lines | what it is for |", "|---|---|---|---|"]
-    for room in sorted(shown):
-        files = [path for path in sources() if room_of(path) == room]
-        length = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in files)
-        lines.append(f"| `{room}` | {len(files)} | {length} | {purpose(room)} |")
+    lines += ["```", "", "| room | what it is for |", "|---|---|"]
+    lines += [f"| `{room}` | {purpose(room)} |" for room in sorted(shown)]
     return "\n".join(lines) + "\n"
 
 

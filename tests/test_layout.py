@@ -1,42 +1,28 @@
-"""Who may import what (docs: README, "Where things are"). Read from the sources, so that a slip shows at once."""
+"""The plan of docs/architecture.md: who may import what, and how much a room holds. Read from the sources."""
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted(
-    p
-    for folder in ("model", "train", "fp8_inference_demo", "test_fp8")
-    for p in (ROOT / folder).rglob("*.py")
-)
+from scripts import architecture
+from scripts.architecture import ROOT, arrows, imported_modules, reached, room_of, sources
 
 ONLY_IN = {
     "transformer_engine": {"model/fp8/te_backend.py"},
     "transformer_engine_torch": {"model/fp8/te_backend.py"},
     "torchao": {"model/fp8/torchao_fp8.py"},
     "wandb": {"train/metrics.py"},
-    "deepspeed": {
-        "train/engine/distributed.py",
-        "train/engine/step.py",
-        "train/checkpoint/load.py",
-    },
-    "sentencepiece": {"train/train_tokenizer.py", "train/prepare/tokenizer.py", "train/data/encoder.py"},
+    "deepspeed": {"train/engine", "train/checkpoint"},
+    "sentencepiece": {"train/prepare", "train/data/encoder.py"},
     "datasets": {"train/prepare/corpus.py"},
     "ray": {"train/prepare/executors.py"},
     "dill": {"train/prepare/executors.py"},
-    "fasttext": {"train/prepare/filters.py"},
-    "datatrove": {"train/prepare_data.py"}
-    | {
-        f"train/prepare/{name}.py"
-        for name in "blocks ngrams dedup executors filters preparation steps tally".split()
-    },
+    "fasttext": {"train/prepare"},
+    "datatrove": {"train/prepare", "train/prepare_data.py"},
 }
-
 # Attributes that DeepSpeed does not promise, and who may name them: `import deepspeed` is not where the coupling is.
 PRIVATE = re.compile(
     r"\b(fp32_groups\w*|bf16_groups|fp16_groups|\w*partitioned_\w*groups\w*|single_partition_of_\w+"
@@ -45,62 +31,92 @@ PRIVATE = re.compile(
     r"|_unflatten_partitioned_parameters|_grad_acc_hooks|loss_scale_config|loss_scaler)\b|\.overflow\b"
 )
 KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
-
-
-def imports(path: Path) -> set[str]:
-    """Top-level names that a file imports, also by importlib.import_module("...")."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "find_spec"):
-            names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-    return {name.split(".")[0] for name in names}
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+# Of the folder train/: each line may import the lines above it, and of its own line only the room itself.
+LAYERS = [
+    ["train/files.py", "train/run_folder.py", "train/metrics.py"],
+    ["train/data"],
+    ["train/config", "train/prepare", "train/inspect_data.py"],
+    ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
+    ["train/guard"],
+    ["train/checkpoint", "train/launch.py"],
+    [
+        "train/setup.py",
+        "train/loop.py",
+        "train/autotune.py",
+        "train/export.py",
+        "train/inspect_checkpoint.py",
+        "train/job.py",
+    ],
+    ["train/train.py"],
+]
+# What training and benchmarks never import: a GPU node does without the packages of preparation.
+PREPARATION = {
+    "train/prepare",
+    "train/prepare_data.py",
+    "train/train_tokenizer.py",
+    "train/import_megatron.py",
+}
+FLOOR_FILES, ROOM_FILES, FILE_LINES = 16, 14, 450
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_packages_are_imported_only_where_they_belong(package: str) -> None:
-    users = {relative(p) for p in SOURCES if package in imports(p)}
+    users = [p for p in sources() if package in {name.split(".")[0] for name in imported_modules(p)}]
     assert users, f"nothing imports {package}; is this rule still about something?"
-    assert users <= ONLY_IN[package]
+    allowed = ONLY_IN[package]
+    assert not [p for p in users if p.as_posix() not in allowed and p.parent.as_posix() not in allowed]
 
 
 def test_deepspeeds_private_names_stand_in_two_files() -> None:
-    assert {relative(p) for p in SOURCES if PRIVATE.search(p.read_text())} == KNOW_DEEPSPEED
+    named = {p.as_posix() for p in sources() if PRIVATE.search((ROOT / p).read_text(encoding="utf-8"))}
+    assert named == KNOW_DEEPSPEED
 
 
-def test_training_does_not_know_preparation() -> None:
-    """What train.py imports, and what that imports, has nothing of preparation: a GPU node does without it."""
-    seen: set[str] = set()
-    waiting = ["train/train.py"]
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        for node in ast.walk(ast.parse((ROOT / name).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("train"):
-                parts = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                files = {part.replace(".", "/") + ".py" for part in parts}
-                waiting += [file for file in files if (ROOT / file).is_file() and file not in seen]
-    assert {"train/loop.py", "train/data/stream.py"} < seen
-    assert not [name for name in seen if "prepare" in name or "corpus" in name]
+def test_the_rooms_of_training_import_in_one_direction() -> None:
+    graph, below = arrows(), set()
+    assert {room for room in graph if room.startswith("train/")} == {room for line in LAYERS for room in line}
+    for line in LAYERS:
+        for room in line:
+            wrong = {o for o in graph[room] if o.startswith("train/")} - below
+            assert not wrong, f"{room} may import {sorted(below)}, not {sorted(wrong)}"
+        below |= set(line)
+    assert not PREPARATION & reached(graph, "train/train.py")
 
 
 def test_model_and_demo_do_not_know_training() -> None:
-    for path in SOURCES:
-        if relative(path).startswith(("model/", "fp8_inference_demo/")):
-            assert "train" not in imports(path), relative(path)
+    for room in arrows():
+        if room.startswith(("model", "fp8_inference_demo")):
+            assert not [o for o in reached(arrows(), room) if o.startswith(("train", "test_fp8"))], room
 
 
-def test_the_loop_receives_built_objects() -> None:
-    """loop.py imports nothing of the model but what it asks about precision, FP8 modules and state."""
-    tree = ast.parse((ROOT / "train/loop.py").read_text())
-    modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
-    found = {m for m in modules if m.startswith("model")}
-    assert found == {"model.errors", "model.fp8.modules", "model.fp8.precision", "model.fp8.state"}
+def test_benchmarks_do_not_know_the_entry_script() -> None:
+    for room in arrows():
+        assert room == "train/train.py" or "train/train.py" not in arrows()[room], room
+
+
+def test_rooms_and_files_stay_small() -> None:
+    files = Counter(path.parent.as_posix() for path in sources())
+    crowded = {room: n for room, n in files.items() if n > (FLOOR_FILES if room == "train" else ROOM_FILES)}
+    assert not crowded, "files of a room"
+    everything = [*sources(), *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py"))]
+    lines = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in everything}
+    assert not {path: n for path, n in lines.items() if n > FILE_LINES}, "lines of a file"
+
+
+def test_each_room_says_what_it_is_for() -> None:
+    silent = [p for p in sources() if p.name == "__init__.py" and not architecture.purpose(room_of(p))]
+    assert not silent, "a docstring of what it is for, what it may import, what others use of it"
+
+
+def test_the_drawing_is_current() -> None:
+    assert architecture.main(["--check"]) == 0
+
+
+def test_the_questions_name_files_that_are_there() -> None:
+    """Each answer of docs/architecture.md: at most three files."""
+    answers = re.split(r"^\d+\. ", architecture.PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
+    assert len(answers) == 20
+    for answer in answers:
+        named = set(re.findall(r"`([\w/]+\.(?:py|sh|md|json))", answer))
+        assert 1 <= len(named) <= 3, answer
+        assert not [name for name in named if not (ROOT / name).is_file()], answer

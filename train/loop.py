@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.errors import UserError
+from model.config import UserError
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, snapshot_fp8_state

@@ -26,7 +26,7 @@ from train.guard import signals
 if __name__ == "__main__":
     signals.install()  # the imports take seconds
 
-from model.errors import UserError
+from model.config import UserError
 from train.config.arguments import TrainingArguments, load_arguments
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from model.errors import UserError
+from model.config import UserError
 from model.variants import ATTENTION_BACKENDS
 
 MODULES = (

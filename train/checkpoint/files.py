@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model.errors import UserError
+from model.config import UserError
 from train.files import sha256_file, sync_folder, write_durably
 
 SCHEMA = 2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.errors import UserError
+from model.config import UserError
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.engine import zero
