@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 class UserError(RuntimeError):
-    """What a user can mend, apart from the ValueErrors of arguments and files. Its message says what was given or found,
-    and what to do; train.py shows it without a traceback and ends with status 2: started again as it is, the run would
-    end so again."""
+    """What a user can mend, apart from the ValueErrors of arguments and files.
+
+    Its message says what was given or found, and what to do; train.py shows it without a traceback and ends with
+    status 2: started again as it is, the run would end so again.
+    """
 
 
 GIB = 2**30
