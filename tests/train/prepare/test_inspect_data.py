@@ -85,12 +85,8 @@ def rehash(folder: Path, name: str) -> None:
     """Make the manifest agree with a shard's changed content: what a faulty preparation would have committed."""
     hashes = {"sha256": sha256_file(folder / name), "index_sha256": sha256_file(folder / f"{name}.index")}
 
-    def change(manifest: Manifest) -> dict:
-        return {
-            "shards": [dataclasses.replace(s, **hashes) if s.name == name else s for s in manifest.shards]
-        }
-
-    change_manifest(folder, change)
+    shards = [dataclasses.replace(s, **hashes) if s.name == name else s for s in read_manifest(folder).shards]
+    change_manifest(folder, lambda _: {"shards": shards})
 
 
 def test_whole_data_passes_and_is_described(data, run):
