@@ -33,8 +33,8 @@ PRIVATE = re.compile(
 KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
 # Of the folder train/: each line may import the lines above it, and of its own line only the room itself.
 LAYERS = [
-    ["train/files.py", "train/run_folder.py", "train/metrics.py"],
-    ["train/data"],
+    ["train/files.py", "train/run_folder.py"],
+    ["train/data", "train/metrics.py"],
     ["train/config", "train/prepare", "train/inspect_data.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
     ["train/guard"],
