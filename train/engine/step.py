@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -30,6 +31,11 @@ from train.engine.zero import (
     skip_steps_that_are_not_finite,
     undo_initial_step,
 )
+
+# DeepSpeed asks of every optimizer whether it is its Muon, which nothing here offers. The import of that compiles a
+# function by a decorator, which would import torch's whole compiler: a second of each start.
+with mock.patch.object(torch, "compile", lambda function, **_: function):
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
 
 
 @contextlib.contextmanager
