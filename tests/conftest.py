@@ -224,7 +224,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 RUN = pytest.StashKey[tuple[Path, float]]()
-BOUND_TO_STAY = ("torchinductor_*", "pymp-*")
+# Of libraries, which remove it when their process ends, or never; it goes with the folder of the run.
+BOUND_TO_STAY = ("torchinductor_*", "pymp-*", "*wandb*", "ray*")
 # Shared memory by the names of DeepSpeed, torch and multiprocessing; a semaphore of anybody's lives for moments.
 SHARED_MEMORY = ("deepspeed_*", "torch_*", "psm_*", "sem.mp-*")
 SEEN_FOR_S = 5.0

@@ -285,6 +285,7 @@ def test_on_a_gpu_the_log_warns_of_fp8_without_compile(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize("variant,keys", [("torchao", {}), ("hf", dict(compute="bf16"))])
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.interpreter  # torch.compile asks one what this processor can do
 def test_compiled_layers_compute_the_same(variant: str, keys: dict, checkpointing: bool) -> None:
     """One graph for all layers; the proof before it does not compile, and names stay."""
     torch._dynamo.reset()
