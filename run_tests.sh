@@ -62,7 +62,7 @@ fi
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
 status=0
-"$PY" -m pytest -n 2 --dist loadgroup --durations=10 -m "$marks" "$@" || status=$?
+"$PY" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "$marks" "$@" || status=$?
 if ! wait $!; then ((status != 0)) || status=1; fi
 cat "$types"
 exit "$status"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
@@ -104,10 +105,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", programs.Popen)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. Tests that share what was
-    made for their file run in one worker, and what takes long comes first, so that no worker ends long after others."""
+    """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. The files with
+    the most whole runs come first, so that no worker ends long after the other."""
     devices = torch.cuda.device_count()
     hopper = devices > 0 and torch.cuda.get_device_capability() >= (9, 0)
     for item, (marker, have, what) in itertools.product(
@@ -116,12 +116,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ):
         if item.get_closest_marker(marker) and not have:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-        if any(found[-1].scope == "module" for found in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-    whole_runs = {i.path for i in items if "settings" in i.fixturenames or i.get_closest_marker("process")}  # type: ignore[attr-defined]
-    items.sort(key=lambda item: item.path not in whole_runs)
+    whole_runs = Counter(
+        i.path for i in items if "settings" in i.fixturenames or i.get_closest_marker("process")
+    )  # type: ignore[attr-defined]
+    items.sort(key=lambda item: -whole_runs[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -129,12 +129,13 @@ def test_no_host_memory_is_told_with_its_remedy(settings: dict, monkeypatch: pyt
 def test_training_errors_leave_the_save_under_way_whole(
     settings: dict, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = loop._check
+    right = loop.Loop._mean_loss
 
-    def check(loss: float, skipped: bool, given: loop.Run) -> None:
-        right(float("nan") if given.state.step == 3 else loss, skipped, given)
+    def mean_loss(self: loop.Loop, step: loop.Step) -> float:
+        step.loss = step.loss * (float("nan") if self.state.step == 3 else 1)
+        return right(self, step)
 
-    monkeypatch.setattr(loop, "_check", check)
+    monkeypatch.setattr(loop.Loop, "_mean_loss", mean_loss)
     with pytest.raises(loop.TrainingError, match="step 3 is nan .*checkpoints before it are intact"):
         run(settings, save_steps=2)
     (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
