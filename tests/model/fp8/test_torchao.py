@@ -299,8 +299,12 @@ def test_compiled_layers_compute_the_same(variant: str, keys: dict, checkpointin
     (loss, ours), (true_loss, theirs) = gradients(model), gradients(eager)
     assert counters["stats"]["unique_graphs"] == 1
     assert loss == pytest.approx(true_loss, rel=1e-3)
-    # inductor leaves out roundings to bf16 between operations that it fuses
-    assert max(errors(ours, theirs)) < 0.15
+    # Inductor leaves out roundings to bf16 between operations that it fuses, which FP8 enlarges: no two processors have
+    # the same gradients, but all are as far from float32's.
+    _, exact = gradients(build(precision_of(compute="fp32"), "hf", num_hidden_layers=4))
+    compiled, launched = errors(ours, exact), errors(theirs, exact)
+    assert sum(compiled) == pytest.approx(sum(launched), rel=0.2)
+    assert max(compiled) < 1.2 * max(launched)
 
 
 def scaled_mms(step: Callable[[], object]) -> int:

@@ -403,7 +403,7 @@ def test_arguments_are_checked_without_torch():
 
 
 def test_every_key_has_a_reader():
-    """Some source other than the one that declares them reads each key as an attribute."""
+    """Some source other than the one that declares them reads each key, as an attribute or as config["key"]."""
     declared = {"train/config/arguments.py"}
     read = set()
     for path in [*REPOSITORY.glob("train/**/*.py"), *REPOSITORY.glob("model/**/*.py")]:
@@ -412,5 +412,7 @@ def test_every_key_has_a_reader():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 read.add(node.attr)
+            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                read.add(node.slice.value)
     unread = {key.split(".")[-1] for key in keys_of(TrainingArguments)} - read
     assert not unread, f"keys that nothing reads: {sorted(unread)}"
