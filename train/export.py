@@ -17,12 +17,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import torch
-from transformers import MistralConfig
-
-from model.fp8.precision import DTYPES
 from train.checkpoint.files import CheckpointError, identity, problems, read_state
-from train.checkpoint.load import others_than, read_hf_weights
 from train.data.format import TOKENIZER_FOLDER
 from train.run_folder import EXPORTED_FROM
 
@@ -56,9 +51,13 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
 
 def _write_model(path: Path, out: Path) -> None:
     """config.json and weights, in the dtype of training."""
-    # here: it takes seconds, which a run, whose ranks import this file, has at its end and not at its start
-    from transformers import MistralForCausalLM
+    # Here: it takes seconds, which --help and a wrong path do not wait for, nor a run, whose ranks import this file.
+    import torch
+    from transformers import MistralConfig, MistralForCausalLM
     from transformers.utils import logging as transformers_logging
+
+    from model.fp8.precision import DTYPES
+    from train.checkpoint.load import read_hf_weights
 
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
@@ -90,6 +89,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         if found := problems(arguments.checkpoint):
+            from train.checkpoint.load import others_than  # imports torch
+
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
             raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
         tokenizer = arguments.tokenizer
