@@ -13,13 +13,12 @@ from model.keys import STRICT, option
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """te: its modules are Transformer Engine's, else transformers'. recipes: the FP8 recipes that it has. decodes: has
-    a key/value cache. documents: attends within documents. graphs: CUDA graphs. compiles: torch.compile."""
+    """te: its modules are Transformer Engine's, else transformers'. recipes: the FP8 recipes that it has.
+    documents: attends within documents. graphs: CUDA graphs. compiles: torch.compile."""
 
     name: str
     te: bool
     recipes: tuple[str, ...]
-    decodes: bool = False
     documents: bool = False
     graphs: bool = False
     compiles: bool = False
@@ -31,7 +30,7 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("hf", te=False, recipes=(), compiles=True),
-        Variant("te_linear", te=True, recipes=_TE, decodes=True, documents=True, graphs=True),
+        Variant("te_linear", te=True, recipes=_TE, documents=True, graphs=True),
         Variant("te_layer", te=True, recipes=_TE, documents=True, graphs=True),
         Variant("torchao", te=False, recipes=_TORCHAO, compiles=True),
     )
