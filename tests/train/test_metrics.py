@@ -198,6 +198,7 @@ def test_a_console_on_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
+@pytest.mark.process
 def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
