@@ -5,13 +5,13 @@ Written from what Transformer Engine 2.20.2 does on a Hopper GPU; tests/model/te
 it with tensors recorded there. It is for development, tests and checking numbers, not for speed.
 
 FP8 GEMMs accumulate in float32, which is more precise than a Hopper GPU: single values of a layer's output round
-differently, and where FP8 rounds them again, its steps enlarge that. Inside `tensor_core.emulated()` they
-accumulate as the GPU does, and whole layers, with their gradients and FP8 state, equal the GPU's bit for bit but
-for a rare rounding; that takes many times the work. FP8 attention, biases, LayerNorm, other activations, tensor
+differently, and where FP8 rounds them again, its steps enlarge that. With the GPU's sums in their place
+(tests/model/te_reference/tensor_core.py), whole layers, their gradients and FP8 state equal the GPU's bit for bit but
+for a rare rounding. FP8 attention, biases, LayerNorm, other activations, tensor
 parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an error.
 """
 
-from model.te_reference import recipe, tensor_core
+from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, MultiheadAttention
 from model.te_reference.layernorm_linear import LayerNormLinear
 from model.te_reference.layernorm_mlp import LayerNormMLP
@@ -39,5 +39,4 @@ __all__ = [
     "checkpoint",
     "recipe",
     "split_and_rotate",
-    "tensor_core",
 ]

@@ -16,7 +16,6 @@ from model.te_reference.base import check_supported
 from model.te_reference.layernorm_linear import LayerNormLinear
 from model.te_reference.linear import Linear
 from model.te_reference.rotary import apply_rotary_pos_emb
-from model.te_reference.tensor_core import cudnn_attention, emulating
 
 MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
 """Layouts, [batch, tokens, ...] and sequences one after the other, with the mask type of each."""
@@ -35,8 +34,7 @@ class DotProductAttention(nn.Module):
 
     window_size: (left, 0), a query sees itself and `left` keys before it; None and (-1, 0): all of them. A
     Hugging Face sliding_window W is (W - 1, 0). qkv_format "bshd" with attn_mask_type "causal", or "thd" with
-    "padding_causal": the sequences of cu_seqlens one after the other. Inside `tensor_core.emulated()` it rounds where
-    cuDNN's bfloat16 kernels do.
+    "padding_causal": the sequences of cu_seqlens one after the other.
     """
 
     def __init__(
@@ -118,8 +116,6 @@ class DotProductAttention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, N, S, D], [B, K, S, D] twice -> [B, N, S, D]."""
         visible = causal_mask(q.shape[2], self.window, q.device)
-        if emulating() and q.dtype in (torch.bfloat16, torch.float16):
-            return cudnn_attention(q, k, v, visible)
         grouped = self.num_gqa_groups != self.num_attention_heads
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
 

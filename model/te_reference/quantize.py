@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.te_reference import tensor_core
-
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 # On a CPU looking an FP8 value up takes a fifth of the time of torch's conversion: of a training step, a third.
 VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8_MAX}
@@ -227,8 +225,7 @@ def fp8_matmul(
 
     layout: "nt" left @ right.T (forward), "nn" left @ right (gradient of the input), "tn" left.T @ right
     (gradient of the weight). FP8 products are exact in float32. Per-tensor scales multiply the result; tile
-    scales multiply the operands, as they change along the contraction. Inside tensor_core.emulated() the sums
-    are the GPU's, where `fast` means without use_split_accumulator; float32 sums have no such difference.
+    scales multiply the operands, as they change along the contraction. fast: without use_split_accumulator.
     """
     (a, a_scale_inv), (b, b_scale_inv) = left, right
     assert a is not None and a_scale_inv is not None and b is not None and b_scale_inv is not None
@@ -236,8 +233,12 @@ def fp8_matmul(
         a, a_scale_inv = a.t(), a_scale_inv.t()
     if layout != "nt":
         b, b_scale_inv = b.t(), b_scale_inv.t()
-    if tensor_core.emulating():
-        return tensor_core.matmul(a, a_scale_inv, b, b_scale_inv, fast=fast).to(out_dtype)
+    return accumulate(a, a_scale_inv, b, b_scale_inv, fast=fast).to(out_dtype)
+
+
+def accumulate(a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, *, fast: bool) -> Tensor:
+    """FP8 [M, K] x [N, K] -> float32 [M, N], where `fast` makes no difference. The tests put the sums of a Hopper
+    GPU's tensor cores in its place, for which it does."""
     if a_scale_inv.dim() == 0:
-        return (values_of(a) @ values_of(b).t()).mul_(a_scale_inv * b_scale_inv).to(out_dtype)
-    return (dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()).to(out_dtype)
+        return (values_of(a) @ values_of(b).t()).mul_(a_scale_inv * b_scale_inv)
+    return dequantize(a, a_scale_inv) @ dequantize(b, b_scale_inv).t()

@@ -37,7 +37,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options, which matter inside tensor_core.emulated() only."""
+    """Matrix multiplication options, which make no difference to float32 sums."""
 
     use_split_accumulator: bool = True
 

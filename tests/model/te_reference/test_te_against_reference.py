@@ -12,9 +12,9 @@ from model.build import build_model
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
-from model.te_reference import tensor_core
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
+from tests.model.te_reference import tensor_core
 
 pytestmark = pytest.mark.gpu
 

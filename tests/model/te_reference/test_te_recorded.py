@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from model.fp8 import te_backend
-from model.te_reference import tensor_core
 from model.te_reference.quantize import (
     FP8_MAX,
     amax,
@@ -27,6 +26,7 @@ from model.te_reference.quantize import (
     update_delayed_scaling,
 )
 from tests import te_cases as cases
+from tests.model.te_reference import tensor_core
 
 RECORDED = Path(__file__).parents[2] / "data" / "te_2_20_2_h200.npz"
 RECIPES = ("delayed", "delayed_e4m3", "current", "current_power_2", "block", "block_float32")

@@ -8,7 +8,7 @@ percent. With `use_split_accumulator` the sum moves to a float32 register every 
 applied there too. The model of one such addition is that of https://arxiv.org/abs/2511.10909 (MMA-Sim);
 tests/model/te_reference/test_te_recorded.py checks the whole against an H200.
 
-It costs tens of operations a product, so modules accumulate in float32 unless they run inside `emulated()`.
+Tens of operations a product: it is the proof that the reference's modules do what the GPU does, see `emulated()`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from model.te_reference import attention, quantize
 
 STEP = 32
 """Products that one instruction adds."""
@@ -31,23 +35,14 @@ SMALLEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 CHUNK = 2**21
 """Products held in memory at once."""
 
-_emulating = False
-
 
 @contextmanager
 def emulated() -> Iterator[None]:
     """Context in which the FP8 modules, forward and backward, accumulate as the tensor cores do, and the attention
     rounds where cuDNN's does."""
-    global _emulating
-    outer, _emulating = _emulating, True
-    try:
+    sdpa = mock.Mock(wraps=F, scaled_dot_product_attention=cudnn_attention)
+    with mock.patch.object(quantize, "accumulate", matmul), mock.patch.object(attention, "F", sdpa):
         yield
-    finally:
-        _emulating = outer
-
-
-def emulating() -> bool:
-    return _emulating
 
 
 def _power_of_two(x: Tensor) -> Tensor:
@@ -176,9 +171,11 @@ class _CudnnAttention(torch.autograd.Function):
         return (grad_scores @ keys).to(dtype), of_groups(grad_keys), of_groups(grad_values), None, None
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Causal attention with the roundings of cuDNN's fused kernels for bfloat16 and float16 on a Hopper GPU.
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, enable_gqa: bool) -> Tensor:
+    """SDPA's call with the roundings of cuDNN's fused kernels for bfloat16 and float16 on a Hopper GPU.
 
-    q [B, N, S, D], k and v [B, K, S', D] in a 16-bit dtype, visible bool [S, S'] -> [B, N, S, D].
+    q [B, N, S, D], k and v [B, K, S', D], attn_mask bool [S, S'], True where a query sees a key -> [B, N, S, D].
     """
-    return _CudnnAttention.apply(q, k, v, visible, q.shape[-1] ** -0.5)
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=enable_gqa)
+    return _CudnnAttention.apply(q, k, v, attn_mask, q.shape[-1] ** -0.5)
