@@ -13,9 +13,7 @@ parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an e
 
 from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, MultiheadAttention
-from model.te_reference.layernorm_linear import LayerNormLinear
-from model.te_reference.layernorm_mlp import LayerNormMLP
-from model.te_reference.linear import Linear
+from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
 from model.te_reference.norm import RMSNorm
 from model.te_reference.recompute import checkpoint
 from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb, split_and_rotate

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.te_reference.base import check_supported
-from model.te_reference.layernorm_linear import LayerNormLinear
-from model.te_reference.linear import Linear
+from model.te_reference.linear import LayerNormLinear, Linear
 from model.te_reference.rotary import apply_rotary_pos_emb
 
 MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}

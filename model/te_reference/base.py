@@ -39,10 +39,8 @@ from model.te_reference.state import (
     take_first_module,
 )
 
-INPUT, WEIGHT, OUTPUT = 0, 1, 2
-"""Columns of the forward tensors of a GEMM; the second GEMM of a module follows."""
-GRAD_OUTPUT, GRAD_INPUT = 0, 1
-"""Columns of the backward tensors of a GEMM."""
+INPUT, WEIGHT = 0, 1
+"""Columns of the forward tensors of a GEMM."""
 
 
 @dataclass
@@ -101,33 +99,35 @@ class Quantizer:
 
 @dataclass
 class FP8Call:
-    """One FP8 forward of a module: where its quantizers come from, whether its backward moves the scales."""
+    """One FP8 forward of a module: where its quantizers come from, whether it will have a backward and whether that
+    moves the scales."""
 
     forward_state: RecipeState
     backward_state: RecipeState
     scale: Tensor | None
     record: bool
+    trains: bool
     moves_backward_scales: bool
 
-    def quantizer(self, column: int) -> Quantizer:
-        """Quantizer of a forward tensor."""
-        recipe, weight = self.forward_state.recipe, column % 3 == WEIGHT
+    def quantizer(self, tensor: int, gemm: int) -> Quantizer:
+        """Quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
+        recipe, weight = self.forward_state.recipe, tensor == WEIGHT
         qparams, block_dim = QParams(), 1
         if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
             qparams = recipe.fp8_quant_fwd_weight if weight else recipe.fp8_quant_fwd_inp
         if isinstance(recipe, Float8BlockScaling):
             block_dim = recipe.w_block_scaling_dim if weight else recipe.x_block_scaling_dim
-        return Quantizer(self.forward_state, column, qparams, block_dim, self.scale, self.record)
+        return Quantizer(self.forward_state, 3 * gemm + tensor, qparams, block_dim, self.scale, self.record)
 
-    def grad_quantizer(self, column: int) -> Quantizer:
-        """Quantizer of a backward tensor."""
+    def grad_quantizer(self, gemm: int) -> Quantizer:
+        """Quantizer of the gradient of what GEMM number `gemm` gives."""
         recipe = self.backward_state.recipe
         qparams, block_dim = QParams(), 1
         if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
             qparams = recipe.fp8_quant_bwd_grad
         if isinstance(recipe, Float8BlockScaling):
             block_dim = recipe.grad_block_scaling_dim
-        return Quantizer(self.backward_state, column, qparams, block_dim)
+        return Quantizer(self.backward_state, 2 * gemm, qparams, block_dim)
 
     def accumulates_fast(self, gemm: str) -> bool:
         """Whether the recipe has use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
@@ -152,7 +152,7 @@ class FP8Module(nn.Module):
         super().__init__()
         self.fp8 = False
         self.fp8_meta: dict[str, Any] = {"num_gemms": num_gemms}
-        self._fp8_workspaces: dict[str, QuantizedMatrix] = {}
+        self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Allocate the state of `recipe` unless the module has it already; a change of the kind of recipe
@@ -169,12 +169,18 @@ class FP8Module(nn.Module):
             if isinstance(state, DelayedScalingState) and isinstance(recipe, DelayedScaling):
                 state.resize(recipe.amax_history_len)
 
-    def prepare_fp8(self, trains: bool) -> FP8Call | None:
-        """To be called at the start of each forward: the FP8 call that the running autocast asks for, or
-        None.
+    def prepare_fp8(self, inp: Tensor, weight: Tensor) -> FP8Call | None:
+        """To be called at the start of each forward, with the input and the first weight: the FP8 call that the
+        running autocast asks for, or None.
 
-        trains: whether the forward will have a backward.
+        Raises ValueError: an input of another width or dtype than the weight's.
         """
+        name = type(self).__name__
+        check_features(name, inp, weight.shape[1])
+        if inp.dtype != weight.dtype:
+            raise ValueError(
+                f"{name}: the input is {inp.dtype} and the weights are {weight.dtype}; they must have the same dtype."
+            )
         self.fp8 = running.enabled
         if not running.enabled:
             return None
@@ -191,28 +197,23 @@ class FP8Module(nn.Module):
             scale = running.replaying.next_scale()
         for frame in running.stashing:
             frame.scales.append(None if scale is None else scale.clone())
-        return FP8Call(forward, backward, scale, running.replaying is None, trains and take_first_module())
+        wanted = any(tensor.requires_grad for tensor in (inp, *self.parameters()))
+        trains = torch.is_grad_enabled() and wanted
+        record = running.replaying is None
+        return FP8Call(forward, backward, scale, record, trains, trains and take_first_module())
 
     def quantize_weight(
-        self, name: str, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
+        self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None
     ) -> QuantizedMatrix:
-        """FP8 weight: quantized now (None), quantized and kept (True), or the kept one (False)."""
-        if is_first_microbatch is not None and name in self._fp8_workspaces:
+        """FP8 weight of GEMM number `gemm`: quantized now (None), quantized and kept (True), the kept one (False)."""
+        if is_first_microbatch is not None and gemm in self._fp8_workspaces:
             # a recomputation finds the copy that its own first forward made or used
             if not is_first_microbatch or running.replaying is not None:
-                return self._fp8_workspaces[name]
+                return self._fp8_workspaces[gemm]
         quantized = quantizer(weight.detach())
         if is_first_microbatch is not None:
-            self._fp8_workspaces[name] = quantized
+            self._fp8_workspaces[gemm] = quantized
         return quantized
-
-    def check_dtype(self, inp: Tensor, weight: Tensor) -> None:
-        """Raises ValueError: input and weights differ in dtype."""
-        if inp.dtype != weight.dtype:
-            raise ValueError(
-                f"{type(self).__name__}: the input is {inp.dtype} and the weights are {weight.dtype}; they "
-                "must have the same dtype."
-            )
 
 
 def check_features(name: str, inp: Tensor, in_features: int) -> None:

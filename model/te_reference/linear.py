@@ -1,88 +1,18 @@
-"""Linear: y = x W^T with FP8 operands in the forward GEMM and in both gradients' GEMMs."""
+"""The modules with GEMMs: y = x W^T with FP8 operands in the forward GEMM and in both gradients' GEMMs, alone, after
+RMSNorm, and as an MLP. What a norm or activation computes goes to its GEMM in FP8 without a detour."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from model.te_reference.base import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    FP8Call,
-    FP8Module,
-    check_features,
-    check_fp8_shapes,
-    check_supported,
-    make_weight,
-)
-from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
-from model.te_reference.state import update_scales
-
-Operand = Sequence[Tensor | None]
-"""FP8 data and its inverse scales; None where no GEMM is going to use them."""
-
-
-def forward_gemm(call: FP8Call, x: QuantizedMatrix, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """[M, K] x [N, K] -> [M, N]."""
-    left, right = (x.rows, x.rows_scale_inv), (weight.rows, weight.rows_scale_inv)
-    return fp8_matmul(left, right, dtype, layout="nt", fast=call.accumulates_fast("fprop"))
-
-
-def input_gradient_gemm(call: FP8Call, grad: QuantizedMatrix, weight: Operand, dtype: torch.dtype) -> Tensor:
-    """[M, N] x [N, K] -> [M, K]; `weight` as `saved_weight` gives it."""
-    left = grad.rows, grad.rows_scale_inv
-    return fp8_matmul(left, weight, dtype, layout="nn", fast=call.accumulates_fast("dgrad"))
-
-
-def weight_gradient_gemm(call: FP8Call, grad: QuantizedMatrix, x: Operand, dtype: torch.dtype) -> Tensor:
-    """[M, N] x [M, K] -> [N, K]; `x` as `saved_input` gives it."""
-    left = grad.columns, grad.columns_scale_inv
-    return fp8_matmul(left, x, dtype, layout="tn", fast=call.accumulates_fast("wgrad"))
-
-
-def saved_input(x: QuantizedMatrix) -> Operand:
-    """What the weight's gradient needs of the input: its data for a contraction over the rows."""
-    return x.columns, x.columns_scale_inv
-
-
-def saved_weight(weight: QuantizedMatrix) -> Operand:
-    """What the input's gradient needs of the weight: its data for a contraction over the outputs."""
-    return weight.columns, weight.columns_scale_inv
-
-
-class _LinearFP8(torch.autograd.Function):
-    """(x [M, K], W [N, K]) -> x W^T [M, N]; the operands are saved in FP8, the high-precision ones are not."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inp: Tensor, weight: Tensor, call: FP8Call, weight_fp8: QuantizedMatrix, dtype: torch.dtype
-    ) -> Tensor:
-        needs_weight_gradient = ctx.needs_input_grad[1]
-        x = call.quantizer(INPUT)(inp, columnwise=needs_weight_gradient)
-        ctx.save_for_backward(*saved_input(x), *saved_weight(weight_fp8))
-        ctx.call, ctx.dtypes = call, (inp.dtype, weight.dtype)
-        return forward_gemm(call, x, weight_fp8, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
-        input_dtype, weight_dtype = ctx.dtypes
-        *x, weight, weight_scale_inv = ctx.saved_tensors
-        grad = ctx.call.grad_quantizer(GRAD_OUTPUT)(grad_output, rowwise=needs_input, columnwise=needs_weight)
-        grad_input = (
-            input_gradient_gemm(ctx.call, grad, (weight, weight_scale_inv), input_dtype)
-            if needs_input
-            else None
-        )
-        grad_weight = weight_gradient_gemm(ctx.call, grad, x, weight_dtype) if needs_weight else None
-        if ctx.call.moves_backward_scales:
-            update_scales(forward=False)
-        return grad_input, grad_weight, None, None, None
+from model.te_reference.base import FP8Module, check_supported, make_weight
+from model.te_reference.gemm import SwiGLU, fp8_gemm
+from model.te_reference.norm import rms_norm
 
 
 class Linear(FP8Module):
@@ -115,17 +45,95 @@ class Linear(FP8Module):
         the copy.
         Raises ValueError: wrong features, or in FP8 a shape that FP8 GEMMs do not take.
         """
-        check_features("Linear", inp, self.in_features)
-        weight = self.weight
-        self.check_dtype(inp, weight)
-        trains = torch.is_grad_enabled() and (inp.requires_grad or weight.requires_grad)
-        call = self.prepare_fp8(trains)
+        call = self.prepare_fp8(inp, self.weight)
         if call is None:
-            return F.linear(inp, weight)
-        check_fp8_shapes("Linear", inp, weight, trains=trains)
-        weight_fp8 = self.quantize_weight("weight", weight, call.quantizer(WEIGHT), is_first_microbatch)
-        out = _LinearFP8.apply(inp.reshape(-1, self.in_features), weight, call, weight_fp8, inp.dtype)
-        return out.view(*inp.shape[:-1], self.out_features)
+            return F.linear(inp, self.weight)
+        return fp8_gemm(self, call, inp, self.weight, is_first_microbatch)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class LayerNormLinear(FP8Module):
+    """te.LayerNormLinear with RMSNorm: y = RMSNorm(x) W^T.
+
+    Parameters `layer_norm_weight` and `weight`. Arguments as for Linear; normalization must be "RMSNorm".
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(num_gemms=1)
+        check_supported("LayerNormLinear", bias=(bias, False), normalization=(normalization, "RMSNorm"))
+        self.in_features, self.out_features, self.eps = in_features, out_features, eps
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
+        self.weight = make_weight(out_features, in_features, init_method, params_dtype, device)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """[..., in_features] -> [..., out_features]; see Linear.forward."""
+        weight, norm_weight, eps = self.weight, self.layer_norm_weight, self.eps
+        call = self.prepare_fp8(inp, weight)
+        if call is None:
+            return F.linear(rms_norm(inp, norm_weight, eps), weight)
+        return fp8_gemm(self, call, inp, weight, is_first_microbatch, norm_weight=norm_weight, eps=eps)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}"
+
+
+class LayerNormMLP(FP8Module):
+    """te.LayerNormMLP with RMSNorm and SwiGLU.
+
+    Parameters `layer_norm_weight` [hidden_size], `fc1_weight` [2 * ffn_hidden_size, hidden_size] with the
+    gate's rows first, `fc2_weight` [hidden_size, ffn_hidden_size]. bias must be False, normalization
+    "RMSNorm", activation "swiglu".
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(num_gemms=2)
+        check_supported(
+            "LayerNormMLP",
+            bias=(bias, False),
+            normalization=(normalization, "RMSNorm"),
+            activation=(activation, "swiglu"),
+        )
+        self.hidden_size, self.ffn_hidden_size, self.eps = hidden_size, ffn_hidden_size, eps
+        self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+        self.fc1_weight = make_weight(2 * ffn_hidden_size, hidden_size, init_method, params_dtype, device)
+        self.fc2_weight = make_weight(
+            hidden_size, ffn_hidden_size, output_layer_init_method, params_dtype, device
+        )
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """[..., hidden_size] -> the same shape; see Linear.forward."""
+        norm_weight, fc1, fc2, eps = self.layer_norm_weight, self.fc1_weight, self.fc2_weight, self.eps
+        call = self.prepare_fp8(inp, fc1)
+        if call is None:
+            return F.linear(SwiGLU.apply(F.linear(rms_norm(inp, norm_weight, eps), fc1)), fc2)
+        hidden = fp8_gemm(self, call, inp, fc1, is_first_microbatch, norm_weight=norm_weight, eps=eps)
+        return fp8_gemm(self, call, hidden, fc2, is_first_microbatch, gemm=1, swiglu=True)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, eps={self.eps}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from model.te_reference.attention import MASK_OF_FORMAT, MultiheadAttention
 from model.te_reference.base import check_supported
-from model.te_reference.layernorm_mlp import LayerNormMLP
+from model.te_reference.linear import LayerNormMLP
 
 
 class TransformerLayer(nn.Module):
