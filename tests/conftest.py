@@ -226,7 +226,7 @@ RUN = pytest.StashKey[tuple[Path, float]]()
 BOUND_TO_STAY = ("torchinductor_*", "pymp-*", "*wandb*", "ray*")
 # Shared memory by the names of DeepSpeed, torch and multiprocessing; a semaphore of anybody's lives for moments.
 SHARED_MEMORY = ("deepspeed_*", "torch_*", "psm_*", "sem.mp-*")
-SEEN_FOR_S = 5.0
+SEEN_FOR_S = 60.0
 
 
 def left_behind(folder: Path, since: float) -> list[Path]:

@@ -2,8 +2,9 @@
 
     python train/launch.py --nproc 3 tests/reliability/meeting_ranks.py FAULT HANG_TIMEOUT_S
 
-FAULT is a function of FAULTS; the rank that has it prints `fault <seconds since 1970>` first. The time of a forward,
-by which ranks are compared, is a clock of their own, so that it does not depend on what else the machine does.
+FAULT is a function of FAULTS, or slow, or none. Forwards, by whose time ranks are compared, and the steps that the
+watchdog sees have a clock of their own, so that nothing depends on what else the machine does; from a fault on the
+watchdog's goes on with the real one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 
 from train.guard import signals
 from train.guard import slow_ranks as slow_ranks_module
+from train.guard import watchdog as watchdog_module
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
 
@@ -56,17 +58,20 @@ class Engine:
 
 
 class Clock:
-    """time.perf_counter of slow_ranks.py."""
+    """The module time, for slow_ranks.py and watchdog.py."""
 
     now_s = 0.0
+    goes_on_from = float("inf")  # the real clock at the fault
+    sleep = staticmethod(time.sleep)
 
     def perf_counter(self) -> float:
         return self.now_s
 
+    def monotonic(self) -> float:
+        return self.now_s + max(time.monotonic() - self.goes_on_from, 0.0)
+
 
 FAULTS = {
-    "slow": lambda: None,  # see main
-    "none": lambda: None,
     "hang": never_returns,
     "hang_in_c": keeps_the_lock,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -81,7 +86,9 @@ def main() -> int:
     rank, vote = dist.get_rank(), signals.StopVote(timeout_s)
     engine = Engine()
     chance, clock = random.Random(rank), Clock()
-    slow_ranks_module.time = clock  # type: ignore[assignment]
+    slow_ranks_module.time = watchdog_module.time = clock  # type: ignore[assignment]
+    if fault == "hang":  # all answer
+        watchdog_module.GATHER_S = 60.0
     slow_ranks = SlowRanks(engine, vote.group, cuda_graphs=False)
     forward_s = FORWARD_S * (1.5 if fault == "slow" and rank == 1 else 1)
     with Watchdog(timeout_s) as watchdog:
@@ -91,9 +98,10 @@ def main() -> int:
             time.sleep(FORWARD_S)
             clock.now_s += forward_s * chance.uniform(1 - JITTER, 1 + JITTER)
             engine.module.model.norm(torch.zeros(1))
-            if step == 20 and rank == int(os.environ.get("FAULTY_RANK", "1")):
-                print(f"fault {time.time()}", flush=True)
-                FAULTS[fault]()
+            if step == 20 and fault not in ("none", "slow"):
+                clock.goes_on_from = time.monotonic()
+                if rank == int(os.environ.get("FAULTY_RANK", "1")):
+                    FAULTS[fault]()
             if vote.stop():
                 print(f"rank {rank} left after step {step}", flush=True)
                 dist.barrier()

@@ -4,7 +4,7 @@ it waits for; what goes wrong in the thread is the run's error."""
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,39 @@ from train.guard import signals
 
 @pytest.fixture
 def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each file is begun 0.2 s late in a save thread, when training is steps ahead; the names of such files."""
-    right, names = save.write_tensors, []
+    """In a save thread each file is begun when training has taken another step, or waits for the save; the names of
+    such files."""
+    right, names, changed, steps, waits = save.write_tensors, [], threading.Condition(), [0], []
 
     def write(path: Path, value: Any) -> dict:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.2)
+            with changed:
+                begun = steps[0]
+                assert changed.wait_for(lambda: steps[0] > begun or waits, timeout=250), (
+                    "training stands still"
+                )
             names.append(path.name)
         return right(path, value)
 
+    def step(self: loop.Loop, take: Callable = loop.Loop._take_step) -> loop.Step:
+        taken = take(self)
+        with changed:
+            steps[0] += 1
+            changed.notify_all()
+        return taken
+
+    def finish(self: save.Saver, wait: Callable = save.Saver.finish) -> save.Job | None:
+        with changed:
+            waits.append(self)
+            changed.notify_all()
+        try:
+            return wait(self)
+        finally:
+            waits.clear()
+
     monkeypatch.setattr(save, "write_tensors", write)
+    monkeypatch.setattr(loop.Loop, "_take_step", step)
+    monkeypatch.setattr(save.Saver, "finish", finish)
     return names
 
 

@@ -116,18 +116,18 @@ def test_a_signal_when_nothing_is_noted_on_a_full_disk(
 
 @pytest.mark.process
 def test_a_signal_does_not_change_why_a_rank_ends() -> None:
-    """While it lets rank 0 speak first."""
-    code = "from train.guard import signals; signals.install(); from train.train import fail; "
-    code += "print('fails', flush=True); fail('it cannot be done', 2)"
+    """While it lets rank 0 speak first, which is as long as the signal takes here."""
+    code = "from train.guard import signals; signals.install(); from train import train; import time; "
+    code += "train.time.sleep = lambda s, sleep=time.sleep: (print('waits', flush=True), sleep(250)); "
+    code += "train.fail('it cannot be done', 2)"
     environment = clean_environment(RANK="1", WORLD_SIZE="2", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", code]
     with programs.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        while process.stdout.readline() != "fails\n":
+        while process.stdout.readline() != "waits\n":
             assert process.poll() is None
-        time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 2
+        assert process.wait(timeout=200) == 2
 
 
 def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> None:
@@ -143,20 +143,35 @@ def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> No
     assert told[3:] == ["finish"]  # nothing was waited for, on any rank
 
 
+# Rank 1 goes on until the launcher has seen rank 0 end, and then says so.
+STOPS_LATER = """
+if rank == 0:
+    Path("pid.new").write_text(str(os.getpid()))
+    os.rename("pid.new", "pid")
+    sys.exit(75)
+while not Path("pid").exists() or Path("/proc", Path("pid").read_text()).exists():
+    time.sleep(0.01)
+Path("later").touch()
+sys.exit(75)
+"""
+
+
 @pytest.mark.parametrize(
-    ("script", "status"),
+    ("script", "status", "left"),
     [
-        ("import os, sys, time; rank = int(os.environ['RANK']); time.sleep(rank); sys.exit(75)", 75),
-        ("import os, sys, time; rank = int(os.environ['RANK']); time.sleep(9 * (1 - rank)); sys.exit(2 * rank)", 2),
-        ("import os; assert os.environ['WORLD_SIZE'] == '2' and os.environ['MASTER_PORT']", 0),
+        (STOPS_LATER, 75, {"pid", "later"}),
+        ("sys.exit(2) if rank else time.sleep(1e6)", 2, set()),
+        ("assert os.environ['WORLD_SIZE'] == '2' and os.environ['MASTER_PORT']", 0, set()),
     ],
-)  # fmt: skip
+)
 @pytest.mark.process
-def test_the_launcher_ends_with_the_status_of_the_ranks(tmp_path: Path, script: str, status: int) -> None:
-    (tmp_path / "ranks.py").write_text(script)
-    start = time.monotonic()
+def test_the_launcher_ends_with_the_status_of_the_ranks(
+    tmp_path: Path, script: str, status: int, left: set[str]
+) -> None:
+    head = "import os, sys, time; from pathlib import Path; rank = int(os.environ['RANK'])"
+    (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py")).returncode == status
-    assert time.monotonic() - start < 9
+    assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
 
 
 @pytest.mark.process
@@ -165,7 +180,7 @@ def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_p
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
         "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
-        "time.sleep(100)\n"
+        "time.sleep(1e6)\n"
     )
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py"]
     for number, status in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
@@ -175,6 +190,6 @@ def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_p
                 assert process.poll() is None
                 time.sleep(0.05)
             process.send_signal(number)
-            assert process.wait(timeout=20) == status
+            assert process.wait(timeout=200) == status
         for path in ready:
             path.unlink()

@@ -60,7 +60,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
         "port = os.environ['MASTER_PORT']\n"
         "print(port, len(list(Path('/dev/shm').glob(f'deepspeed*_{port}_?'))), flush=True)\n"
         "dist.barrier()\n"
-        "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(100)\n"
+        "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(1e6)\n"
     )
     done = launch(2, str(tmp_path / "start.py"))
     assert done.returncode == 128 + signal.SIGKILL, done.stdout

@@ -99,12 +99,12 @@ def test_the_signal_of_a_slurm_job_reaches_the_launcher(script: Script, number: 
     script.plan(f"mkdir -p run; n=0; {trap}; : > ready; {wait}; {checkpoint(4)}; {STOPPED}")
     script.slurm()
     with script.start(str(script.config), *OPTIONS) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (script.folder / "ready").exists():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         os.kill(process.pid, number)
-        assert process.wait(timeout=30) == 75
+        assert process.wait(timeout=120) == 75
     assert (script.folder / "scontrol.txt").read_text() == "requeue 41234\n" and len(script.starts()) == 1
     assert (script.folder / "run/checkpoints/step-00000004/manifest.json").exists()
 

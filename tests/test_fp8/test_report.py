@@ -6,11 +6,12 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from test_fp8.common import report, timing
 from test_fp8.common.options import Options, output_file, positive
@@ -60,9 +61,15 @@ def test_steps_take_turns() -> None:
     assert [len(samples) for samples in times.values()] == [3, 3]
 
 
-def test_time_is_in_milliseconds_and_without_what_runs_before() -> None:
-    times = timing.take_turns({"x": [lambda: time.sleep(0.2), lambda: time.sleep(0.01)]}, 1)
-    assert 10 <= times["x"][0] < 150
+def test_time_is_in_milliseconds_and_without_what_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [5.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[-1]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def takes(seconds: float) -> Callable[[], None]:
+        return lambda: now_s.append(now_s[-1] + seconds)
+
+    assert timing.take_turns({"x": [takes(0.25), takes(0.5)]}, 2) == {"x": [500.0, 500.0]}
 
 
 def test_a_plot_makes_its_folder(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 """240,000 sample ids are the same for any number of ranks, any read-ahead and over interruptions; what they cost."""
 
 import random
-import statistics
-import time
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -123,16 +122,19 @@ def big_stream(folder: Path, shards: int) -> SampleStream:
     return open_stream(sources, {"web": 0.7, "code": 0.3}, 2048, seed=1)
 
 
-def milliseconds_of_1000_ids(stream: SampleStream) -> float:
-    """The median over far-apart places, each asked for the first time."""
-    times = []
+def calls_of_1000_ids(stream: SampleStream) -> int:
+    """Of functions, at most, over far-apart places, each asked for the first time."""
+    most = 0
     for place in range(30):
-        start = place * 9_999_991
-        begin = time.perf_counter()
-        ids = stream.sample_ids(start, 1000)
-        times.append((time.perf_counter() - begin) * 1e3)
+        calls: list[object] = []
+        sys.setprofile(lambda _frame, event, _argument, calls=calls: event.endswith("call") and calls.append(event))
+        try:
+            ids = stream.sample_ids(place * 9_999_991, 1000)
+        finally:
+            sys.setprofile(None)
+        most = max(most, len(calls))
         assert len(ids) == 1000
-    return statistics.median(times)
+    return most
 
 
 def peak_bytes(stream: SampleStream) -> int:
@@ -145,24 +147,22 @@ def peak_bytes(stream: SampleStream) -> int:
     return peak
 
 
-def test_1000_ids_of_600_billion_tokens_take_under_10_ms_and_no_more_memory(tmp_path):
+def test_1000_ids_of_600_billion_tokens_take_no_more_work_and_memory(tmp_path):
     for name in ("small", "big"):
         (tmp_path / name).mkdir()
     small, big = big_stream(tmp_path / "small", 6), big_stream(tmp_path / "big", 600)
     assert big.num_tokens == 660 * 10**9
-    assert milliseconds_of_1000_ids(big) < 10
+    assert calls_of_1000_ids(big) < 2 * calls_of_1000_ids(small) < 1000  # so none is for each id
     of_small, of_big = peak_bytes(small), peak_bytes(big)
     assert of_big < 1.2 * of_small + 50_000, (of_small, of_big)
     assert of_big < 2_000_000  # a table of the big one's windows would have 2.3 GB
 
 
-def test_opening_600_billion_tokens_is_quick_and_small(tmp_path):
+def test_opening_600_billion_tokens_takes_little_memory(tmp_path):
     """Nothing is read but the manifest, and of the files their sizes."""
     make_sparse_folder(tmp_path / "web", 600, 10**9)
     tracemalloc.start()
-    begin = time.perf_counter()
     open_stream({"web": tmp_path / "web"}, None, 2048, seed=1)
-    seconds = time.perf_counter() - begin
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 5 and kept < 3_000_000
+    assert kept < 3_000_000
