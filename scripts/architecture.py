@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Who imports whom, read from the sources: the drawing in docs/architecture.md, and the rules of tests/test_layout.py.
 
-    python scripts/architecture.py            writes the drawing and the table of rooms anew
-    python scripts/architecture.py --check    ends with 1 if they are not current
+    python scripts/architecture.py    writes the drawing and the table of rooms anew
 
 A room is a folder of sources; on train/'s floor every file is one of its own.
 """
@@ -10,7 +9,6 @@ A room is a folder of sources; on train/'s floor every file is one of its own.
 from __future__ import annotations
 
 import ast
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -117,16 +115,5 @@ def page_with(drawn: str) -> str:
     return before + BEGIN + drawn + END + rest.partition(END)[2]
 
 
-def main(arguments: list[str]) -> int:
-    page = page_with(drawing())
-    if arguments == ["--check"]:
-        current = page == PAGE.read_text(encoding="utf-8")
-        if not current:
-            print(f"{PAGE.name} is not current: python scripts/architecture.py", file=sys.stderr)
-        return int(not current)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    PAGE.write_text(page_with(drawing()), encoding="utf-8")

@@ -19,6 +19,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ OPTIONS.add("--rounds", 3, "epochs that are timed; the median counts", type=posi
 OPTIONS.add("--work_dir", None, "where the temporary folder is made, unless in the system's place", type=Path)
 OPTIONS.add_output("JSON")
 
+say = partial(print, flush=True)
 VOCABULARY = 32_000
 SHARD_TOKENS = 1 << 28  # what prepare_data.py writes by default
 CORPORA = {"6 B": 6 * 10**9, "600 B": 600 * 10**9}
@@ -151,10 +153,6 @@ def misses(results: Sequence[Result]) -> list[str]:
     if large > small + MOST_MORE_BYTES:
         found.append(f"ids take {large:,} bytes of the large corpus and {small:,} of the small one")
     return found
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:

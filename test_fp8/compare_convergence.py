@@ -28,10 +28,11 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import Options, fraction, public
+from test_fp8.common.options import Options, public
 from test_fp8.common.report import Result
 from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import LOG, PRESETS, Plan, make_plans, train_all
+from train.files import between
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
@@ -39,7 +40,7 @@ OPTIONS.add("--rows", list(PRESETS), "which of these", nargs="*", choices=list(P
 OPTIONS.add_rows()
 OPTIONS.add("--baseline", "bf16", "the row that the others are compared with")
 OPTIONS.add("--noise_seed", None, "also train the baseline with this seed, as a yardstick", type=int)
-OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=fraction)
+OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float))
 OPTIONS.add("--max_steps", 300, "of each training", type=int)
 OPTIONS.add("--logging_steps", 5, "steps between points of a curve", type=int)
 OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)

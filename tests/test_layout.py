@@ -109,7 +109,10 @@ def test_each_room_says_what_it_is_for() -> None:
 
 
 def test_the_drawing_is_current() -> None:
-    assert architecture.main(["--check"]) == 0
+    page = architecture.PAGE.read_text(encoding="utf-8")
+    assert architecture.page_with(architecture.drawing()) == page, (
+        "python scripts/architecture.py writes it anew"
+    )
 
 
 def test_the_questions_name_files_that_are_there() -> None:

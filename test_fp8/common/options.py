@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.config import config_file
+from train.files import between
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_REPEATED = ("output", "work_dir")
@@ -85,23 +85,6 @@ def public(value: object) -> str:
     return f"{key}{equals}{path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(text).name}"
 
 
-def _checked(
-    convert: Callable[[str], Any], allowed: Callable[[Any], bool], expected: str
-) -> Callable[[str], Any]:
-    """An argparse type: what `convert` makes of a text, if that is `allowed`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not allowed(value):
-            raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
-        return value
-
-    return parse
-
-
 def model_config(text: str) -> str:
     """The argparse type of --config: a model configuration that there is."""
     try:
@@ -111,13 +94,13 @@ def model_config(text: str) -> str:
     return text
 
 
-positive = _checked(int, lambda n: n > 0, "a positive whole number is expected")
-seconds = _checked(float, lambda s: 0 <= s < 1e3, "seconds are expected, such as 1.5")
-fraction = _checked(
-    float, lambda x: 0 < x < 1, "a fraction between 0 and 1 is expected, such as 0.005 for 0.5 %"
-)
-output_file = _checked(
-    Path,
-    lambda path: path.suffix == ".json",
-    "a file that ends in .json is expected; the plot goes beside it, as a .png",
-)
+def output_file(text: str) -> Path:
+    """The argparse type of --output."""
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(
+            f"{text}: allowed is a file that ends in .json; a plot goes beside it, as .png"
+        )
+    return Path(text)
+
+
+positive, seconds = between(1), between(0, 1000, float)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import math
 import platform
 import re
 import subprocess
@@ -94,15 +93,6 @@ def _cudnn(number: int) -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _finite(value: Any) -> Any:
-    """`value` with null for every number that is not finite: JSON has no nan."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_json(path: Path, command: str, results: Sequence[Result], **more: Any) -> None:
     """Write the report of a run with `command` (from `Options.command`) to `path`, making its folder; `more` are keys
     beside "results". A number that is not finite becomes null.
@@ -112,8 +102,9 @@ def write_json(path: Path, command: str, results: Sequence[Result], **more: Any)
     machine, versions = describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     report = dict(command=command, date=date, machine=machine, versions=versions, **more, results=results)
+    finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps(_finite(report), indent=2) + "\n")
+    write_durably(path, json.dumps(finite, indent=2) + "\n")
 
 
 def measured(results: Sequence[Result]) -> list[Result]:

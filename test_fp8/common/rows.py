@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +29,9 @@ class Row:
         from train.config.arguments import TrainingArguments
         from train.config.command_line import override
 
-        raw: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in base.items()}
+        raw = copy.deepcopy(dict(base))
         for key, value in self.settings.items():
-            if isinstance(value, str):
-                override(raw, TrainingArguments, key, value)
-            else:
-                section, _, name = key.rpartition(".")
-                (raw.setdefault(section, {}) if section else raw)[name] = value
+            override(raw, TrainingArguments, key, value if isinstance(value, str) else json.dumps(value))
         return raw
 
 

@@ -167,19 +167,6 @@ def read_metrics(folder: Path) -> list[Result]:
         return []
 
 
-def unfinished(records: Sequence[Result], max_steps: int, tokens_per_step: int) -> str | None:
-    """Why these are not the records of a whole training of `max_steps` steps; None if they are."""
-    if not records:
-        return "it has no metrics"
-    last = records[-1]
-    if last["step"] != max_steps or last.get("loss") is None or last.get("eval_loss") is None:
-        return f"its metrics end at step {last['step']} of {max_steps}, or without a loss"
-    for record in records:
-        if record["tokens"] != record["step"] * tokens_per_step:
-            return f"at step {record['step']} it had consumed {record['tokens']} tokens, not {tokens_per_step} a step"
-    return None
-
-
 def why_to_run(plan: Plan, now: Result) -> str | None:
     """Why the training in the plan's folder cannot stand for it; None if it can: it is finished, its configuration is
     the plan's, and its conditions are `now`'s."""
@@ -193,9 +180,10 @@ def why_to_run(plan: Plan, now: Result) -> str | None:
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return f"trained before, with other conditions ({changed[0]}{more})"
-    return unfinished(
-        read_metrics(plan.folder), plan.config["max_steps"], plan.config["train_batch_size_tokens"]
-    )
+    last, steps = (read_metrics(plan.folder) or [{"step": 0}])[-1], plan.config["max_steps"]
+    if last["step"] != steps or last.get("loss") is None or last.get("eval_loss") is None:
+        return f"its metrics end at step {last['step']} of {steps}, or without a loss"
+    return None
 
 
 def run(plan: Plan, now: Result) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from model.autotune.timing import one_line
 from model.fp8.precision import PrecisionError
 from test_fp8.common import timing
 from test_fp8.common.report import Result
@@ -57,10 +58,6 @@ def check(part: Part, tensors: Tensors, limit: float, errors: dict[str, float]) 
             )
         errors[name] = max(error, errors.get(name, 0.0))
     results.clear()  # a graph would keep them
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def measure_shape(
@@ -114,7 +111,7 @@ def measure_shape(
             except (RuntimeError, ValueError, AssertionError) as error:
                 for launch in LAUNCHES:
                     if "errors" not in rows[name, launch]:
-                        rows[name, launch]["reason"] = first_line(error)
+                        rows[name, launch]["reason"] = one_line(error)
         start = time.perf_counter()
         timing.take_turns(parts, 1)  # for its length; the last to warm up
         if gpu:
@@ -124,7 +121,7 @@ def measure_shape(
             times[key] = [ms / calls[key[0]] for ms in samples]
     except RuntimeError as error:  # for want of memory: what fails here fails for all rows
         for row in rows.values():
-            row.setdefault("reason", first_line(error))
+            row.setdefault("reason", one_line(error))
 
     for (name, launch, part), samples in times.items():
         row, ceiling = rows[name, launch], ceilings.get(name.partition("-")[0])

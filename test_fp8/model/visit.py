@@ -94,12 +94,6 @@ class Passes:
         return "first" if self.cache_weights and index == 0 else "later"
 
 
-def what_runs(arguments: TrainingArguments) -> str:
-    """The same text for two configurations whose models run alike, whatever the batch."""
-    a = arguments
-    return repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask))
-
-
 def prove_row(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, reference: Reference, ids: Tensor
 ) -> Proof:
@@ -127,7 +121,7 @@ class Visitor:
     def __init__(self, reference: Reference, batch: Batch, seconds: float, document_length: int = 512):
         self.reference, self.batch, self.seconds = reference, batch, seconds
         self.document_length = document_length
-        self.proofs: dict[str, Proof] = {}  # by what_runs
+        self.proofs: dict[str, Proof] = {}  # by what makes a model run alike, whatever the batch
 
     def visit(self, arguments: TrainingArguments, measure: str) -> Visit:
         """`arguments` are resolved. Raises NotHere, DifferentModel, ProofError, PrecisionError, and whatever the row
@@ -156,7 +150,8 @@ class Visitor:
 
     def _proof(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Proof:
         """That of the first visit to what runs alike."""
-        key, ids = what_runs(arguments), self.batch.input_ids
+        a, ids = arguments, self.batch.input_ids
+        key = repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask))
         if key not in self.proofs:
             try:
                 self.proofs[key] = prove_row(model, precision, arguments, self.reference, ids)

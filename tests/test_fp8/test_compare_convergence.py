@@ -14,7 +14,7 @@ from test_fp8.common.options import public
 from test_fp8.common.rows import Row, RowError
 from test_fp8.convergence import rows as convergence_rows
 from test_fp8.convergence.results import compared, largest_rise, largest_spike, percent, smoothed, summary
-from test_fp8.convergence.rows import ComparisonError, check_same_training, chosen_rows, unfinished
+from test_fp8.convergence.rows import ComparisonError, check_same_training, chosen_rows
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -129,20 +129,6 @@ def test_what_changes_between_two_rows_ends_the_comparison(
     plans = [convergence_rows.Plan(Row(name, {}), config, [], tmp_path) for name in ("a", "b")]
     with pytest.raises(ComparisonError, match=r"changed before row b \(data\.eval\)"):
         convergence_rows.train_all(plans, {}, {})
-
-
-@pytest.mark.parametrize(
-    ("records", "reason"),
-    [
-        ([], "no metrics"),
-        (training([5, 4]), "end at step 2 of 3"),
-        (training([5, 4, 3], eval_loss=None), "or without a loss"),  # type: ignore[arg-type]
-        ([*training([5, 4, 3])[:2], {"step": 3, "tokens": 40, "loss": 3, "eval_loss": 3}], "40 tokens"),
-    ],
-)
-def test_unfinished(records: list[dict], reason: str) -> None:
-    assert reason in (unfinished(records, 3, 10) or "")
-    assert unfinished(training([5, 4, 3]), 3, 10) is None
 
 
 @pytest.mark.parametrize(
@@ -283,8 +269,16 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
     assert "eval_steps: 4 -> 0" in (reason() or "")
     assert "versions.torch: " in (reason(*extra, torch="1.0") or "")
     metrics = work / "delayed" / "metrics.jsonl"
+    whole = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.write_text(metrics.read_text()[:-10])
-    assert reason(*extra) == "it has no metrics"
+    assert reason(*extra) == "its metrics end at step 0 of 6, or without a loss"
+    for lost in (
+        whole[:2],
+        [*whole[:2], {**whole[2], "loss": None}],
+        [*whole[:2], {**whole[2], "eval_loss": None}],
+    ):
+        metrics.write_text("".join(json.dumps(record) + "\n" for record in lost))
+        assert reason(*extra) == f"its metrics end at step {lost[-1]['step']} of 6, or without a loss"
     (work / "delayed" / "conditions.json").rename(work / "kept.json")
     assert "not trained yet" in (
         convergence_rows.why_to_run(convergence_rows.Plan(Row("delayed", {}), {}, [], work / "delayed"), {})

@@ -144,7 +144,7 @@ for program, bad in json.loads(sys.argv[1]).items():
     for told in (
         "8x8x8",
         "'tinny' is neither a file",
-        "'0'",
+        "--tokens: 0: allowed is 1 or more",
         "did you mean learning_rate?",
         "no such folder",
     ):
