@@ -33,11 +33,10 @@ def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     hardware drops.
     """
     limit = FP8_MAX[dtype]
-    scaled = x.float() * scale
-    data = scaled.clamp(-limit, limit).to(dtype)
-    nan = scaled.isnan()
-    if nan.any():
-        data.view(torch.uint8).masked_fill_(nan, NAN_BYTE)
+    scaled = (x.float() * scale).clamp_(-limit, limit)
+    data = scaled.to(dtype)
+    if scaled.sum().isnan():  # of finite numbers it never is; a tenth of the time of isnan().any()
+        data.view(torch.uint8).masked_fill_(scaled.isnan(), NAN_BYTE)
     return data
 
 
