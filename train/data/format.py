@@ -101,7 +101,9 @@ class Manifest:
         """What became of the documents."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
         removed = counts.get("removed", 0)
-        return "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(removed, **counts)
+        return "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
+            removed, **counts
+        )
 
     def summary(self) -> str:
         """What the documents and the splits are, in lines for whoever prepared them."""
@@ -160,7 +162,11 @@ def _parse_manifest(text: str) -> Manifest:
             f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})"
         )
     if not {"in", "out", "dropped"} <= manifest.documents.keys():
-        raise DataError(f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason")
+        raise DataError(
+            f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason"
+        )
+    if (documents := sum(shard.documents for shard in manifest.shards)) != manifest.documents["out"]:
+        raise DataError(f"{manifest.documents['out']} documents out, {documents} in the shards")
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.bytes != shard.tokens * itemsize:

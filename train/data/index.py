@@ -1,9 +1,8 @@
-"""What the `*.ds.index` of prepared data say: how long documents are, and which ones a range of tokens belongs to.
+"""What the `*.ds.index` of prepared data say: where documents end, and how long they are.
 
 Indexes are memory-mapped and read a block at a time: the data may have more documents than memory.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,38 +79,3 @@ def read_lengths(folder: str | Path, shard: Shard) -> Lengths:
             f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {remedy}"
         )
     return total
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """What a range of a split's tokens has of one document.
-
-    `number` counts the split's documents, `number_in_shard` those of `shard`, both from 0; `first` is where the excerpt
-    begins in the document, `count` its tokens, `length` those of the whole document.
-    """
-
-    shard: str
-    number: int
-    number_in_shard: int
-    first: int
-    count: int
-    length: int
-
-
-def excerpts(folder: str | Path, shards: list[Shard], start: int, stop: int) -> Iterator[Excerpt]:
-    """The documents of tokens start..stop-1 of a split with these shards, in order; all their tokens, none twice."""
-    shard_start = documents_before = 0
-    for shard in shards:
-        low, high = max(start - shard_start, 0), min(stop - shard_start, shard.tokens)
-        if low < high:
-            ends = open_index(folder, shard)
-            # As uint64: compared with a signed number, numpy would convert the whole index to float64.
-            number = int(np.searchsorted(ends, np.uint64(low), side="right"))
-            while low < high:
-                begin = int(ends[number - 1]) if number else 0
-                end = int(ends[number])
-                count = min(end, high) - low
-                yield Excerpt(shard.name, documents_before + number, number, low - begin, count, end - begin)
-                low, number = low + count, number + 1
-        shard_start += shard.tokens
-        documents_before += shard.documents

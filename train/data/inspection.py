@@ -4,17 +4,14 @@ import argparse
 import itertools
 import random
 import re
-import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from train.data.encoder import TextEncoder
 from train.data.format import (
-    MANIFEST_NAME,
     SPLITS,
     TOKENIZER_FOLDER,
     DataError,
@@ -25,12 +22,11 @@ from train.data.format import (
     read_manifest,
     verify_shard,
 )
-from train.data.index import Lengths, excerpts, read_lengths
+from train.data.index import Lengths, read_lengths
 from train.data.source import TokenSource
 
 BAR_WIDTH = 40
 SHOWN_ITEMS = 20  # of a long list; the manifest has the rest
-PROGRESS_INTERVAL_S = 5.0
 # What a terminal would obey, as an escape sequence in the text of a corpus; tabs stay.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -47,7 +43,9 @@ def describe(folder: Path, manifest: Manifest) -> str:
     if manifest.text_key is None:
         lines.append("\ntoken ids that were imported from the inputs, not text that was prepared")
 
-    counts = {name: kind if isinstance(kind, dict) else {"": kind} for name, kind in manifest.documents.items()}
+    counts = {
+        name: kind if isinstance(kind, dict) else {"": kind} for name, kind in manifest.documents.items()
+    }
     dropped = counts.pop("dropped")
     del counts["in"], counts["out"]
     lines.append(f"\n{manifest.documents_line()}")
@@ -55,72 +53,38 @@ def describe(folder: Path, manifest: Manifest) -> str:
     for name, parts in counts.items():
         lines += [f"{count:>13,}  {name}{': ' * bool(key)}{key}" for key, count in parts.items()]
 
+    lines.append(f"\n{'split':<6}{'shards':>8}{'documents':>16}{'tokens':>20}{'bytes':>22}")
     splits = {split: manifest.split_shards(split) for split in SPLITS}
-    rows: dict[str, list[Shard]] = {}
-    for shards in splits.values():
-        rows |= {shard.name: [shard] for shard in shards[:SHOWN_ITEMS]}
-        if rest := shards[SHOWN_ITEMS:]:
-            rows[f"... to {rest[-1].name}"] = rest
-    return "\n".join(
-        [*lines, *_size_lines("split", splits | {"all": manifest.shards}), *_size_lines("shard", rows)]
-    )
+    for name, shards in (splits | {"all": manifest.shards}).items():
+        sums = [sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "bytes")]
+        lines.append("{:<6}{:>8,}{:>16,}{:>20,}{:>22,}".format(name, len(shards), *sums))
+    return "\n".join(lines)
 
 
-def _size_lines(title: str, parts: dict[str, list[Shard]]) -> list[str]:
-    """A table of what each part, some shards, holds."""
-    width = max(len(name) for name in [title, *parts])
-    lines = [f"\n{title:<{width}}  {'shards':>8}  {'documents':>14}  {'tokens':>18}  {'bytes':>20}"]
-    for name, shards in parts.items():
-        sums = [sum(getattr(s, key) for s in shards) for key in ("documents", "tokens", "bytes")]
-        lines.append("{:<{}}  {:>8,}  {:>14,}  {:>18,}  {:>20,}".format(name, width, len(shards), *sums))
-    return lines
-
-
-# A shard, and the lengths of its documents or what is wrong with it.
-Examined = tuple[Shard, Lengths | None, str]
-
-
-def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> Iterator[Examined]:
-    """Check every shard, in the manifest's order: its size and its index, with `verify` also hashes and token ids.
-
-    Every few seconds it says on stderr how far it is.
+def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tuple[Lengths, list[str]]:
+    """Check every shard: its size and its index, with `verify` also hashes and token ids. Returns the lengths of the
+    documents in the whole ones, and what is wrong with each of the others, in the manifest's order.
     """
 
-    def check(shard: Shard) -> Examined:
+    def check(shard: Shard) -> Lengths | str:
         try:
             check_sizes(folder, shard)
             lengths = read_lengths(folder, shard)
             if verify:
                 verify_shard(folder, manifest, shard)
         except (DataError, OSError) as error:
-            return shard, None, str(error)
-        return shard, lengths, ""
+            return str(error)
+        return lengths
 
-    last_s, size = time.monotonic(), 0
+    total, problems = Lengths.of(np.empty(0, dtype=np.int64)), []
     with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy leave Python's lock free
-        for number, examined in enumerate(pool.map(check, manifest.shards), start=1):
-            yield examined
-            size += examined[0].bytes
-            if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
-                last_s = time.monotonic()
-                print(
-                    f"checked {number:,} of {len(manifest.shards):,} shards, {size / 1e9:,.1f} GB",
-                    file=sys.stderr,
-                )
-
-
-def other_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """What --verify finds outside the shards: a manifest that does not add up, another tokenizer."""
-    problems = []
-    shard_documents = sum(shard.documents for shard in manifest.shards)
-    if manifest.documents["out"] != shard_documents:
-        problems.append(f"{folder / MANIFEST_NAME} is not consistent: it says {manifest.documents['out']} documents "
-                        f"out, its shards hold {shard_documents}; prepare the data again")  # fmt: skip
-    try:
-        check_tokenizer(folder, manifest)
-    except (DataError, OSError) as error:
-        problems.append(str(error))
-    return problems
+        checked = pool.map(check, manifest.shards)
+        for found in tqdm(checked, "checked", len(manifest.shards), unit="shard", disable=None):
+            if isinstance(found, str):
+                problems.append(found)
+            else:
+                total += found
+    return total, problems
 
 
 def histogram_table(lengths: Lengths) -> str:
@@ -146,23 +110,17 @@ def histogram_table(lengths: Lengths) -> str:
 
 
 def sample_text(source: TokenSource, encoder: TextEncoder, window: int) -> str:
-    """One sample of a source, decoded, with a line at each document boundary.
+    """One sample of a source, decoded, with a line before what it has of each document.
 
     Raises:
         DataError: it has a token id beyond the vocabulary.
     """
     input_ids = np.empty(source.seq_length, dtype=np.int64)
     source.read(window, input_ids, np.empty_like(input_ids))
-    start = window * source.seq_length
-    lines, position = [], 0
-    for excerpt in excerpts(source.folder, source.shards, start, start + source.seq_length):
-        last = excerpt.first + excerpt.count - 1
-        lines.append(
-            f"-- document {excerpt.number:,} of {source.split} ({excerpt.shard}, document {excerpt.number_in_shard:,}): "
-            f"its tokens {excerpt.first:,} to {last:,} of {excerpt.length:,}"
-        )
-        lines += _text_lines(input_ids[position : position + excerpt.count].tolist(), encoder)
-        position += excerpt.count
+    lines = []
+    for ids in np.split(input_ids, source.document_ends(window)):
+        if len(ids):
+            lines += ["-- document", *_text_lines(ids.tolist(), encoder)]
     return "\n".join(lines)
 
 
@@ -215,16 +173,14 @@ def inspect_folder(args: argparse.Namespace) -> list[str]:
     folder, verify = Path(args.folder), args.verify
     manifest = read_manifest(folder)
     print(describe(folder, manifest), flush=True)
-    lengths, problems = Lengths.of(np.empty(0, dtype=np.int64)), []
-    for _, shard_lengths, problem in examine(folder, manifest, verify, args.workers):
-        if shard_lengths is None:
-            problems.append(problem)
-        else:
-            lengths += shard_lengths
+    lengths, problems = examine(folder, manifest, verify, args.workers)
     left_out = f" (without {len(problems):,} damaged shards)" if problems else ""
     print(f"\ndocument lengths in all splits, BOS and EOS included{left_out}\n{histogram_table(lengths)}")
     if verify:
-        problems += other_problems(folder, manifest)
+        try:
+            check_tokenizer(folder, manifest)
+        except (DataError, OSError) as error:
+            problems.append(str(error))
     if verify and not problems:
         size = sum(shard.bytes for shard in manifest.shards)
         print(f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB: sizes, hashes, indexes, token ids "

@@ -1,4 +1,4 @@
-"""The mixture as it is configured, weights of the sources that may change by stage -> `train.sampler.Mixture`.
+"""The mixture as it is configured, weights of the sources that may change by stage -> `Mixture`.
 
 null                                          by tokens
 {"web": 0.7, "code": 0.3}                     the same in the whole run
@@ -7,7 +7,7 @@ null                                          by tokens
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from train.data.format import DataError
@@ -30,25 +30,16 @@ Weights = Mapping[str, float] | Sequence[MixtureStage]
 
 def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
     """Why these weights cannot mix the sources called `names`: a line a problem, each with the stage and the source."""
-    if isinstance(weights, Mapping):
-        if set(weights) != set(names):
-            return [
-                f"data.weights name {_listed(weights)}, data.sources {_listed(names)}: weights must name exactly the "
-                "sources"
-            ]
-        return [
-            f"data.weights.{name} is {weight}: a weight must be positive; remove the source instead"
-            for name, weight in weights.items()
-            if not (math.isfinite(weight) and weight > 0)
-        ]
-    if not weights:
+    if not (stages := _stages(weights)):
         return ["data.weights has no stage; give at least one, or null to mix by tokens"]
     problems = []
-    for index, stage in enumerate(weights):
-        what = f"data.weights[{index}] (stage {index + 1} of {len(weights)})"
+    for index, stage in enumerate(stages):
+        what = "data.weights"
+        if not isinstance(weights, Mapping):
+            what += f"[{index}] (stage {index + 1} of {len(stages)})"
         problems += [f"{what}: {problem}" for problem in _stage_problems(stage, names)]
-        before = weights[index - 1].until_tokens if index else 0
-        if index == len(weights) - 1:
+        before = stages[index - 1].until_tokens if index else 0
+        if index == len(stages) - 1:
             if stage.until_tokens is not None:
                 problems.append(f"{what}: the last stage runs to the end; remove its until_tokens")
         elif stage.until_tokens is None:
@@ -57,18 +48,23 @@ def weight_problems(weights: Weights, names: Sequence[str]) -> list[str]:
             problems.append(
                 f"{what}: until_tokens is {stage.until_tokens}; it must be above {before}, where the stage begins"
             )
-    given = {name for stage in weights for name, weight in stage.weights.items() if weight > 0}
+    given = {name for stage in stages for name, weight in stage.weights.items() if weight > 0}
     problems += [
-        f"data.weights: the source {name!r} has no weight above 0 in any stage; give it one, or remove the source"
+        f"data.weights: the source {name!r} has no weight above 0; give it one, or remove the source"
         for name in names
         if name not in given
     ]
     return problems
 
 
+def _stages(weights: Weights) -> list[MixtureStage]:
+    return [MixtureStage(weights=dict(weights))] if isinstance(weights, Mapping) else list(weights)
+
+
 def _stage_problems(stage: MixtureStage, names: Sequence[str]) -> list[str]:
+    listed = ", ".join(sorted(names)) or "nothing"
     unknown = [name for name in stage.weights if name not in names]
-    problems = [f"there is no source {name!r}; data.sources has {_listed(names)}" for name in unknown]
+    problems = [f"there is no source {name!r}; data.sources has {listed}" for name in unknown]
     for name, weight in stage.weights.items():
         if not (math.isfinite(weight) and weight >= 0):
             problems.append(f"the weight of {name!r} is {weight}; it must be 0 or positive")
@@ -77,19 +73,14 @@ def _stage_problems(stage: MixtureStage, names: Sequence[str]) -> list[str]:
     return problems
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
-
-
 def mix(weights: Weights, names: Sequence[str], seq_length: int) -> Mixture:
-    """The mixture of the sources called `names`, in this order, with samples of seq_length tokens.
+    """The mixture of the sources called `names`, in this order, with samples of seq_length tokens, by weights without
+    `weight_problems`.
 
     Raises:
-        DataError: weights that `weight_problems` names, a weight that is too small, or a stage without a sample.
+        DataError: a weight that is too small, or a stage without a sample.
     """
-    if problems := weight_problems(weights, names):
-        raise DataError("\n".join(problems))
-    stages = [MixtureStage(weights=dict(weights))] if isinstance(weights, Mapping) else list(weights)
+    stages = _stages(weights)
     starts = [0] + [-(-(stage.until_tokens or 0) // seq_length) for stage in stages[:-1]]
     for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
         if start == stop:

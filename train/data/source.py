@@ -1,6 +1,7 @@
 """The token shards of one prepared folder as windows of training: `TokenSource`."""
 
 import hashlib
+import io
 import itertools
 import os
 from bisect import bisect_right
@@ -16,7 +17,7 @@ from train.data.index import open_index
 OPEN_SHARDS = 256
 
 
-class _ShardFile:
+class _ShardFile(io.FileIO):
     """A file that is open for reading as long as something refers to it.
 
     Samples are read by pread. A memory map would do for what is in the page cache, but beyond it a fault reads as much
@@ -24,15 +25,7 @@ class _ShardFile:
     map kills the process without a word.
     """
 
-    descriptor = -1  # where it could not be opened
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+    __del__ = io.FileIO.close
 
 
 class TokenSource:
@@ -70,11 +63,11 @@ class TokenSource:
         size = self._dtype.itemsize
         expected = min(count, self.shards[index].tokens - offset) * size
         file = self._file(index)
-        data = os.pread(file.descriptor, expected, offset * size)
+        data = os.pread(file.fileno(), expected, offset * size)
         if len(data) != expected:
-            now, was = os.fstat(file.descriptor).st_size, self.shards[index].bytes
+            now, was = os.fstat(file.fileno()).st_size, self.shards[index].bytes
             raise DataError(
-                f"{file.path} has {now} bytes, the manifest says {was}: it was cut off since it was opened; prepare or "
+                f"{file.name} has {now} bytes, the manifest says {was}: it was cut off since it was opened; prepare or "
                 "copy the data again"
             )
         return np.frombuffer(data, self._dtype)

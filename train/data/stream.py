@@ -31,8 +31,8 @@ PLAN_SAMPLES = 1024  # the order is computed for this many samples at a time
 
 
 class Batch(NamedTuple):
-    """input_ids, labels: int64 [B, T]; a label of NO_LABEL is none. documents: what attention stays within, None without
-    a document mask."""
+    """input_ids, labels: int64 [B, T]; a label of NO_LABEL is none. documents: what attention stays within, None
+    without a document mask."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -197,7 +197,9 @@ class SampleStream:
         positions[0] = 0
         positions[starts[1:]] -= starts[1:] - starts[:-1]
         np.cumsum(positions, out=positions)
-        return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
+        return Documents.of_pieces(
+            torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts)
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError when the model's vocabulary does not hold all ids of the data."""
@@ -245,7 +247,9 @@ class SampleStream:
     def describe(self) -> str:
         """One line a source for the log, with its weight in every stage."""
         lines = []
-        for source, (first, *later) in zip(self.sources, zip(*self._mixture.weights, strict=True), strict=True):
+        for source, (first, *later) in zip(
+            self.sources, zip(*self._mixture.weights, strict=True), strict=True
+        ):
             changes = "".join(
                 f", {weight:.2%} from token {start * self.seq_length:,} on"
                 for weight, start in zip(later, self._mixture.starts[1:], strict=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from tests.train.conftest import write_jsonl
 from tests.train.runs import curve, metrics, run
-from train.config.arguments import ConfigurationError, TrainingArguments
 from train.checkpoint.files import CheckpointError
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import Difference, resume_differences, rule_of
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, MicroBatches, open_stream
@@ -83,7 +83,10 @@ def test_micro_batches_carry_positions(folder: Path) -> None:
     batches.close()
     ends = found.documents.cu_seqlens.tolist()
     assert ends[0] == 0 and ends[-1] == 3 * T and sorted(ends) == ends
-    assert set(ends[:-1]) | {3 * T} == {*(found.documents.positions.flatten() == 0).nonzero().flatten().tolist(), 3 * T}
+    assert set(ends[:-1]) | {3 * T} == {
+        *(found.documents.positions.flatten() == 0).nonzero().flatten().tolist(),
+        3 * T,
+    }
 
 
 def test_a_corrupt_index_is_named(folder: Path) -> None:

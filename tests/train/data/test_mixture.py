@@ -12,14 +12,17 @@ import pytest
 from test_fp8.common.folders import make_folder
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.data.format import DataError
-from train.data.stream import MicroBatches, SampleStream, open_stream
 from train.data.mixture import MixtureStage
 from train.data.order import Mixture
+from train.data.stream import MicroBatches, SampleStream, open_stream
 
 T = 16
 STAGES = [
     (0, [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02]),
-    (33_333, [0.1234567, 0.3, 0.7777777, 2, 1 / 3, 0, 0.001]),  # rounded, which the last stage would take long for
+    (
+        33_333,
+        [0.1234567, 0.3, 0.7777777, 2, 1 / 3, 0, 0.001],
+    ),  # rounded, which the last stage would take long for
     (70_001, [0.4, 0, 0.3, 0.1, 0.1, 0.05, 0.05]),
 ]
 
@@ -212,13 +215,14 @@ def test_the_log_says_when_a_stage_begins(folders):
 # ---------------------------------------------------------------- what is refused
 
 REFUSED = [
-    ({"a": 1}, ["data.weights name a,", "exactly the sources"]),
-    ({"a": 1, "b": 1, "c": 0}, ["data.weights.c is 0", "positive"]),
-    ({"a": 1, "b": 1, "c": math.inf}, [("data.weights.c: Infinity", "data.weights.c is inf")]),
+    ({"a": 1, "d": 1}, ["data.weights: there is no source 'd'", "a, b, c", "source 'b' has no weight above 0"]),
+    ({"a": 1, "b": 1, "c": 0}, ["data.weights: the source 'c' has no weight above 0", "or remove the source"]),
+    ({"a": 1, "b": 1, "c": -1}, ["data.weights: the weight of 'c' is -1", "positive"]),
+    ({"a": 1, "b": 1, "c": math.inf}, ["data.weights.c: Infinity"]),
     ([], ["no stage"]),
     ([(None, {"a": 1, "b": 1, "d": 1, "c": 1})], ["weights[0] (stage 1 of 1)", "no source 'd'", "a, b, c"]),
     ([(None, {"a": 1, "b": 1, "c": -1})], ["stage 1 of 1", "weight of 'c' is -1"]),
-    ([(None, {"a": 1, "b": 1})], ["source 'c' has no weight above 0 in any stage"]),
+    ([(None, {"a": 1, "b": 1})], ["source 'c' has no weight above 0"]),
     ([(50, {"a": 1, "b": 1, "c": 1})], ["stage 1 of 1", "runs to the end", "remove its until_tokens"]),
     ([(None, {"a": 1, "b": 1}), (None, {"c": 1})], ["weights[0] (stage 1 of 2)", "until_tokens is missing"]),
     ([(0, {"a": 1, "b": 1}), (None, {"c": 1})], ["stage 1 of 2", "until_tokens is 0", "above 0"]),
@@ -243,15 +247,11 @@ def arguments(weights: object) -> TrainingArguments:
 
 
 @pytest.mark.parametrize("weights, words", REFUSED)
-def test_weights_that_cannot_be_are_named_by_stage_and_source(folders, weights, words):
-    """By the configuration, before anything is opened, and by the stream."""
-    with pytest.raises(ConfigurationError) as configured:
+def test_weights_that_cannot_be_are_named_by_stage_and_source(weights, words):
+    with pytest.raises(ConfigurationError) as error:
         arguments(as_json(weights))
-    with pytest.raises(DataError) as opened:
-        open_stream(folders, weights if isinstance(weights, dict) else staged(*weights), T, seed=1)
     for word in words:
-        by_configuration, by_stream = word if isinstance(word, tuple) else (word, word)
-        assert by_configuration in str(configured.value) and by_stream in str(opened.value)
+        assert word in str(error.value)
 
 
 def test_a_stage_without_a_sample_and_a_weight_too_small_are_refused(folders):

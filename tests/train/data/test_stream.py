@@ -7,8 +7,8 @@ import torch
 
 from tests.train.conftest import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
-from train.data.stream import MicroBatches, open_stream
 from train.data.order import Mixture, permutation_key, permute
+from train.data.stream import MicroBatches, open_stream
 
 T = 32
 
@@ -214,14 +214,6 @@ def test_a_replaced_or_lost_tokenizer_is_refused(data):
     path.unlink()
     with pytest.raises(DataError, match=r"tokenizer/tokenizer.model is missing"):
         open_stream({"a": data}, None, T, seed=1)
-
-
-@pytest.mark.parametrize(
-    "weights", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 0}, {"a": 1, "b": float("nan")}]
-)
-def test_bad_weights(data, second, weights):
-    with pytest.raises(DataError, match="data.weights"):
-        open_stream({"a": data, "b": second}, weights, T, seed=1)
 
 
 def test_too_few_tokens(data):

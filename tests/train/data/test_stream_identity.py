@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from test_fp8.common.folders import make_folder, make_sparse_folder
-from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
 from train.data.mixture import MixtureStage
 from train.data.source import TokenSource
+from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
 
 SAMPLES = 240_000
 STEP = 960  # samples of an optimizer step over all ranks; every number of ranks below divides it
