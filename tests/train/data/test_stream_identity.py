@@ -127,7 +127,9 @@ def calls_of_1000_ids(stream: SampleStream) -> int:
     most = 0
     for place in range(30):
         calls: list[object] = []
-        sys.setprofile(lambda _frame, event, _argument, calls=calls: event.endswith("call") and calls.append(event))
+        sys.setprofile(
+            lambda _frame, event, _argument, calls=calls: event.endswith("call") and calls.append(event)
+        )
         try:
             ids = stream.sample_ids(place * 9_999_991, 1000)
         finally:
