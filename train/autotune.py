@@ -43,7 +43,7 @@ def resolve_auto(
             "precision.auto: there is no GPU to measure on; precision, graphs and attention stay as configured"
         )
         return replace(args, precision=replace(precision, auto=False)), None
-    ds_config, _ = resolve_ds_config(args, world_size)
+    ds_config = resolve_ds_config(args, world_size)
     task = task_of(args, ds_config, world_size)
     # a failure of rank 0 ends the others: see train.fail
     records = [obtain(args, task, say) if dist.get_rank() == 0 else None]

@@ -2,7 +2,7 @@
 """Look at checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
 
 DIR is an output_dir, its folder checkpoints, or one checkpoint. Prints each step's folder: committed or why not,
-tokens, ranks, ZeRO stage, size, age, what is missing, truncated or altered, and which one a resume with "auto" takes.
+tokens, ranks, ZeRO stage, size, time, what is missing, truncated or altered, and which one a resume with "auto" takes.
 Sizes are always compared with the manifest; --verify also recomputes every hash.
 
 Ends with status 0 when the newest committed checkpoint is good, else with 1.
@@ -11,9 +11,8 @@ Ends with status 0 when the newest committed checkpoint is good, else with 1.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import time
+from datetime import datetime
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -29,12 +28,10 @@ from train.checkpoint.files import (
 )
 from train.run_folder import RunFolder
 
-AGES = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
-
-def report(path: Path, verify: bool) -> tuple[list[str] | None, int]:
-    """Print what is in one folder of a step; with `verify` all its hashes are computed. Returns what is wrong with it
-    (None: it was never committed), and its bytes."""
+def report(path: Path, verify: bool) -> list[str] | None:
+    """Print what is in one folder of a step; with `verify` all its hashes are computed. Returns what is wrong with it;
+    None: it was never committed."""
     damage = problems(path, hashes=verify) if (path / MANIFEST).is_file() else None
     try:
         state = read_state(path)
@@ -43,9 +40,8 @@ def report(path: Path, verify: bool) -> tuple[list[str] | None, int]:
         description = "no readable run state"
     files = [file.stat() for file in path.rglob("*") if file.is_file()]
     size = sum(file.st_size for file in files)
-    seconds = time.time() - max((file.st_mtime for file in files), default=path.stat().st_mtime)
-    unit, name = next(((s, n) for s, n in AGES if seconds >= 2 * s), AGES[-1])
-    print(f"{path.name}  {description}, {size_text(size)}, {max(seconds, 0) // unit:,.0f} {name} old")
+    written = datetime.fromtimestamp(max((f.st_mtime for f in files), default=path.stat().st_mtime))
+    print(f"{path.name}  {description}, {size_text(size)}, {written:%Y-%m-%d %H:%M}")
     if damage is None:
         verdict = f"not committed: no {MANIFEST} (its save is under way, was killed or failed)"
     elif damage:
@@ -53,7 +49,7 @@ def report(path: Path, verify: bool) -> tuple[list[str] | None, int]:
     else:
         verdict = f"committed, {'verified' if verify else 'sizes hold (--verify computes the hashes)'}"
     print("\n".join(f"    {line}" for line in [verdict, *(damage or [])]), flush=True)
-    return damage, size
+    return damage
 
 
 def folders_of(given: Path) -> list[Path]:
@@ -70,11 +66,9 @@ def folders_of(given: Path) -> list[Path]:
 
 def inspect(given: Path, verify: bool) -> bool:
     """Print all about DIR; returns whether its newest committed checkpoint is good. Raises as `folders_of`."""
-    reports = [(path, *report(path, verify)) for path in folders_of(given)]
-    candidates = [(path, damage) for path, damage, _ in reports if damage is not None]
+    reports = [(path, report(path, verify)) for path in folders_of(given)]
+    candidates = [(path, damage) for path, damage in reports if damage is not None]
     good = [path for path, damage in candidates if not damage]
-    size, free = size_text(sum(r[2] for r in reports)), size_text(shutil.disk_usage(given).free)
-    print(f"\n{len(reports)} folders, {len(candidates)} committed, {size}; {free} free")
     if good:
         print(f'a resume with "auto" takes {good[-1].name}')
     elif candidates:

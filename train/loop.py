@@ -27,7 +27,7 @@ from train.data.stream import NO_LABEL, MicroBatches, SampleStream
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
 from train.guard.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
-from train.guard.replicas import ReplicaCheck, ReplicaError
+from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
@@ -124,7 +124,6 @@ class Loop:
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         self.health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
         self.health.load_state_dict(state.health)
-        self.replicas = ReplicaCheck(engine, run.precision)
         self.rollback = Rollback(
             run.folder.checkpoints,
             engine,
@@ -136,7 +135,7 @@ class Loop:
         )
         if args.replica_check_steps:
             run.metrics.message(
-                f"replica check, every {args.replica_check_steps} steps: {self.replicas.scope()}"
+                f"replica check, every {args.replica_check_steps} steps: {scope(engine, run.precision)}"
             )
         engine.train()
         self._start_clock()
@@ -212,7 +211,7 @@ class Loop:
         """What the ranks tell each other after each step: whether to stop, whether a save is over, who is slow, at
         times whether they still have the same weights; and what is due now."""
         run, args, number = self.run, self.args, self.state.step
-        step.stops, saving = run.stop_vote.stop_or(run.saver.busy)
+        step.stops, saving = run.stop_vote.ask(run.saver.busy)
         run.watchdog.met(f"step {number} is done")
         if run.saver.pending and not saving:
             settle(run)
@@ -223,7 +222,7 @@ class Loop:
             for n in (args.logging_steps, args.save_steps, args.eval_steps)
         )
         if args.replica_check_steps and number % args.replica_check_steps == 0:
-            self.replicas.run(number)
+            check_replicas(self.engine, run.precision, number)
 
     def _goes_back(self, step: Step) -> bool:
         """Look at the numbers of the last steps, when something is due or there are many; go back after a spike if so
@@ -331,7 +330,7 @@ def evaluate(run: Run) -> float | None:
         loss = engine(input_ids, labels=labels, documents=documents).loss
         if tokens:  # the mean over no label is nan
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-        stops = run.stop_vote.stop()
+        stops, _ = run.stop_vote.ask()
         run.watchdog.met(f"evaluates step {run.state.step}")
         if stops:
             break

@@ -159,12 +159,11 @@ def announce(
     precision: Precision,
     stream: SampleStream,
     state: RunState,
-    notes: list[str],
 ) -> None:
-    """Say what is about to run, and prove it, before the first step. notes: of `resolve_ds_config`.
+    """Say what is about to run, and prove it, before the first step.
 
     Raises ProofError: something else would run."""
-    for line in [*_report(args, model, precision, stream, state), *(f"DeepSpeed: {note}" for note in notes)]:
+    for line in _report(args, model, precision, stream, state):
         say(line)
     for line in prove(model, precision, args.model.attention_backend, args.seed):
         say(line)

@@ -42,7 +42,7 @@ class Training:
         world = dist.get_world_size()
         args = TrainingArguments.from_dict(raw).resolve(world)
         model, self.precision = model_for(args)
-        self.engine = build_engine(model, args, resolve_ds_config(args, world)[0])
+        self.engine = build_engine(model, args, resolve_ds_config(args, world))
         self.micro_step = MicroStep(self.engine, self.precision, args)
         self.accumulation = options.accumulation
         self.ids = torch.randint(
@@ -67,7 +67,7 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
     start = time.perf_counter()
     saver.begin(training.state, background)
     begin_s = time.perf_counter() - start
-    while training.vote.stop_or(saver.busy)[1]:
+    while training.vote.ask(saver.busy)[1]:
         during.append(training.step())
     saved = saver.finish()
     assert saved is not None

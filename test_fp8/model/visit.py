@@ -203,7 +203,7 @@ class Visitor:
 
     def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
         batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
-        ds_config, _ = resolve_ds_config(arguments, 1)
+        ds_config = resolve_ds_config(arguments, 1)
         engine = build_engine(model, arguments, ds_config)
         try:
             micro_step = MicroStep(engine, precision, arguments)

@@ -102,7 +102,7 @@ def main() -> int:
                 clock.goes_on_from = time.monotonic()
                 if rank == int(os.environ.get("FAULTY_RANK", "1")):
                     FAULTS[fault]()
-            if vote.stop():
+            if vote.ask()[0]:
                 print(f"rank {rank} left after step {step}", flush=True)
                 dist.barrier()
                 return signals.STOPPED

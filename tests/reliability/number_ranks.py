@@ -143,7 +143,7 @@ def skip(
     engine = build_engine(
         build_model(model_config, "te_layer", how, seed=1, speed=args.speed),
         args,
-        resolve_ds_config(args, world)[0],
+        resolve_ds_config(args, world),
     )
     micro_step = MicroStep(engine, how, args)
     health = Health(engine, how, window=16, factor=10.0)

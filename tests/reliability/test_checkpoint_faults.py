@@ -181,8 +181,8 @@ def test_a_full_disk_is_named_and_leaves_the_previous_one(
     assert "the disk has not the room: " in before["outcome"]
     assert "could not be written: " in during["outcome"] and "step-00000003/" in during["outcome"]
     for failed in (before, during):
-        assert f"{tmp_path / 'checkpoints'} had " in failed["outcome"]
-        assert f"a save needs about {failed['needed'] / 1e6:,.1f} MB" in failed["outcome"]
+        needed = f"In {tmp_path / 'checkpoints'} a save needs about {failed['needed'] / 1e6:,.1f} MB"
+        assert needed in failed["outcome"]
         assert failed["folders"] == ["step-00000001"] and failed["problems"] == []
     assert after["outcome"] == "saved" and after["folders"] == ["step-00000001", "step-00000004"]
 

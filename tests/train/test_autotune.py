@@ -138,7 +138,7 @@ def test_what_is_measured_is_what_the_zero_stage_runs(
     settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int
 ) -> None:
     args = arguments(settings, deepspeed=f"ds_config_zero{stage}.json")
-    task = glue.task_of(args, resolve_ds_config(args, 1)[0], 1)
+    task = glue.task_of(args, resolve_ds_config(args, 1), 1)
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
 
 
@@ -151,15 +151,15 @@ def test_no_graphs_are_chosen_around_a_reduction_over_ranks(
     wanted = {**settings, "precision": {"auto": True, **changes}}
     for ranks, allowed in ((1, True), (2, graphs)):
         args = TrainingArguments.from_dict(wanted).resolve(ranks)
-        assert glue.task_of(args, resolve_ds_config(args, ranks)[0], ranks).graphs_allowed is allowed
+        assert glue.task_of(args, resolve_ds_config(args, ranks), ranks).graphs_allowed is allowed
     # what the user turned on stays on
     args = TrainingArguments.from_dict({**wanted, "speed": {"cuda_graphs": True}}).resolve(2)
-    assert glue.task_of(args, resolve_ds_config(args, 2)[0], 2).graph_modes() == (True,)
+    assert glue.task_of(args, resolve_ds_config(args, 2), 2).graph_modes() == (True,)
 
 
 def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:
     args = arguments(settings, gradient_checkpointing=True)
-    task = glue.task_of(args, resolve_ds_config(args, 1)[0], 1)
+    task = glue.task_of(args, resolve_ds_config(args, 1), 1)
     assert task.gradient_checkpointing and task.graph_modes() == (False,)
 
 

@@ -7,9 +7,7 @@
         manifest.json                                    written last: every file with its size and sha256, and its own
 
 A folder without a manifest is not a checkpoint: whoever dies in a save leaves none, and the one before stays
-the newest. A file `latest`, which DeepSpeed would read, has no meaning here.
-
-Nothing here needs torch: inspect_checkpoint.py starts at once.
+the newest. A file `latest`, which DeepSpeed would read, has no meaning here. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -173,24 +171,17 @@ def make_room(path: Path, needed: int) -> None:
 
 def undo_save(path: Path, needed: int, error: Exception) -> str:
     """Remove what a failed save wrote; returns what to tell the user. Never raises."""
-    full, removed = _free(path.parent), "what it wrote is removed"
+    removed = "what it wrote is removed"
     try:
         if path.exists() and not (path / MANIFEST).exists():  # with one it is what was there before
             shutil.rmtree(path)
     except OSError as reason:
         removed = f"what it wrote could not be removed ({reason})"
     return (
-        f"the checkpoint {path} could not be saved: {error}. {path.parent} had {full} free then and has "
-        f"{_free(path.parent)} now, a save needs about {size_text(needed)}; {removed}, the checkpoints before it are "
-        "as they were. Make room there, lower save_total_limit, or choose another output_dir"
+        f"the checkpoint {path} could not be saved: {error}. In {path.parent} a save needs about {size_text(needed)}; "
+        f"{removed}, the checkpoints before it are as they were. Make room there, lower save_total_limit, or choose "
+        "another output_dir"
     )
-
-
-def _free(folder: Path) -> str:
-    try:
-        return size_text(shutil.disk_usage(folder).free)
-    except OSError as error:
-        return f"an unknown size ({error})"
 
 
 def discard_old(path: Path, keep: int) -> None:

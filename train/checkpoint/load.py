@@ -1,9 +1,4 @@
-"""Choose and load checkpoints. What one is as files, and how it is verified: train/checkpoint/files.py; how it is
-written: train/checkpoint/save.py.
-
-Every file's hash is checked before anything is loaded, because DeepSpeed loads a shard with flipped bits without a
-word.
-"""
+"""Choose and load checkpoints: every file's hash is checked first, for DeepSpeed loads flipped bits without a word."""
 
 from __future__ import annotations
 

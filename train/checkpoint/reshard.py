@@ -1,10 +1,9 @@
 """Load a checkpoint of another number of ranks, or of another ZeRO stage, than the engine's.
 
-DeepSpeed cuts the float32 weights and AdamW's two moments by ZeRO stage and number of ranks. Each such cut, that of the
-files or that of the engine, is described as the same thing: for each parameter the stretches (`Piece`) with the tensors
-that hold them. The two are laid side by side, and what overlaps is copied: in place, since CUDA graphs and Transformer
-Engine's FP8 copies rely on where the weights are. Files are mapped, not read: the ranks of a node share their pages. No
-file is written, and nothing is held twice.
+DeepSpeed cuts the float32 weights and AdamW's two moments by ZeRO stage and number of ranks. Each such cut, of the
+files or of the engine, is described alike: for each parameter the stretches (`Piece`) with the tensors that hold them.
+What overlaps is copied: in place, since CUDA graphs and Transformer Engine's FP8 copies rely on where the weights are.
+Files are mapped, not read: the ranks of a node share their pages.
 
 What DeepSpeed's files hold is known here (checked against 0.19.8), how its engine looks in train/engine/zero.py.
 """
@@ -85,7 +84,7 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
                         tensor[first - piece.start : end - piece.start].copy_(found)
     for name, value in saved.counters.items():
         setattr(engine, name, value)
-    scaler = zero.loss_scaler(engine)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name in LOSS_SCALE:
         if hasattr(scaler, name) and saved.loss_scale.get(name) is not None:
             setattr(scaler, name, saved.loss_scale[name])
@@ -197,11 +196,10 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
-    """Without ZeRO: torch's AdamW, or DeepSpeed's wrapper for bf16 and fp16 with its float32 weights."""
+    """Without ZeRO: torch's AdamW, or DeepSpeed's wrapper for bf16 with its float32 weights."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         masters = list(itertools.chain(*optimizer["fp32_groups"]))
-        saved.loss_scale = {name: optimizer.get(name) for name in LOSS_SCALE}
     else:
         masters = [model["module"][name] for name in names]
     adam = optimizer.get("optimizer_state_dict", optimizer)

@@ -15,10 +15,8 @@ ACCUMULATES_IN = "data_types.grad_accum_dtype"
 def resume_state(state: RunState, saved: RunState, path: Path, allow_data_changes: bool) -> list[str]:
     """Continue `state` where `saved`, of the checkpoint `path`, stopped. Returns what the log should say.
 
-    The number of ranks and the ZeRO stage may be others: they change how the state is spread, not which samples a step
-    has, as long as it has as many tokens. With `allow_data_changes` the tokenizer, the data, the mixture and the
-    sequence length may be others, too. The run then goes on at the same number of tokens of the new order of samples,
-    rounded up to a whole sample.
+    The number of ranks and the ZeRO stage may be others, as long as a step has as many tokens. With changed data, which
+    `allow_data_changes` allows, the run goes on at the same number of tokens, rounded up to a whole sample.
 
     Raises CheckpointError: the run that wrote the checkpoint was configured differently, or trained on other data.
     """
@@ -77,12 +75,9 @@ def _redistribution(saved: RunState, state: RunState) -> list[str]:
     said = []
     if old != new:
         before, after = (s.train_config["gradient_accumulation_steps"] for s in (saved, state))
-        generators = "each rank goes on with its random generators"
-        if new > old:
-            generators = f"random generators of ranks {old} to {new - 1} begin with their seeds"
         said.append(
             f"{old} ranks -> {new}: weights, optimizer and FP8 state are redistributed; each step has the samples it "
-            f"would have had, in {after} micro-batches a rank instead of {before}; {generators}"
+            f"would have had, in {after} micro-batches a rank instead of {before}"
         )
     if saved.zero_stage != state.zero_stage:
         before, after = (

@@ -1,8 +1,8 @@
 """on_spike rollback: back to the last checkpoint before a spike, and on from there without the samples that led to it.
 
-The samples left out are ranges of positions in the global order, kept in the run's state: so the samples of a run stay
-a pure function of what its checkpoints hold. Until the next of these, `rollback.json` beside the checkpoints has what
-is left out after the one that the run went back to, for a start after a crash.
+The samples left out are ranges of positions in the global order, kept in the state of each checkpoint. Until the next
+of these, `rollback.json` beside them has what is left out after the one that the run went back to, for a start after a
+crash.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
 
 @dataclass
 class Rollback:
-    """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes) on every rank."""
+    """rollback = Rollback(root of the checkpoints, ...); rollback.after(spikes, samples) on every rank."""
 
     root: Path
     engine: Any
@@ -62,9 +62,8 @@ class Rollback:
     health: Health
     metrics: MetricsLogger
     stream: SampleStream
-    taken: Counter[int] = field(
-        default_factory=Counter
-    )  # by step of a checkpoint: how often it was gone back to
+    # by step of a checkpoint: how often it was gone back to
+    taken: Counter[int] = field(default_factory=Counter)
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
         """Go back; False where it cannot be done, which is said.
@@ -120,5 +119,4 @@ class Rollback:
         load_checkpoint(self.engine, path, self.precision)
         own = {key: getattr(self.state, key) for key in ("train_config", "world_size", "zero_stage")}
         vars(self.state).update({**vars(saved), **own, "skipped_samples": ranges, "evaluation_due": False})
-        self.health.forget()
         self.health.load_state_dict(saved.health)

@@ -4,9 +4,8 @@
     save thread        room -> files, flushed and hashed -> all ranks have written -> manifest -> old ones go
 
 The ranks agree between these stages over a process group of their own. A save that fails, on whatever rank, fails on
-all of them with one message, and leaves what was there before; whoever is killed in one leaves a folder without a
-manifest, which is no checkpoint. Without `background` the main thread does the same work itself, of the tensors
-themselves instead of copies.
+all of them with one message, and leaves what was there before. Without `background` the main thread does the same work,
+of the tensors themselves instead of copies.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from train.checkpoint.files import (
     make_room,
     name_of,
     rank_file,
-    size_text,
     undo_save,
     write_manifest,
 )
@@ -62,10 +60,7 @@ class SaveError(CheckpointError):
 
 
 class Ranks:
-    """The ranks as those that save agree, over a gloo group of their own: a save runs while the others are used.
-
-    Every rank builds it, and calls its methods in the same order.
-    """
+    """The ranks that save, which agree over a gloo group of their own: the others are in use meanwhile."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -98,10 +93,7 @@ class Ranks:
 class Saver:
     """saver = Saver(engine, root of the checkpoints, ...); saver.begin(state, True); training; saver.finish().
 
-    Every rank builds it and calls its methods at the same points. One save is under way at a time. `keep`: the number
-    of newest checkpoints that stay after a commit, 0 for all.
-
-    Once it has saved in the background, it holds as much host memory as a rank writes, kept from save to save.
+    Every rank calls the same at the same points. `keep`: how many of the newest checkpoints stay, 0 for all.
     """
 
     def __init__(self, engine: Any, root: Path, precision: Precision, keep: int, log: Callable[[str], None]):
@@ -131,7 +123,6 @@ class Saver:
         def take(name: str, value: Any) -> None:
             job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
 
-        held = self._held_bytes()
         job.error = capture_checkpoint(self.engine, job.path, take)
         if job.error is None:
             try:
@@ -142,11 +133,6 @@ class Saver:
             job.run_state = json.dumps(asdict(state), indent=1)
         self._job = job
         if background:
-            if self._held_bytes() != held:
-                size = size_text(self._held_bytes())
-                self.log(
-                    f"saves in the background keep {size} of host memory on rank 0, as much as it writes"
-                )
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies are there
             # no daemon: a process that ends by itself first ends its save
@@ -172,9 +158,6 @@ class Saver:
             raise job.failure
         job.waited_s += time.perf_counter() - start
         return job
-
-    def _held_bytes(self) -> int:
-        return sum(buffer.size for buffer in self._buffers.values())
 
     def _copy(self, name: str, value: Any) -> Snapshot:
         """What goes into the file `name`. Raises MemoryError: the host has no room for a copy."""

@@ -217,11 +217,7 @@ class TrainingArguments:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], source: str = "configuration") -> TrainingArguments:
-        """Checked arguments from a JSON object (not modified).
-
-        Raises ConfigurationError: one message with every unknown key, wrong type, and value that is not
-        allowed.
-        """
+        """Checked arguments from a JSON object. Raises ConfigurationError: every problem in one message."""
         raw = {key: value for key, value in raw.items() if key != "$schema"}  # for editors
         text = json.dumps(raw, ensure_ascii=False)
         try:

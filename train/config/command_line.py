@@ -87,10 +87,8 @@ def _unknown(key: str, cls: type) -> str:
 
 
 def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
-    """Put the command line's `--path text` into the JSON object `raw`.
-
-    `text` is read as JSON where that gives a type that the key takes, else it is the string itself.
-    Names below a key that is an object (`data.sources.NAME`) set one entry of it.
+    """Put the command line's `--path text` into the JSON object `raw`: as JSON where that gives a type that the key
+    takes, else as the string itself. Names below a key that is an object (`data.sources.NAME`) set one entry of it.
 
     Raises ValueError: the path goes through something that is no object; an object or a list that is not valid JSON.
     """

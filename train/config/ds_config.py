@@ -1,9 +1,7 @@
 """The DeepSpeed configuration that is really used: the user's, with "auto" filled in from the arguments.
 
 DeepSpeed ignores top-level keys that it does not know, and those of some sections; here they are errors, as are those
-that it knows and that mean nothing here.
-Whatever says something else than the training arguments is an error that names both. Checked against
-DeepSpeed 0.19.8.
+that mean nothing here, and whatever contradicts the training arguments. Checked against DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -50,25 +48,24 @@ OFFLOAD_KEYS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offloa
 NATIVE_AUTO = ("data_types.keep_in_fp32_modules",)
 
 
-def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> tuple[dict[str, Any], list[str]]:
-    """The configuration to give to deepspeed.initialize on `world_size` ranks, and notes for the log.
-
-    Every "auto" is filled in, the `optimizer` section is compared with the arguments and removed (the
-    optimizer is built from the arguments), and what is not said gets this project's default.
+def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str, Any]:
+    """The configuration to give to deepspeed.initialize on `world_size` ranks, without "auto" and `optimizer` section.
 
     Raises ConfigurationError: every unknown or unsupported key, every contradiction, in one message.
     """
     arguments = arguments.resolve(world_size)
     config = load_deepspeed(arguments.deepspeed)
-    problems, notes = _key_problems(config), list[str]()
+    problems = _key_problems(config)
     for key in ("bf16", "fp16", "zero_optimization", "optimizer", *SECTION_KEYS):
         if key in config and not isinstance(config[key], dict):
             problems.append(f"{key}: {json.dumps(config[key])} is given, an object is expected")
             del config[key]  # so that the rest can be checked
-    problems += _fill(config, _expected(arguments, world_size), notes)
-    problems += _take_optimizer(config, arguments, notes)
-    problems += _zero_problems(config, arguments, notes)
-    _quiet(config, notes)
+    problems += _fill(config, _expected(arguments, world_size))
+    problems += _take_optimizer(config, arguments)
+    problems += _zero_problems(config, arguments)
+    # unless the user turned it on: they wait for the device every micro-batch
+    config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+    config.setdefault("wall_clock_breakdown", False)
     problems += [
         f'{key}: "auto" cannot be filled in here; give a value or remove the key'
         for key, value in leaves(config).items()
@@ -77,7 +74,7 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> tuple[di
     if problems:
         plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         raise ConfigurationError("\n  ".join([f"the DeepSpeed configuration has {plural}:", *problems]))
-    return config, notes
+    return config
 
 
 def _key_problems(config: dict[str, Any]) -> list[str]:
@@ -105,7 +102,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
         "train_micro_batch_size_per_gpu": (micro, "per_device_train_batch_size"),
         "gradient_accumulation_steps": (
             accumulation,
-            "gradient_accumulation_steps, given or from train_batch_size_tokens",
+            "gradient_accumulation_steps (or train_batch_size_tokens)",
         ),
         "train_batch_size": (
             micro * accumulation * world_size,
@@ -118,7 +115,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
     }
 
 
-def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]], notes: list[str]) -> list[str]:
+def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[str]:
     """Set each expected value where there is "auto" or nothing; problems where there is another."""
     problems = []
     for key, (value, source) in expected.items():
@@ -128,7 +125,6 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]], notes: l
             section = config.setdefault(outer, {})
         if section.get(name, "auto") == "auto":
             section[name] = value
-            notes.append(f"{key} = {json.dumps(value)} (from {source})")
         elif not _equal(section[name], value):
             problems.append(
                 f"{key}: {json.dumps(section[name])} contradicts the training configuration, where {source} "
@@ -137,8 +133,8 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]], notes: l
     return problems
 
 
-def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> list[str]:
-    """Remove the optimizer section; problems where it says something else than the arguments."""
+def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
+    """Remove the optimizer section: AdamW is built from the arguments; problems where it says something else."""
     optimizer = config.pop("optimizer", None)
     if optimizer is None:
         return []
@@ -158,12 +154,11 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments, notes:
     for name in params.keys() - expected.keys() - {"torch_adam", "adam_w_mode", "fused"}:
         problems.append(f"optimizer.params.{name}: not supported{nearest(name, expected)}; remove it")
     given = {name: params[name] for name in params.keys() & expected.keys()}
-    found = _fill(given, {name: expected[name] for name in given}, [])
-    notes.append("the optimizer section is removed: AdamW is built from the training configuration")
+    found = _fill(given, {name: expected[name] for name in given})
     return problems + [f"optimizer.params.{problem}" for problem in found]
 
 
-def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> list[str]:
+def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
     zero, problems = config.setdefault("zero_optimization", {"stage": 0}), []
     stage = zero.setdefault("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -189,6 +184,11 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
         )
     if arguments.speed.cuda_graphs and (no_graphs := why_no_graphs(model.variant, zero_stage=stage)):
         problems.append(f"zero_optimization.stage: {no_graphs}")
+    if stage == 0 and arguments.precision.compute == "fp16":
+        problems.append(
+            "zero_optimization.stage: without ZeRO DeepSpeed 0.19.8 does not scale fp16's loss, and divides its "
+            "gradients as if it did; use stage 1, 2 or 3, or set precision.compute to bf16"
+        )
     # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
     dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
     accumulate = config.get("data_types", {}).get("grad_accum_dtype")
@@ -197,33 +197,17 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments, notes: 
             f"data_types.grad_accum_dtype: ZeRO 0 accumulates in the parameters' {dtype}, not in "
             f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
         )
-    _fill_sizes(zero, arguments, notes)
+    _fill_sizes(zero, arguments)
     return problems
 
 
-def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments, notes: list[str]) -> None:
+def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
     """ZeRO's sizes (elements) that are "auto", by the model's hidden size as transformers does."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    autos = [key for key in keys if zero.get(key) == "auto"]
-    if not autos:
-        return
-    hidden = load_config(arguments.model.config).hidden_size
-    sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
-    for key in autos:
-        zero[key] = sizes[key]
-        notes.append(f"zero_optimization.{key} = {sizes[key]} (from the model's hidden size {hidden})")
-
-
-def _quiet(config: dict[str, Any], notes: list[str]) -> None:
-    """Turn off what waits for the device every micro-batch, unless the user turned it on."""
-    throughput = config.setdefault("timers", {}).setdefault("throughput", {})
-    config.setdefault("wall_clock_breakdown", False)
-    if throughput.setdefault("enabled", False) and throughput.get("synchronized", True):
-        notes.append("timers.throughput is on: it waits for the device every micro-batch, which costs speed")
-    if config["wall_clock_breakdown"]:
-        notes.append(
-            "wall_clock_breakdown is on: it waits for the device every micro-batch, which costs speed"
-        )
+    if autos := [key for key in keys if zero.get(key) == "auto"]:
+        hidden = load_config(arguments.model.config).hidden_size
+        sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
+        zero.update((key, sizes[key]) for key in autos)
 
 
 def _equal(given: Any, value: Any) -> bool:

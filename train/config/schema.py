@@ -41,11 +41,7 @@ LIMITS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises ValueError: no file, no JSON (with line and column), a key given twice, NaN or Infinity, not an
-    object.
-    """
+    """The object in a JSON file. Raises ValueError: no file, no JSON, a key given twice, NaN or Infinity, no object."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]

@@ -57,11 +57,8 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
 
 
 class MicroStep:
-    """Forward, backward and, at the last micro-batch of a step, the optimizer.
-
-    `arguments` are resolved. Applies the switches of the section "speed" that concern the step; `notes` says what came
-    of them, for the log.
-    """
+    """Forward, backward and, at the last micro-batch of a step, the optimizer. `notes`, for the log: what came of the
+    switches of the section "speed". `arguments` are resolved."""
 
     def __init__(self, engine: Any, precision: Precision, arguments: TrainingArguments):
         self.engine, self.precision = engine, precision

@@ -3,7 +3,7 @@ uses of it without DeepSpeed promising it. A new version is read against these t
 
     ZeRO  optimizer                                   what AdamW steps (`masters`)
     0     torch's AdamW (float32)                     the weights
-    0     a wrapper of it (bf16, fp16)                a float32 tensor of each weight
+    0     a wrapper of it (bf16)                      a float32 tensor of each weight
     1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat
     1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in an order of its own
     3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
@@ -106,7 +106,7 @@ def forget_moments(engine: Any) -> None:
 def undo_initial_step(engine: Any) -> None:
     """Put a fresh engine's optimizer back to before its first step.
 
-    Without ZeRO, in bf16 or fp16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
+    Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
     weights and advances the bias correction, so that the first real step is 27 % too short.
     """
     if engine.zero_optimization_stage() or adamw(engine) is engine.optimizer:
@@ -115,13 +115,6 @@ def undo_initial_step(engine: Any) -> None:
     with torch.no_grad():
         for master in masters(engine):
             master.tensor.copy_(master.parameters[0])
-
-
-def loss_scaler(engine: Any) -> Any:
-    """What holds the loss scale (float16): the optimizer's of ZeRO 1 to 3, the configuration without ZeRO, else
-    None."""
-    optimizer = engine.optimizer
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
 # ---------------------------------------------------------------- a step

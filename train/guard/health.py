@@ -7,8 +7,7 @@ DeepSpeed's optimizer decides that a step is skipped, by the norm of the reduced
 that check to the one that has none; MicroStep makes a gradient NaN where the loss is not finite). Here that is seen by
 the engine's count, and the FP8 state put back; train/loop.py tells of it, and ends the run when they are too many.
 
-What is known of recent steps (`Health.state_dict`) is saved with the run, so that a resumed run judges as the one that
-was not interrupted.
+What is known of recent steps is saved with the run: a resumed one judges as one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class Spike:
 
 
 class SpikeDetector:
-    """Judges a series by its recent values: median + factor * spread of the last `window` of them.
+    """Judges a series by its recent values: median + factor * spread of the last `window` of them; factor 0: never.
 
     The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), at least 2% of the median: unlike
     mean and standard deviation neither is moved by the spikes themselves. Flagged values enter the window, too: a level
-    that stays is the new normal once it fills half of it. factor 0 flags nothing.
+    that stays is the new normal once it fills half of it.
     """
 
     def __init__(self, window: int, factor: float) -> None:
@@ -85,14 +84,10 @@ class Health:
 
     def __init__(self, engine: Any, precision: Precision, window: int, factor: float) -> None:
         self.engine, self.precision = engine, precision
-        self.skipped = engine.skipped_steps  # DeepSpeed's count, which its checkpoints keep
-        self.skipped_in_a_row = 0
-        self.spikes = 0
         self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
-        # step, its first sample, of this rank [2]: loss and share of tokens with a label, norm
-        self._steps: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._live: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
+        self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values; call it after `look`."""
@@ -103,17 +98,15 @@ class Health:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """What `state_dict` gave; {} of a run that begins."""
-        self.skipped = self.engine.skipped_steps
+        """What `state_dict` gave; {} of a run that begins. Steps that were not looked at are forgotten."""
+        # step, its first sample, of this rank [2]: loss and share of tokens with a label, norm
+        self._steps: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        self.skipped = self.engine.skipped_steps  # DeepSpeed's count, which its checkpoints keep
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)
         for what, detector in self.detectors.items():
             detector.recent.clear()
             detector.recent.extend(saved.get(what, []))
-
-    def forget(self) -> None:
-        """Drop the steps that were not looked at."""
-        self._steps.clear()
 
     def before_step(self) -> None:
         """Keep the FP8 state. An amax of inf would stop its scale from moving for as long as it is in the history
@@ -167,7 +160,7 @@ class Health:
                 judged = self.detectors[what].judge(value)
                 if judged:
                     found.append(Spike(step, first_sample, what, value, *judged))
-        self.forget()
+        self._steps.clear()
         self.spikes += len({spike.step for spike in found})
         return found
 

@@ -1,8 +1,8 @@
 """Whether the ranks still have the same weights: one integer a tensor, exchanged and compared.
 
-Ranks of data parallelism compute the same weights from the same gradients. A flipped bit, a broken link or a wrong
-kernel on one of them breaks that, and nothing in training notices. Here each tensor that should be equal everywhere is
-summed up to an integer on the device, which costs one pass over the memory, and only these integers travel.
+A flipped bit, a broken link or a wrong kernel on one rank makes its weights others, and nothing in training notices.
+Here each tensor that should be equal everywhere is summed up on the device, one pass over the memory, and only the
+integers travel.
 """
 
 from __future__ import annotations
@@ -94,41 +94,33 @@ def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-class ReplicaCheck:
-    """check = ReplicaCheck(engine, precision); check.run(step) on every rank, between two steps."""
+def scope(engine: Any, precision: Precision) -> str:
+    """What `check_replicas` compares, for the log."""
+    if dist.get_world_size() == 1:
+        return "not applicable, there is one rank"
+    stage = engine.zero_optimization_stage()
+    parts = {0: ["weights and optimizer state"], 3: []}.get(stage, ["weights"])
+    if precision.has_state and precision.config.reduce_amax:
+        parts.append("FP8 scales and histories")
+    if stage == 3:
+        parts.append("weights not applicable: ZeRO 3 keeps each once")
+    return "; ".join(parts)
 
-    def __init__(self, engine: Any, precision: Precision) -> None:
-        self.engine, self.precision = engine, precision
 
-    def scope(self) -> str:
-        """What is compared, for the log."""
-        if dist.get_world_size() == 1:
-            return "not applicable, there is one rank"
-        stage = self.engine.zero_optimization_stage()
-        parts = {0: ["weights and optimizer state"], 3: []}.get(stage, ["weights"])
-        if self.precision.has_state and self.precision.config.reduce_amax:
-            parts.append("FP8 scales and histories")
-        if stage == 3:
-            parts.append("weights not applicable: ZeRO 3 keeps each once")
-        return "; ".join(parts)
-
-    def run(self, step: int) -> None:
-        """Raises ReplicaError, on every rank: a tensor differs. Waits for the GPU."""
-        world = dist.get_world_size()
-        if world == 1:
-            return
-        tensors = replicated_tensors(self.engine, self.precision)
-        if not tensors:
-            return
-        multipliers = make_multipliers(self.engine.device)
-        mine = torch.stack([checksum(tensor, multipliers) for tensor in tensors.values()])
-        every = [torch.empty_like(mine) for _ in range(world)]
-        dist.all_gather(every, mine)
-        if problem := difference([row.tolist() for row in every], list(tensors)):
-            raise ReplicaError(
-                f"step {step}: {problem}. The memory, the GPU or the links of a rank are not to be trusted: leave its "
-                "node out, and go on from the last checkpoint that was saved before"
-            )
+def check_replicas(engine: Any, precision: Precision, step: int) -> None:
+    """Every rank calls it, after `step`. Raises ReplicaError, on every rank: a tensor differs. Waits for the GPU."""
+    world = dist.get_world_size()
+    if world == 1 or not (tensors := replicated_tensors(engine, precision)):
+        return
+    multipliers = make_multipliers(engine.device)
+    mine = torch.stack([checksum(tensor, multipliers) for tensor in tensors.values()])
+    every = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(every, mine)
+    if problem := difference([row.tolist() for row in every], list(tensors)):
+        raise ReplicaError(
+            f"step {step}: {problem}. The memory, the GPU or the links of a rank are not to be trusted: leave its "
+            "node out, and go on from the last checkpoint that was saved before"
+        )
 
 
 def difference(checksums: list[list[int]], names: list[str]) -> str | None:

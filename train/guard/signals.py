@@ -1,12 +1,9 @@
 """Stopping on request: SIGTERM or SIGUSR1 on any rank ends the run after the running step, with a checkpoint.
 
 A signal handler only takes a note. After each step, and between the batches of an evaluation, the ranks ask each other
-whether anyone has one (`StopVote`), so that all leave at the same step; the loop then saves as at any other step and
-raises `Stopped`, and train.py exits with status STOPPED on every rank. A second signal changes nothing.
-
-`stopped.json` in the run's folder says the same as the status, for launchers that do not pass it on: torchrun exits
-with 1 whatever its processes say. Before: train/launch.py hands a signal to all ranks. After: train/job.py goes by the
-status or the file.
+whether anyone has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py exits
+with status STOPPED on every rank. `stopped.json` in the run's folder says the same as the status, for launchers that do
+not pass it on: torchrun exits with 1 whatever its processes say.
 """
 
 from __future__ import annotations
@@ -60,11 +57,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 class StopVote:
-    """Whether any rank was asked to stop: the same answer on every rank.
-
-    Two int32 over a gloo group, on the CPU: no rank waits for a GPU, the GPUs go on with what is queued. Every rank
-    builds it and asks at the same points.
-    """
+    """Whether any rank was asked to stop; every rank asks at the same points. Over gloo, on the CPU: no rank waits for
+    a GPU."""
 
     def __init__(self, timeout_s: float = 1800.0):
         import torch.distributed as dist
@@ -75,12 +69,8 @@ class StopVote:
             timeout = datetime.timedelta(seconds=max(timeout_s, 1800.0) + 120)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def stop(self) -> bool:
-        """True on every rank if one of them has received a stop signal."""
-        return self.stop_or(False)[0]
-
-    def stop_or(self, busy: bool) -> tuple[bool, bool]:
-        """Whether any rank has received a stop signal, and whether any is `busy`, in one question."""
+    def ask(self, busy: bool = False) -> tuple[bool, bool]:
+        """Whether any rank has received a stop signal, and whether any is `busy`."""
         if self.group is None:
             return bool(_received), busy
         import torch

@@ -1,11 +1,10 @@
 """A rank that is slower than the others is named: all wait for it in every step, and no total shows which one it is.
 
-Each rank takes the time from the beginning of a micro-batch to the end of its last layer's forward: the stretch of a
-step in which it waits for nobody. Not at ZeRO 3, where the layers wait for each other's weights, nor with
-speed.cuda_graphs, whose replays pass no Python: then nothing is measured. On a GPU the time is that between events in
-its stream, read when they have passed: nothing waits for them. Every WINDOW_STEPS steps the ranks exchange the median
-over their micro-batches, over gloo, and compare each with the median of the others. One slow window is noise; PATIENCE
-of them in a row are a slow rank, named once until it has recovered.
+Each rank takes the time from the beginning of a micro-batch to the end of its last layer's forward, in which it waits
+for nobody. Not at ZeRO 3, where the layers wait for each other's weights, nor with speed.cuda_graphs, whose replays
+pass no Python. On a GPU the time is that between events in its stream, read when they have passed. Every WINDOW_STEPS
+steps the ranks compare the medians over their micro-batches, over gloo. One slow window is noise; PATIENCE of them in a
+row are a slow rank, named once until it has recovered.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class SlowRankDetector:
 
 
 class SlowRanks:
-    """Measures this rank and compares all. `engine`: its `module.model.norm` follows the last layer; `group`: a gloo
-    group of all ranks, None if there is only one. Every rank calls the same methods at the same points."""
+    """Measures this rank and compares all, which call the same at the same points. `engine`: its `module.model.norm`
+    follows the last layer; `group`: a gloo group of all ranks, None if there is only one."""
 
     def __init__(self, engine: Any, group: Any, cuda_graphs: bool):
         self.group, self.on_gpu = group, engine.device.type == "cuda"

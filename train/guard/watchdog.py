@@ -1,9 +1,8 @@
 """A run in which a rank does not answer any more ends, and says which rank and where it stands.
 
-The ranks meet at least once a step, where they agree on going on (signals.StopVote); a watchdog in each counts the
-time since. When it is more than the timeout, each writes down where its main thread is, sends that to the others
-through the process group's store, names the ranks which the others wait for, and ends its process; the launcher ends
-what is left. Nothing is sent or written as long as all is well.
+The ranks meet at least once a step (signals.StopVote); a watchdog in each counts the time since. When it is more than
+the timeout, each sends where its main thread is to the others, through the process group's store, names the ranks which
+the others wait for, and ends its process; the launcher ends what is left.
 
 Who is to blame: a rank that sends nothing is stopped, or its machine is gone. Else one that is not inside a
 collective, where the others are, waiting for it. Else those that are furthest behind.
@@ -37,10 +36,8 @@ COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py"
 
 
 class Watchdog:
-    """with Watchdog(timeout_s): watches. `met` and `doing` cost next to nothing; timeout_s 0 turns all of it off.
-
-    Every rank enters it and calls `met` at the same points: they count, and the counts are compared.
-    """
+    """with Watchdog(timeout_s): watches; 0 turns all of it off. Every rank calls `met` and `doing` at the same points,
+    which cost next to nothing: they count, and the counts are compared."""
 
     _watches = 0  # of this process, so that keys in the store are new
 
@@ -82,8 +79,7 @@ class Watchdog:
             self._thread.join()
 
     def _dump_later(self, left_s: float) -> None:
-        """Called at the first meeting, where the deadline comes nearer, and then by the watching thread: once a second
-        and not in each step, since it starts a thread."""
+        """Called once a second and not in each step, since it starts a thread."""
         faulthandler.dump_traceback_later(left_s + WITHOUT_PYTHON_S, file=self._stderr)
 
     def _watch(self) -> None:

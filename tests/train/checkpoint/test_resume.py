@@ -156,7 +156,6 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(folders):
             said.startswith(f"4 ranks -> {ranks}: ")
             and f"in {steps} micro-batches a rank instead of 2" in said
         )
-        assert ("random generators of ranks 4 to 7 begin with their seeds" in said) == (ranks == 8)
         assert (new.step, new.consumed_samples, new.world_size) == (3, 24, ranks)
     explicit = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
     saved = state(two(folders), ranks=4, gradient_accumulation_steps=2, deepspeed=explicit)

@@ -60,7 +60,7 @@ class Stored:
         args = TrainingArguments.from_dict(raw).resolve(1)
         self.config, self.precision = load_config(args.model.config), Precision(args.precision)
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
-        self.engine = build_engine(model, args, resolve_ds_config(args, 1)[0])
+        self.engine = build_engine(model, args, resolve_ds_config(args, 1))
         self.micro_step = MicroStep(self.engine, self.precision, args)
 
     def losses(self, first: int, count: int) -> list[float]:
