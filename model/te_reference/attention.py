@@ -5,7 +5,6 @@ Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,8 +161,6 @@ class MultiheadAttention(nn.Module):
         kv_channels: int,
         *,
         layernorm_epsilon: float,
-        init_method: Callable[[Tensor], Any] | None,
-        output_layer_init_method: Callable[[Tensor], Any] | None,
         num_gqa_groups: int | None,
         qkv_format: str,
         window_size: tuple[int, int] | None,
@@ -178,7 +175,6 @@ class MultiheadAttention(nn.Module):
             hidden_size,
             sum(self.heads) * kv_channels,
             eps=layernorm_epsilon,
-            init_method=init_method,
             normalization="RMSNorm",
             **placement,
         )
@@ -190,9 +186,7 @@ class MultiheadAttention(nn.Module):
             attn_mask_type=MASK_OF_FORMAT[qkv_format],
             window_size=window_size,
         )
-        self.proj = Linear(
-            num_attention_heads * kv_channels, hidden_size, init_method=output_layer_init_method, **placement
-        )
+        self.proj = Linear(num_attention_heads * kv_channels, hidden_size, **placement)
 
     def forward(
         self,

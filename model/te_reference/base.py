@@ -8,8 +8,7 @@ gradients are never quantized here, so their columns stay unused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,13 +22,7 @@ from model.te_reference.quantize import (
     quantize_current,
     quantize_per_tensor,
 )
-from model.te_reference.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    QParams,
-    Recipe,
-)
+from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from model.te_reference.state import (
     DelayedScalingState,
     RecipeState,
@@ -47,14 +40,13 @@ INPUT, WEIGHT = 0, 1
 class Quantizer:
     """Quantizes one tensor slot of a module under its recipe.
 
-    scale: the scale to use for delayed scaling, None = the state's own. record: whether delayed scaling notes
-    the amax.
+    kind: "fwd_inp", "fwd_weight" or "bwd_grad". scale: the scale to use for delayed scaling, None = the state's own.
+    record: whether delayed scaling notes the amax.
     """
 
     state: RecipeState
     column: int
-    qparams: QParams
-    block_dim: int = 1
+    kind: str
     scale: Tensor | None = None
     record: bool = True
 
@@ -69,13 +61,10 @@ class Quantizer:
             return quantize_per_tensor(
                 x, (state.scale if self.scale is None else self.scale)[self.column], dtype
             )
-        options: dict[str, Any] = {
-            "power_2_scale": self.qparams.power_2_scale,
-            "amax_epsilon": self.qparams.amax_epsilon,
-        }
+        options = asdict(getattr(state.recipe, f"fp8_quant_{self.kind}"))
         if isinstance(state.recipe, Float8CurrentScaling):
             return quantize_current(x, dtype, amax_of_x=amax_of_x, **options)
-        if self.block_dim == 2:
+        if self.kind == "fwd_weight":
             data, scale_inv = quantize_blocks(x, (BLOCK, BLOCK), dtype, **options)
             return QuantizedMatrix(data, scale_inv, data, scale_inv)
         rows = quantize_blocks(x, (1, BLOCK), dtype, **options) if rowwise else (None, None)
@@ -111,23 +100,12 @@ class FP8Call:
 
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
         """Quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
-        recipe, weight = self.forward_state.recipe, tensor == WEIGHT
-        qparams, block_dim = QParams(), 1
-        if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-            qparams = recipe.fp8_quant_fwd_weight if weight else recipe.fp8_quant_fwd_inp
-        if isinstance(recipe, Float8BlockScaling):
-            block_dim = recipe.w_block_scaling_dim if weight else recipe.x_block_scaling_dim
-        return Quantizer(self.forward_state, 3 * gemm + tensor, qparams, block_dim, self.scale, self.record)
+        kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
+        return Quantizer(self.forward_state, 3 * gemm + tensor, kind, self.scale, self.record)
 
     def grad_quantizer(self, gemm: int) -> Quantizer:
         """Quantizer of the gradient of what GEMM number `gemm` gives."""
-        recipe = self.backward_state.recipe
-        qparams, block_dim = QParams(), 1
-        if isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
-            qparams = recipe.fp8_quant_bwd_grad
-        if isinstance(recipe, Float8BlockScaling):
-            block_dim = recipe.grad_block_scaling_dim
-        return Quantizer(self.backward_state, 2 * gemm, qparams, block_dim)
+        return Quantizer(self.backward_state, 2 * gemm, "bwd_grad")
 
     def accumulates_fast(self, gemm: str) -> bool:
         """Whether the recipe has use_split_accumulator=False for "fprop", "dgrad" or "wgrad".
@@ -190,8 +168,8 @@ class FP8Module(nn.Module):
         forward, backward = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
         scale = None
         if isinstance(forward, DelayedScalingState):
-            register(forward, running.group)
-            register(backward, running.group)
+            register(forward)
+            register(backward)
             scale = forward.scale
         if running.replaying is not None:
             scale = running.replaying.next_scale()
@@ -255,20 +233,9 @@ def check_supported(name: str, **arguments: tuple[Any, Any]) -> None:
             raise ValueError(f"{name}({argument}={value!r}): the CPU reference supports only {only!r}.")
 
 
-def default_init(weight: Tensor) -> None:
-    """Transformer Engine's default initialization: normal with standard deviation 0.023."""
-    nn.init.normal_(weight, mean=0.0, std=0.023)
-
-
 def make_weight(
-    out_features: int,
-    in_features: int,
-    init_method: Callable[[Tensor], Any] | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
+    out_features: int, in_features: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> nn.Parameter:
-    """Initialized weight [out_features, in_features]."""
+    """Weight [out_features, in_features] with Transformer Engine's default initialization."""
     weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-    with torch.no_grad():
-        (init_method or default_init)(weight)
-    return weight
+    return nn.init.normal_(weight, mean=0.0, std=0.023)

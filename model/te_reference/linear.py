@@ -3,9 +3,6 @@ RMSNorm, and as an MLP. What a norm or activation computes goes to its GEMM in F
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +17,7 @@ class Linear(FP8Module):
 
     in_features, out_features: sizes; in FP8 in_features must be divisible by 16 and out_features by 8, in
     training 16.
-    init_method: fills the weight, default normal(0, 0.023). bias must be False.
+    bias must be False.
     """
 
     def __init__(
@@ -28,7 +25,6 @@ class Linear(FP8Module):
         in_features: int,
         out_features: int,
         *,
-        init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
@@ -36,7 +32,7 @@ class Linear(FP8Module):
         super().__init__(num_gemms=1)
         check_supported("Linear", bias=(bias, False))
         self.in_features, self.out_features = in_features, out_features
-        self.weight = make_weight(out_features, in_features, init_method, params_dtype, device)
+        self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., in_features] -> [..., out_features].
@@ -49,9 +45,6 @@ class Linear(FP8Module):
         if call is None:
             return F.linear(inp, self.weight)
         return fp8_gemm(self, call, inp, self.weight, is_first_microbatch)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class LayerNormLinear(FP8Module):
@@ -66,7 +59,6 @@ class LayerNormLinear(FP8Module):
         out_features: int,
         eps: float = 1e-5,
         *,
-        init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
         params_dtype: torch.dtype | None = None,
@@ -76,7 +68,7 @@ class LayerNormLinear(FP8Module):
         check_supported("LayerNormLinear", bias=(bias, False), normalization=(normalization, "RMSNorm"))
         self.in_features, self.out_features, self.eps = in_features, out_features, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=params_dtype, device=device))
-        self.weight = make_weight(out_features, in_features, init_method, params_dtype, device)
+        self.weight = make_weight(out_features, in_features, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., in_features] -> [..., out_features]; see Linear.forward."""
@@ -85,9 +77,6 @@ class LayerNormLinear(FP8Module):
         if call is None:
             return F.linear(rms_norm(inp, norm_weight, eps), weight)
         return fp8_gemm(self, call, inp, weight, is_first_microbatch, norm_weight=norm_weight, eps=eps)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}"
 
 
 class LayerNormMLP(FP8Module):
@@ -104,8 +93,6 @@ class LayerNormMLP(FP8Module):
         ffn_hidden_size: int,
         eps: float = 1e-5,
         *,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
@@ -121,10 +108,8 @@ class LayerNormMLP(FP8Module):
         )
         self.hidden_size, self.ffn_hidden_size, self.eps = hidden_size, ffn_hidden_size, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
-        self.fc1_weight = make_weight(2 * ffn_hidden_size, hidden_size, init_method, params_dtype, device)
-        self.fc2_weight = make_weight(
-            hidden_size, ffn_hidden_size, output_layer_init_method, params_dtype, device
-        )
+        self.fc1_weight = make_weight(2 * ffn_hidden_size, hidden_size, params_dtype, device)
+        self.fc2_weight = make_weight(hidden_size, ffn_hidden_size, params_dtype, device)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., hidden_size] -> the same shape; see Linear.forward."""
@@ -134,6 +119,3 @@ class LayerNormMLP(FP8Module):
             return F.linear(SwiGLU.apply(F.linear(rms_norm(inp, norm_weight, eps), fc1)), fc2)
         hidden = fp8_gemm(self, call, inp, fc1, is_first_microbatch, norm_weight=norm_weight, eps=eps)
         return fp8_gemm(self, call, hidden, fc2, is_first_microbatch, gemm=1, swiglu=True)
-
-    def extra_repr(self) -> str:
-        return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, eps={self.eps}"

@@ -65,6 +65,3 @@ class RMSNorm(nn.Module):
         """[..., normalized_shape] -> the same shape. Raises ValueError: another last dimension."""
         check_features("RMSNorm", inp, self.weight.shape[0])
         return rms_norm(inp.to(self.weight.dtype), self.weight, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"

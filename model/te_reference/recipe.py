@@ -12,21 +12,15 @@ there, an unknown constructor argument is an error.
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
 
 import torch
 
 
-class _FormatMax(NamedTuple):
-    max_fwd: float
-    max_bwd: float
-
-
 class Format(Enum):
-    """FP8 number format of the forward and the backward tensors; the value holds their largest magnitudes."""
+    """FP8 number format of the forward and the backward tensors."""
 
-    E4M3 = _FormatMax(448.0, 448.0)
-    HYBRID = _FormatMax(448.0, 57344.0)
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
 
     def dtype(self, forward: bool) -> torch.dtype:
         """torch dtype of the tensors that the forward (inputs, weights) or the backward (gradients)
@@ -63,17 +57,6 @@ class Recipe:
     def delayed(cls) -> bool:
         return issubclass(cls, DelayedScaling)
 
-    def _check(self) -> None:
-        unsupported: dict[str, Any] = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
-        for name, only in unsupported.items():
-            if getattr(self, name) != only:
-                raise ValueError(
-                    f"{type(self).__name__}({name}={getattr(self, name)!r}): the CPU reference supports only "
-                    f"{only!r}."
-                )
-        if not isinstance(self.fp8_format, Format):
-            raise ValueError(f"fp8_format must be Format.HYBRID or Format.E4M3, not {self.fp8_format!r}.")
-
 
 @dataclass
 class DelayedScaling(Recipe):
@@ -87,23 +70,7 @@ class DelayedScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
-    scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: None = None
-
-    def __post_init__(self) -> None:
-        self._check()
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                "amax_compute_algo must be 'max' or 'most_recent' in the CPU reference, not "
-                f"{self.amax_compute_algo!r}."
-            )
-        if self.scaling_factor_compute_algo is not None:
-            raise ValueError("scaling_factor_compute_algo: the CPU reference supports only None.")
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len must be at least 1, not {self.amax_history_len}.")
 
 
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
@@ -121,12 +88,6 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: None = None
-
-    def __post_init__(self) -> None:
-        self._check()
 
 
 @dataclass
@@ -137,23 +98,6 @@ class Float8BlockScaling(Recipe):
     fp8_quant_fwd_inp: QParams = field(init=False, default=QParams(_BLOCK_POWER_2))
     fp8_quant_fwd_weight: QParams = field(init=False, default=QParams(_BLOCK_POWER_2))
     fp8_quant_bwd_grad: QParams = field(init=False, default=QParams(_BLOCK_POWER_2))
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: None = None
-
-    def __post_init__(self) -> None:
-        self._check()
-        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
-        if any(dim not in (1, 2) for dim in dims) or dims.count(2) > 1:
-            raise ValueError(
-                f"x, w and grad_block_scaling_dim must be 1 or 2 and at most one of them 2, not {dims}."
-            )
-        for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
-            if not getattr(self, name).use_split_accumulator:
-                raise ValueError(f"Float8BlockScaling({name}=...) needs use_split_accumulator=True.")

@@ -23,9 +23,9 @@ class RotaryPositionEmbedding(nn.Module):
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """float32 [max_seq_len, 1, 1, dim]: angles of the positions from `offset` on."""
-        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
+    def forward(self, max_seq_len: int) -> Tensor:
+        """float32 [max_seq_len, 1, 1, dim]: angles of positions 0 to max_seq_len - 1."""
+        positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype)
         angles = torch.outer(positions, self.inv_freq)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +31,9 @@ class RecipeState:
     scaling.
     """
 
-    def __init__(self, recipe: Recipe, forward: bool, num_tensors: int, device: torch.device):
-        self.recipe = recipe
-        self.forward = forward
+    def __init__(self, recipe: Recipe, forward: bool):
+        self.recipe, self.forward = recipe, forward
         self.dtype = recipe.fp8_format.dtype(forward)
-        self.num_tensors = num_tensors
-        self.device = device
 
 
 class DelayedScalingState(RecipeState):
@@ -48,7 +44,7 @@ class DelayedScalingState(RecipeState):
     recipe: DelayedScaling
 
     def __init__(self, recipe: DelayedScaling, forward: bool, num_tensors: int, device: torch.device):
-        super().__init__(recipe, forward, num_tensors, device)
+        super().__init__(recipe, forward)
         self.scale = torch.ones(num_tensors, dtype=torch.float32, device=device)
         self.amax_history = torch.zeros(
             recipe.amax_history_len, num_tensors, dtype=torch.float32, device=device
@@ -71,7 +67,7 @@ class DelayedScalingState(RecipeState):
 def make_recipe_state(recipe: Recipe, forward: bool, num_tensors: int, device: torch.device) -> RecipeState:
     if isinstance(recipe, DelayedScaling):
         return DelayedScalingState(recipe, forward, num_tensors, device)
-    return RecipeState(recipe, forward, num_tensors, device)
+    return RecipeState(recipe, forward)
 
 
 @dataclass
@@ -85,7 +81,6 @@ class RecomputeFrame:
 
     enabled: bool
     recipe: Recipe | None
-    group: Any
     depth: int
     first: bool
     scales: list[Tensor | None] = field(default_factory=list)
@@ -107,7 +102,6 @@ class _Running:
 
     enabled: bool = False
     recipe: Recipe | None = None
-    group: Any = None
     depth: int = 0
     first_module: bool = False
     stashing: tuple[RecomputeFrame, ...] = ()
@@ -116,9 +110,8 @@ class _Running:
 
 running = _Running()
 
-_Registry = dict[tuple[bool, str, int], dict[int, weakref.ref[DelayedScalingState]]]
-_registry: _Registry = {}
-_groups: dict[int, Any] = {}
+# by direction and recipe, in the order of first use
+_registry: dict[tuple[bool, str], weakref.WeakKeyDictionary[DelayedScalingState, None]] = {}
 
 
 class autocast:  # noqa: N801 (Transformer Engine's name)
@@ -126,37 +119,26 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
 
     Contexts nest: an inner one replaces the outer until it exits, so that `autocast(enabled=False)` switches
     FP8 off inside. Wrap only the forward. At the exit of the outermost enabled context the forward scales of
-    delayed scaling move, which reduces amaxes over `amax_reduction_group` (default: all ranks): every rank
-    must exit equally often.
+    delayed scaling move, which reduces amaxes over all ranks: every rank must exit equally often.
 
-    Raises ValueError: `calibrating`, or a recipe that is not one of this package's.
+    Raises ValueError: a recipe that is not one of this package's.
     """
 
-    def __init__(
-        self,
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
-    ):
-        if calibrating:
-            raise ValueError("autocast(calibrating=True): the CPU reference supports only False.")
+    def __init__(self, enabled: bool = True, *, recipe: Recipe | None = None):
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(
                 f"autocast(recipe={recipe!r}): the CPU reference needs a recipe of model.te_reference.recipe."
             )
         self.enabled = enabled
         self.recipe = recipe
-        self.group = amax_reduction_group
-        self._outer: tuple[bool, Recipe | None, Any] | None = None
+        self._outer: tuple[bool, Recipe | None] | None = None
 
     def __enter__(self) -> autocast:
         if self._outer is not None:
             raise RuntimeError("this autocast is already entered; make a new one")
-        self._outer = (running.enabled, running.recipe, running.group)
+        self._outer = (running.enabled, running.recipe)
         running.enabled = self.enabled
         running.recipe = (self.recipe or DelayedScaling()) if self.enabled else None
-        running.group = self.group
         if running.depth == 0:
             running.first_module = True
         running.depth += 1
@@ -166,7 +148,7 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._outer is not None
-        running.enabled, running.recipe, running.group = self._outer
+        running.enabled, running.recipe = self._outer
         self._outer = None
         running.depth -= 1
         if running.depth == 0:
@@ -181,45 +163,30 @@ def take_first_module() -> bool:
     return first
 
 
-def register(state: DelayedScalingState, group: Any) -> None:
-    """Include `state` in the scale updates of its recipe and group, after those registered before it."""
-    key = (state.forward, repr(state.recipe), id(group))
+def register(state: DelayedScalingState) -> None:
+    """Include `state` in the scale updates of its recipe, after those registered before it."""
+    key = (state.forward, repr(state.recipe))
     for other, members in _registry.items():
-        if id(state) in members and members[id(state)]() is state:
-            if other == key:
-                return
-            del members[id(state)]
-            break
-    _groups[id(group)] = group
-    members = _registry.setdefault(key, {})
-    identity = id(state)
-    members[identity] = weakref.ref(state, lambda ref: _forget(members, identity, ref))
-
-
-def _forget(members: dict[int, weakref.ref[DelayedScalingState]], identity: int, ref: weakref.ref) -> None:
-    if members.get(identity) is ref:
-        del members[identity]
+        if other != key:
+            members.pop(state, None)
+    _registry.setdefault(key, weakref.WeakKeyDictionary())[state] = None
 
 
 def update_scales(forward: bool) -> None:
     """Move the scales of one direction: reduce the running amaxes over the ranks, roll the histories, set the
     scales.
 
-    One all-reduce for all modules of a recipe and group.
+    One all-reduce for all modules of a recipe.
     """
-    for (direction, _, group_id), members in list(_registry.items()):
-        states = [state for state in (ref() for ref in members.values()) if state is not None]
+    for (direction, _), members in _registry.items():
+        states = list(members)
         if direction is not forward or not states:
             continue
-        recipe, group = states[0].recipe, _groups[group_id]
+        recipe = states[0].recipe
         latest = torch.cat([state.amax_history[0] for state in states])
-        if (
-            recipe.reduce_amax
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size(group) > 1
-        ):
-            dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        distributed = dist.is_available() and dist.is_initialized()
+        if recipe.reduce_amax and distributed and dist.get_world_size() > 1:
+            dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         if not latest.any():
             continue
         history, scale = update_delayed_scaling(
@@ -230,7 +197,7 @@ def update_scales(forward: bool) -> None:
             margin=recipe.margin,
             amax_compute_algo=recipe.amax_compute_algo,
         )
-        widths = [state.num_tensors for state in states]
+        widths = [len(state.scale) for state in states]
         parts = zip(states, history.split(widths, dim=1), scale.split(widths), strict=True)
         for state, state_history, state_scale in parts:
             state.amax_history.copy_(state_history)
@@ -239,7 +206,7 @@ def update_scales(forward: bool) -> None:
 
 def new_frame() -> RecomputeFrame:
     """A frame for a function that is about to be checkpointed in the running autocast."""
-    return RecomputeFrame(running.enabled, running.recipe, running.group, running.depth, running.first_module)
+    return RecomputeFrame(running.enabled, running.recipe, running.depth, running.first_module)
 
 
 @contextmanager
@@ -262,7 +229,7 @@ def replay(frame: RecomputeFrame) -> Iterator[None]:
     """
     outer = _Running(**vars(running))
     frame.position = 0
-    running.enabled, running.recipe, running.group = frame.enabled, frame.recipe, frame.group
+    running.enabled, running.recipe = frame.enabled, frame.recipe
     running.depth, running.first_module = frame.depth, frame.first
     running.replaying, running.stashing = frame, ()
     try:

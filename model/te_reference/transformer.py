@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -33,8 +30,6 @@ class TransformerLayer(nn.Module):
         layernorm_epsilon: float = 1e-5,
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
@@ -66,8 +61,6 @@ class TransformerLayer(nn.Module):
             num_attention_heads,
             kv_channels or hidden_size // num_attention_heads,
             layernorm_epsilon=layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
             num_gqa_groups=num_gqa_groups,
             qkv_format=attn_input_format,
             window_size=window_size,
@@ -78,8 +71,6 @@ class TransformerLayer(nn.Module):
             hidden_size,
             ffn_hidden_size,
             eps=layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
             bias=bias,
             normalization=normalization,
             activation=activation,

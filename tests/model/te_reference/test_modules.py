@@ -255,8 +255,6 @@ def test_rms_norm_module():
 def test_default_initialization():
     weight = te.Linear(256, 256, bias=False).weight
     assert weight.std().item() == pytest.approx(0.023, rel=0.05)
-    filled = te.Linear(16, 16, bias=False, init_method=torch.nn.init.ones_).weight
-    assert filled.min() == 1
 
 
 @pytest.mark.parametrize("training", [True, False])

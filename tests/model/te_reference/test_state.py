@@ -117,25 +117,9 @@ def test_an_autocast_is_entered_once_at_a_time_and_again_later():
         assert state.running.enabled
 
 
-@pytest.mark.parametrize("arguments", [{"calibrating": True}, {"recipe": "delayed"}])
-def test_autocast_rejects_what_it_does_not_have(arguments):
+def test_autocast_rejects_what_is_no_recipe():
     with pytest.raises(ValueError, match="CPU reference"):
-        te.autocast(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: DelayedScaling(amax_compute_algo="mean"), "most_recent"),
-        (lambda: DelayedScaling(amax_history_len=0), "at least 1"),
-        (lambda: DelayedScaling(fp8_dpa=True), "fp8_dpa"),
-        (lambda: Float8BlockScaling(x_block_scaling_dim=2), "at most one"),
-        (lambda: Float8BlockScaling(fp8_gemm_wgrad=te.recipe.MMParams(use_split_accumulator=False)), "split"),
-    ],
-)
-def test_recipes_reject_what_the_reference_does_not_have(make, match):
-    with pytest.raises(ValueError, match=match):
-        make()
+        te.autocast(recipe="delayed")
 
 
 def test_all_modules_move_in_one_step_and_dead_ones_are_forgotten():
@@ -143,11 +127,11 @@ def test_all_modules_move_in_one_step_and_dead_ones_are_forgotten():
     recipe = DelayedScaling(amax_history_len=7)
     with te.autocast(recipe=recipe):
         (kept(x) + dropped(x)).sum().backward()
-    key = (True, repr(recipe), id(None))
+    key = (True, repr(recipe))
     assert len(state._registry[key]) == 2
     del dropped
     gc.collect()
-    assert [ref() for ref in state._registry[key].values()] == [kept.fp8_meta["scaling_fwd"]]
+    assert list(state._registry[key]) == [kept.fp8_meta["scaling_fwd"]]
 
 
 def test_the_backward_scales_of_all_modules_move_at_the_end_of_the_backward():
