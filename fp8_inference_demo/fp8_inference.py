@@ -15,9 +15,10 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from model.keys import between
 
 
 def find_model_folder(given: Path) -> Path:
@@ -61,21 +62,6 @@ def _typed_prompts() -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def number(kind: type, minimum: float, maximum: float = float("inf"), above: bool = False) -> Any:
-    """An argparse type: a number from `minimum` (or above it) to `maximum`."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not minimum <= value <= maximum or (above and value == minimum):
-            limits = f"{'above' if above else 'at least'} {minimum}"
-            limits += "" if maximum == float("inf") else f" and at most {maximum}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {limits}")
-        return value
-
-    parse.__name__ = "whole number" if kind is int else "number"
-    return parse
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -93,15 +79,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="current",
         help="FP8 scaling, default current; delayed scaling needs the amax history of a training run",
     )
-    parser.add_argument("--max_new_tokens", type=number(int, 1), default=128, help="default: 128")
-    parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0: greedy; default: 0.8")
+    parser.add_argument("--max_new_tokens", type=between(1), default=128, help="default: 128")
     parser.add_argument(
-        "--top_k", type=number(int, 0), default=50, help="likeliest tokens, 0: all; default: 50"
+        "--temperature", type=between(0, kind=float), default=0.8, help="0: greedy; default: 0.8"
     )
-    parser.add_argument(
-        "--top_p", type=number(float, 0, 1, above=True), default=1.0, help="their sum; default: 1"
-    )
-    parser.add_argument("--seed", type=number(int, 0), default=0, help="of the drawing; default: 0")
+    parser.add_argument("--top_k", type=between(0), default=50, help="likeliest tokens, 0: all; default: 50")
+    parser.add_argument("--top_p", type=between(1e-6, 1, float), default=1.0, help="their sum; default: 1")
+    parser.add_argument("--seed", type=between(0), default=0, help="of the drawing; default: 0")
     parser.add_argument("--ignore_eos", action="store_true", help="go on to max_new_tokens")
     return parser.parse_args(argv)
 

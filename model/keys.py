@@ -1,11 +1,14 @@
 """How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
 
 `option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config).
+resume may change (train/config). `between` is a number of other command lines.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -32,3 +35,15 @@ def option(help: str, default: Any = ..., *, resume: str = "", example: Any = No
     examples = None if example is None else [example]
     extra: Any = {"resume": resume} if resume else None
     return Field(default, description=help, examples=examples, json_schema_extra=extra, **limits)
+
+
+def between(low: float, high: float = math.inf, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """An argparse type: numbers of `kind` from `low` to `high`."""
+
+    def number(text: str) -> float:
+        if not low <= (value := kind(text)) <= high:
+            allowed = f"{low} to {high}" if high < math.inf else f"{low} or more"
+            raise argparse.ArgumentTypeError(f"{text}: allowed is {allowed}")
+        return value
+
+    return number

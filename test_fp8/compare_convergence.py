@@ -27,12 +27,12 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.options import Options, public
 from test_fp8.common.report import Result
 from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import LOG, PRESETS, Plan, make_plans, train_all
-from train.files import between
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")

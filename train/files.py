@@ -1,12 +1,10 @@
-"""Files that are whole or absent, also after a power cut, their hashes, and plots; numbers of command lines."""
+"""Files that are whole or absent, also after a power cut, their hashes, and plots."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,18 +34,6 @@ def sha256_file(path: str | Path) -> str:
     """The sha256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def between(low: float, high: float = math.inf, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: numbers of `kind` from `low` to `high`."""
-
-    def number(text: str) -> float:
-        if not low <= (value := kind(text)) <= high:
-            allowed = f"{low} to {high}" if high < math.inf else f"{low} or more"
-            raise argparse.ArgumentTypeError(f"{text}: allowed is {allowed}")
-        return value
-
-    return number
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.files import between
+from model.keys import between
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

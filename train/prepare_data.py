@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
-from train.files import between
+from model.keys import between
 from train.prepare.corpus import ALLOWED
 from train.prepare.steps import add_arguments
 

@@ -19,7 +19,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
     sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
              "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
 
-from train.files import between
+from model.keys import between
 from train.prepare.corpus import ALLOWED
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.config import config_file
-from train.files import between
+from model.keys import between
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_REPEATED = ("output", "work_dir")
