@@ -127,7 +127,7 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
 
 def resumed_run(args: TrainingArguments) -> tuple[bool, RunFolder]:
     """(whether a checkpoint will be resumed, the folder of the run that wrote it; output_dir where there is none)."""
-    own, setting = RunFolder(Path(args.output_dir or "output")), args.resume_from_checkpoint
+    own, setting = RunFolder(args.output_dir), args.resume_from_checkpoint
     if setting not in ("auto", "never"):
         return True, RunFolder(Path(setting).resolve().parent.parent)  # RUN/checkpoints/step-N
     return setting == "auto" and bool(committed(own.checkpoints)), own

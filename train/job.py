@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import math
 import os
 import re
@@ -22,7 +23,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -39,6 +39,9 @@ EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
 
 
+say = functools.partial(print, flush=True)
+
+
 class JobError(RuntimeError):
     """The job cannot be done with these settings; the message names the one to change."""
 
@@ -50,10 +53,10 @@ def main(argv: list[str]) -> int:
             signal.signal(number, job.pass_on)
         return job.run()
     except ConfigurationError as error:
-        say(str(error), sys.stderr)
+        say(str(error), file=sys.stderr)
         return NOT_AS_IT_IS
     except JobError as error:
-        say(f"run_training.sh: {error}", sys.stderr)
+        say(f"run_training.sh: {error}", file=sys.stderr)
         return 1
 
 
@@ -66,7 +69,6 @@ class Job:
         self.slurm_job = setting("SLURM_JOB_ID")
         self.first_node = setting("NODE_RANK", "0") == "0"
         self.child: subprocess.Popen | None = None
-        self.command: list[str] = []  # the child's
         self.stop_asked = self.interrupted = False
 
     def run(self) -> int:
@@ -75,7 +77,7 @@ class Job:
         Raises ConfigurationError: train.py would refuse the command line. JobError: a setting is not what it should be.
         """
         self.arguments = load_arguments(self.argv)
-        self.folder = RunFolder(Path(str(self.arguments.output_dir)))
+        self.folder = RunFolder(self.arguments.output_dir)
         if self.slurm_job:
             self.go_on_if_requeued()
         processes = processes_per_node()
@@ -97,26 +99,22 @@ class Job:
         return 0
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Handler of signals: what runs gets it too. Before anything runs it is remembered."""
-        if number == signal.SIGINT:
-            self.interrupted = True
-        else:
-            self.stop_asked = True
+        """Handler of signals: what runs gets it too, SIGUSR1 for a stop, which srun hands to its tasks; SIGTERM could
+        be meant for srun itself. Before anything runs it is remembered."""
+        self.interrupted |= number == signal.SIGINT
+        self.stop_asked |= number != signal.SIGINT
         # not send_signal, which polls: a handler must not reap what call() is waiting for
         if self.child is None or self.child.returncode is not None:
             return
-        if number == signal.SIGTERM and self.command[0] == "srun":
-            number = signal.SIGUSR1  # srun passes it on to its tasks; SIGTERM could be meant for srun itself
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.child.pid, number)
+            os.kill(self.child.pid, signal.SIGINT if self.interrupted else signal.SIGUSR1)
 
     def call(self, command: list[str]) -> int:
         """Run a program to its end, however many signals arrive; returns its status, 128 + n if signal n ended it."""
-        self.command = command
         try:
             self.child = subprocess.Popen(command)
         except OSError as error:
-            say(f"{command[0]}: {error}", sys.stderr)
+            say(f"{command[0]}: {error}", file=sys.stderr)
             return 127
         if self.stop_asked or self.interrupted:  # before there was anybody to tell
             self.pass_on(signal.SIGINT if self.interrupted else signal.SIGUSR1, None)
@@ -126,52 +124,45 @@ class Job:
         return status if status >= 0 else 128 - status
 
     def ended(self, status: int) -> int:
-        """The exit status after a program that did not end with 0."""
+        """The exit status after a program that did not end with 0; a Slurm job that was stopped is queued again."""
         if self.interrupted:
             return INTERRUPTED
-        if status == STOPPED or (self.stop_asked and status in [128 + number for number in SIGNALS]):
-            return self.stopped()  # a signal ends what has not yet begun
-        return status
+        if status != STOPPED and not (self.stop_asked and status - 128 in SIGNALS):
+            return status  # a signal ends what has not yet begun: that is a stop, too
+        at = f"training: stopped on request at {self.newest_name()}"
+        if not self.slurm_job or not self.first_node or setting("REQUEUE", "1") == "0":
+            say(f"{at}; the same command goes on from there")
+        elif output_of(["scontrol", "requeue", self.slurm_job]) is not None:
+            say(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
+        else:
+            say(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", file=sys.stderr)
+        return STOPPED
 
     def train(self, launch: list[str]) -> int:
         """Start it until it is done, stopped, or another start would not help; returns the exit status."""
         restarts = 0
         while True:
             checkpoint, step = self.newest_checkpoint(), self.last_step()
-            status = self.start(launch)
+            self.folder.stopped.unlink(missing_ok=True)
+            status = self.call([*launch, str(ROOT / "train/train.py"), *self.argv])
             if status == 0:
                 return 0
+            if self.folder.stopped.is_file():
+                status = STOPPED  # srun makes one status of several nodes'; what rank 0 wrote is sure
             if status in (STOPPED, NOT_AS_IT_IS) or self.stop_asked or self.interrupted:
                 return self.ended(status)
             how = f"training: ended with status {status}"
             if self.newest_checkpoint() == checkpoint and self.last_step() <= step:
-                say(f"{how} and came no further than step {step}; not started again", sys.stderr)
+                say(f"{how} and came no further than step {step}; not started again", file=sys.stderr)
                 return status
             if restarts == self.max_restarts:
-                say(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)", sys.stderr)
+                say(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)", file=sys.stderr)
                 return status
             restarts += 1
             self.go_on_from_own_checkpoint()
-            say(f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}", sys.stderr)
-
-    def start(self, launch: list[str]) -> int:
-        """Start the training once; returns its status, STOPPED also where the launcher has not said so."""
-        self.folder.stopped.unlink(missing_ok=True)
-        status = self.call([*launch, str(ROOT / "train/train.py"), *self.argv])
-        # srun makes one status of several nodes'; what rank 0 wrote is sure
-        return STOPPED if status and self.folder.stopped.is_file() else status
-
-    def stopped(self) -> int:
-        """The run was stopped on request: in a Slurm job, queue it again."""
-        at = f"training: stopped on request at {self.newest_name()}"
-        if self.slurm_job and self.first_node and setting("REQUEUE", "1") != "0":
-            if output_of(["scontrol", "requeue", self.slurm_job]) is not None:
-                say(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
-            else:
-                say(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", sys.stderr)
-        else:
-            say(f"{at}; the same command goes on from there")
-        return STOPPED
+            say(
+                f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}", file=sys.stderr
+            )
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(committed(self.folder.checkpoints)), None)
@@ -252,7 +243,7 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
         return "new", ""
     if arguments.resume_from_checkpoint != "auto":
         return "resume", arguments.resume_from_checkpoint
-    folder = RunFolder(Path(str(arguments.output_dir)))
+    folder = RunFolder(arguments.output_dir)
     found = committed(folder.checkpoints)
     if not found:
         return "new", ""
@@ -356,13 +347,8 @@ def output_of(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        say(f"{command[0]}: {error}", sys.stderr)
+        say(f"{command[0]}: {error}", file=sys.stderr)
         return None
-
-
-def say(line: str, file: TextIO | None = None) -> None:
-    """On standard output, or on `file`, now."""
-    print(line, file=file, flush=True)
 
 
 if __name__ == "__main__":

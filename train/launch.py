@@ -5,12 +5,10 @@
     srun --ntasks-per-node=1 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST --master_port 29500 \\
         train/train.py CONFIG                             (the node's rank: SLURM_PROCID)
 
-What it is for, beside deepspeed and torchrun, which start the same script: deepspeed's launcher kills its ranks 30
-seconds after a SIGTERM and exits with 1. torchrun still exits with 1 whatever its ranks say, so that a stop on request,
-a wrong key and a crash look alike, although torch 2.13's passes SIGUSR1 on and waits for a save if it is told to
-(--signals-to-handle, --shutdown-timeout). Both give the ranks that are left 30 seconds to end when one has died. Here
-SIGTERM and SIGUSR1 go to every rank, which then has the time it needs to save; when a rank dies, the others end within
-seconds.
+What it is for, beside deepspeed and torchrun, which start the same script: both exit with 1 whatever their ranks say,
+so that a stop on request, a wrong key and a crash look alike, and give the ranks that are left 30 seconds to end when
+one has died; deepspeed's kills its ranks 30 seconds after a SIGTERM. Here SIGTERM and SIGUSR1 go to every rank, which
+then has the time it needs to save; when a rank dies, the others end within seconds.
 
 Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; else that of the rank which
 failed first, 128 + n if signal n killed it.
@@ -19,6 +17,7 @@ failed first, 128 + n if signal n killed it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import random
@@ -32,6 +31,7 @@ from types import FrameType
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.keys import between
 from train.guard.signals import SIGNALS, STOPPED
 
 POLL_S = 0.2
@@ -55,25 +55,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--nproc", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--nproc", type=between(1), required=True, help="ranks on this node")
+    parser.add_argument("--nnodes", type=between(1), default=1)
     parser.add_argument(
         "--node_rank",
-        type=int,
-        help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node, if there are several nodes",
+        type=between(0),
+        default=os.environ.get("SLURM_PROCID", "0"),
+        help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node",
     )
     parser.add_argument("--master_addr", default="127.0.0.1", help="the host of node 0")
     parser.add_argument("--master_port", type=int, help="a free port there; default, one node: any")
     parser.add_argument("script", help="what each rank runs, with the rest of the command line")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
-    if options.node_rank is None:
-        options.node_rank = int(os.environ.get("SLURM_PROCID", "0")) if options.nnodes > 1 else 0
-    if options.nproc < 1 or not 0 <= options.node_rank < options.nnodes:
-        parser.error(
-            f"--nproc {options.nproc}, --node_rank {options.node_rank}, --nnodes {options.nnodes}: at least one "
-            "rank, and a node_rank below nnodes"
-        )
+    if options.node_rank >= options.nnodes:
+        parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
     if options.master_port is None and options.nnodes > 1:
         parser.error("several nodes need --master_port, the same on each")
     return options
@@ -105,9 +101,8 @@ class Launcher:
         self.first_rank = options.node_rank * options.nproc
         self.asked_to_stop = self.interrupted = False
         self.processes: list[subprocess.Popen] = []
-        for number in SIGNALS:
+        for number in (*SIGNALS, signal.SIGINT):
             signal.signal(number, self._pass_on)
-        signal.signal(signal.SIGINT, self._interrupt)
         environment = dict(
             os.environ,
             WORLD_SIZE=str(options.nnodes * options.nproc),
@@ -116,11 +111,9 @@ class Launcher:
             MASTER_ADDR=options.master_addr,
             MASTER_PORT=str(options.master_port or free_port()),
         )
+        job = f"{os.getuid()}_{environment['MASTER_ADDR']}_{environment['MASTER_PORT']}"
         self.buffers = [
-            Path(
-                f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{environment['MASTER_ADDR']}_"
-                f"{environment['MASTER_PORT']}_{self.first_rank + local}"
-            )
+            Path(f"/dev/shm/deepspeed_allreduce_buffer_{job}_{self.first_rank + local}")
             for local in range(options.nproc)
         ]
         command = [sys.executable, "-u", options.script, *options.arguments]
@@ -131,17 +124,15 @@ class Launcher:
                 self.processes[-1].send_signal(signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:  # wait() ends, and then the ranks
+            self.interrupted = True
+            return
         self.asked_to_stop = True
         for process in self.processes:
             # not send_signal, which polls: a handler must not reap what wait() is looking at
             if process.returncode is None:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
-                except ProcessLookupError:
-                    pass
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
 
     def wait(self) -> int:
         """Watch the ranks until all have ended or must be; returns the exit status."""
@@ -168,10 +159,8 @@ class Launcher:
             return 0
         if set(failed.values()) == {STOPPED}:
             return STOPPED
-        # a rank that was killed is the cause, those that lost their connection to it the consequence
-        rank = next((r for r, status in failed.items() if status < 0), None)
-        if rank is None:
-            rank = next(r for r, status in failed.items() if status != STOPPED)
+        # the first that was killed is the cause, those that lost their connection to it the consequence
+        rank = min(failed, key=lambda rank: (failed[rank] >= 0, failed[rank] == STOPPED))
         status = failed[rank]
         if status < 0 and self.asked_to_stop and -status in SIGNALS:
             return STOPPED  # so early that the rank did not yet take signals: it had done nothing

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import UserError
+from model.config import UserError, flops_per_token
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, snapshot_fp8_state
@@ -26,7 +26,7 @@ from train.config.arguments import TrainingArguments
 from train.data.stream import NO_LABEL, MicroBatches, SampleStream
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
-from train.guard.health import Health, Spike, ranks_without_finite_loss, samples_record, samples_text
+from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
 from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
@@ -54,7 +54,6 @@ class Run:
     state: RunState
     resumed_from: Path | None
     saver: Saver
-    flops_per_token: float
     stop_vote: StopVote
     watchdog: Watchdog
 
@@ -79,10 +78,10 @@ def train(run: Run) -> Path | None:
     differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
     """
     with run.watchdog:
+        if run.state.evaluation_due:
+            evaluate_late(run)
         if run.state.step >= run.arguments.max_steps:
             run.metrics.message(f"this run has its {run.arguments.max_steps} steps already; nothing to train")
-            if run.state.evaluation_due:
-                evaluate_late(run)
             return run.resumed_from
         try:
             return Loop(run).to_the_end()
@@ -109,6 +108,11 @@ class Step:
     saves: bool = False
     evaluates: bool = False
 
+    @property
+    def due(self) -> bool:
+        """Something follows for which the loop waits for the GPU."""
+        return self.logs or self.saves or self.evaluates or self.stops
+
 
 class Loop:
     """The steps of a run. `to_the_end` is their order; every rank calls all of it alike."""
@@ -120,38 +124,28 @@ class Loop:
         self.accumulation = args.gradient_accumulation_steps or 1
         self.samples = args.per_device_train_batch_size * self.accumulation * self.world  # of a step
         self.tokens = self.samples * args.max_seq_length
+        self.flops = flops_per_token(engine.module.config, args.max_seq_length)
         self.batches = MicroBatches(run.train_stream, args.per_device_train_batch_size, rank, self.world)
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         self.health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
         self.health.load_state_dict(state.health)
-        self.rollback = Rollback(
-            run.folder.checkpoints,
-            engine,
-            run.precision,
-            state,
-            self.health,
-            run.metrics,
-            run.train_stream,
-        )
-        if args.replica_check_steps:
-            run.metrics.message(
-                f"replica check, every {args.replica_check_steps} steps: {scope(engine, run.precision)}"
-            )
+        of_run = run.precision, state, self.health, run.metrics, run.train_stream
+        self.rollback = Rollback(run.folder.checkpoints, engine, *of_run)
+        if steps := args.replica_check_steps:
+            run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
         self._start_clock()
         self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
 
     def to_the_end(self) -> Path | None:
         run, state = self.run, self.state
-        if state.evaluation_due:
-            evaluate_late(run)
         while state.step < self.args.max_steps:
             step = self._take_step()
             self._judge_skip(step)
             self._meet(step)
             if self._goes_back(step):
                 continue
-            if step.logs or step.saves or step.evaluates or step.stops:
+            if step.due:
                 loss = self._mean_loss(step)
                 if step.logs:
                     self._log(step, loss)
@@ -198,7 +192,14 @@ class Loop:
         """Tell of a step that was skipped. Raises TrainingError: it was the last that may be."""
         run, state, most = self.run, self.state, self.args.max_skipped_steps
         if step.skipped:
-            step.record["skipped"] = _tell_skipped(run, step.loss, self.samples)
+            found = samples_record(run.train_stream, state.consumed_samples - self.samples, self.samples)
+            losses = ranks_without_finite_loss(step.loss)
+            where = ", ".join(f"{value} on rank {rank}" for rank, value in losses.items())
+            why = f"the loss is {where}" if where else "the loss is finite, a gradient is not"
+            run.metrics.message(
+                f"step {state.step} is skipped on all ranks, no weight changed: {why}; {samples_text(found)}"
+            )
+            step.record["skipped"] = {**found, "ranks": list(losses)}
         if self.health.skipped_in_a_row >= most:
             if step.record:
                 run.log(step.record)
@@ -225,15 +226,17 @@ class Loop:
             check_replicas(self.engine, run.precision, number)
 
     def _goes_back(self, step: Step) -> bool:
-        """Look at the numbers of the last steps, when something is due or there are many; go back after a spike if so
-        configured."""
-        run, due = self.run, step.logs or step.saves or step.evaluates or step.stops
-        if not (due or self.health.full()):
+        """Look at the numbers of the last steps, when something is due or there are many; tell of spikes, and go back
+        if so configured."""
+        run, found = self.run, []
+        if not ((step.due or self.health.full()) and (spikes := self.health.look())):  # waits for the GPU
             return False
-        spikes = self.health.look()  # waits for the GPU
-        if not spikes:
-            return False
-        step.record["spikes_found"] = _tell_spikes(run, spikes, self.samples)
+        for spike in spikes:
+            record = samples_record(run.train_stream, spike.first_sample, self.samples)
+            run.metrics.message(f"step {spike.step} is a spike: {spike}; {samples_text(record)}")
+            value = {spike.what: spike.value, "threshold": spike.threshold}
+            found.append({"step": spike.step, **value, **record})
+        step.record["spikes_found"] = found
         run.watchdog.met(f"looked at the numbers to step {self.state.step}")
         if self.args.on_spike != "rollback":
             return False
@@ -266,7 +269,7 @@ class Loop:
         record["grad_norm"] = None if norm is None else float(norm)
         record["learning_rate"] = step.learning_rate
         record["tokens_per_second"] = rate
-        record["mfu"] = mfu(rate / self.world, run.flops_per_token, self.peak)
+        record["mfu"] = mfu(rate / self.world, self.flops, self.peak)
         record["memory_gib"] = (
             torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         )
@@ -358,26 +361,20 @@ def settle(run: Run, last: bool = False) -> None:
 
     Raises SaveError: it failed, and the run is not to go on to its next save; after the `last` there is none.
     """
-    pending = run.saver.pending
-    if pending:
-        run.watchdog.doing("waits for the save under way")
+    if not run.saver.pending:
+        return
+    run.watchdog.doing("waits for the save under way")
     try:
-        try:
-            saved = run.saver.finish()
-        finally:
-            if pending:  # of which the ranks agree how it ended
-                run.watchdog.met("the save is over")
+        saved = run.saver.finish()
+        assert saved is not None
+        message = f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
     except SaveError as error:
         if last or run.arguments.on_save_failure == "stop":
             raise
-        run.metrics.message(
-            f"warning: {error}. on_save_failure is continue: the run goes on to its next save"
-        )
-    else:
-        if saved is not None:
-            run.metrics.message(
-                f"saved {saved.path} in {saved.seconds:.1f} s (training waited {saved.waited_s:.1f} s)"
-            )
+        message = f"warning: {error}. on_save_failure is continue: the run goes on to its next save"
+    finally:  # the ranks agree how it ended
+        run.watchdog.met("the save is over")
+    run.metrics.message(message)
 
 
 def _mean_over_ranks(value: torch.Tensor) -> float:
@@ -385,28 +382,6 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
     value = value.clone()
     dist.all_reduce(value)
     return float(value / dist.get_world_size())
-
-
-def _tell_skipped(run: Run, loss: torch.Tensor, samples: int) -> dict[str, Any]:
-    """Say that the last step was skipped, with its `samples` samples; returns them for the metrics."""
-    found = samples_record(run.train_stream, run.state.consumed_samples - samples, samples)
-    losses = ranks_without_finite_loss(loss)
-    where = ", ".join(f"{value} on rank {rank}" for rank, value in losses.items())
-    run.metrics.message(
-        f"step {run.state.step} is skipped on all ranks, no weight changed: "
-        f"{f'the loss is {where}' if where else 'the loss is finite, a gradient is not'}; {samples_text(found)}"
-    )
-    return {**found, "ranks": list(losses)}
-
-
-def _tell_spikes(run: Run, spikes: list[Spike], samples: int) -> list[dict[str, Any]]:
-    """Say which steps spiked, with their `samples` samples; returns them for the metrics."""
-    found = []
-    for spike in spikes:
-        record = samples_record(run.train_stream, spike.first_sample, samples)
-        run.metrics.message(f"step {spike.step} is a spike: {spike}; {samples_text(record)}")
-        found.append({"step": spike.step, spike.what: spike.value, "threshold": spike.threshold, **record})
-    return found
 
 
 def _advice(run: Run) -> str:

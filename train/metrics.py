@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, a progress bar or plain lines, wandb, the loss plot; and MFU.
+"""What a run tells: metrics.jsonl, lines for people, wandb, the loss plot; and MFU.
 
 Only the main rank (rank 0) writes; on all others a logger does nothing.
 """
@@ -9,19 +9,14 @@ import contextlib
 import importlib.util
 import json
 import math
-import netrc
 import os
 import re
 import secrets
-import sys
 import time
 from collections import deque
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-
-from tqdm import tqdm
 
 from train.files import drawing
 from train.run_folder import RunFolder
@@ -29,10 +24,7 @@ from train.run_folder import RunFolder
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
-LOSSES = {
-    "loss": ("training", "-"),
-    "eval_loss": ("evaluation", "o-"),
-}  # in the plot: label and style of each
+LOSSES = {"loss": ("training", "-"), "eval_loss": ("evaluation", "o-")}  # in the plot: label and style
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -74,18 +66,12 @@ class MetricsLogger:
         self.is_main = is_main
         if not is_main:
             return
-        self.total_steps = total_steps = config["max_steps"]
+        self.total_steps = config["max_steps"]
         folder.path.mkdir(parents=True, exist_ok=True)
         discarded = discard_after(folder.metrics, start_step)
         self._file = folder.metrics.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._failing = False
-        # A bar that redraws itself is noise in a log file.
-        self._bar = (
-            tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, file=sys.stderr)
-            if sys.stderr.isatty()
-            else None
-        )
         self._recent: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=10)
         if discarded:
             self.message(
@@ -103,29 +89,17 @@ class MetricsLogger:
         self._write()
         if step > self._recent[-1][0]:
             self._recent.append((step, time.monotonic()))
-        if self._bar is not None:
-            if "loss" in metrics:
-                self._bar.set_postfix_str(_brief(metrics), refresh=False)
-            else:
-                self.message(f"step {step}/{self.total_steps}  {_brief(metrics)}")
-            self._bar.update(step - self._bar.n)
-        else:
-            left = self._seconds_left(step)
-            ending = f"  {tqdm.format_interval(left)} left" if left is not None and "loss" in metrics else ""
-            _print(f"step {step}/{self.total_steps}  {_brief(metrics)}{ending}")
+        left = self._left(step) if "loss" in metrics else ""
+        self.message(f"step {step}/{self.total_steps}  {_brief(metrics)}{left}")
         if self._wandb is not None:
-            # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines
-            # are
+            # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines are
             self._wandb.log(metrics)
 
     def message(self, text: str) -> None:
-        """A line for people, above the progress bar; not in metrics.jsonl."""
-        if not self.is_main:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        else:
-            _print(text)
+        """A line for people, not in metrics.jsonl. A console that is a file on a full disk does not end a run."""
+        if self.is_main:
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
 
     def rewind(self, step: int) -> None:
         """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
@@ -142,19 +116,15 @@ class MetricsLogger:
         self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Close the file, the bar and the wandb run. A second call does nothing."""
+        """Close the file and the wandb run. A second call does nothing."""
         if not self.is_main or self._file.closed:
             return
         self._write()
         if self._unwritten:
             self.message(f"warning: {len(self._unwritten)} lines of {self._file.name} are lost")
         self._file.close()
-        if self._bar is not None:
-            self._bar.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -182,11 +152,13 @@ class MetricsLogger:
                 self._failing = False
                 self.message(f"{self._file.name} could be written again; no line is missing")
 
-    def _seconds_left(self, step: int) -> float | None:
+    def _left(self, step: int) -> str:
+        """The time that the steps after `step` take at the recent speed, "" where none is known."""
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         if last_step == first_step:
-            return None
-        return (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
+            return ""
+        seconds = (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
+        return f"  {timedelta(seconds=int(seconds))} left"
 
     def _start_wandb(self, folder: RunFolder, config: dict[str, Any], start_step: int) -> Any:
         import wandb  # slow to import, and not needed without report_to
@@ -270,12 +242,6 @@ def plot_loss(folder: RunFolder) -> Path | None:
     return folder.loss_plot
 
 
-def _print(text: str) -> None:
-    """For people; a console that is a file on a full disk does not end a run."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
-
-
 def _step_of(line: str) -> int:
     """The line's step; 0, which is never kept, where it cannot be read."""
     try:
@@ -286,13 +252,10 @@ def _step_of(line: str) -> int:
 
 
 def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    from requests.utils import get_netrc_auth  # a requirement of wandb, which reads netrc as well
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
 
 
 def _brief(metrics: dict[str, Any]) -> str:

@@ -10,10 +10,10 @@ EXPORTED_FROM = "exported_from.json"
 
 
 class RunFolder:
-    """The parts of the folder `path`, whether they are there or not."""
+    """The parts of the folder `path` (output_dir of resolved arguments), whether they are there or not."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: str | Path | None):
+        self.path = path = Path(path or "output")
         self.train_config = path / "train_config.json"  # what the run was started with, resolved
         self.ds_config = path / "ds_config.json"  # what DeepSpeed was given
         self.autotune = path / "autotune.json"  # what precision.auto measured and chose

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from transformers import MistralConfig
 
 
-def say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+def say(*lines: str) -> None:
+    if lines and dist.get_rank() == 0:
+        print(*lines, sep="\n", flush=True)
 
 
 def seed(args: TrainingArguments) -> None:
@@ -132,12 +132,11 @@ def starting_point(
         model_config=_description(config),
         data_fingerprint=stream.fingerprint(),
     )
-    folder = RunFolder(Path(args.output_dir or "output"))
-    resume_from = choose_checkpoint(folder.checkpoints, args.resume_from_checkpoint, say)
+    checkpoints = RunFolder(args.output_dir).checkpoints
+    resume_from = choose_checkpoint(checkpoints, args.resume_from_checkpoint, say)
     if resume_from is not None:
         saved = read_state(resume_from)
-        for line in resume_state(state, saved, resume_from, args.data.allow_changes_on_resume):
-            say(line)
+        say(*resume_state(state, saved, resume_from, args.data.allow_changes_on_resume))
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
@@ -163,10 +162,8 @@ def announce(
     """Say what is about to run, and prove it, before the first step.
 
     Raises ProofError: something else would run."""
-    for line in _report(args, model, precision, stream, state):
-        say(line)
-    for line in prove(model, precision, args.model.attention_backend, args.seed):
-        say(line)
+    say(*_report(args, model, precision, stream, state))
+    say(*prove(model, precision, args.model.attention_backend, args.seed))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, attention_of(model, precision))  # so that one odd node shows
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
@@ -236,21 +233,16 @@ def engine_for(
     if resume_from is None:
         size = args.per_device_train_batch_size
         ids, labels, documents = stream.batch(dist.get_rank() * size, size).to(precision.device)
-        for line in calibrate(
-            model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents
-        ):
-            say(line)
+        say(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
     engine = build_engine(model, args, ds_config)
     if resume_from is not None:
         with without_prints():
             load_checkpoint(engine, resume_from, precision)
     micro_step = MicroStep(engine, precision, args)
-    for line in micro_step.notes:
-        say(line)
+    begins = f"starting from {args.model.init_from or 'random weights'}"
     if resume_from is not None:
-        say(f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens")
-    else:
-        say(f"starting from {args.model.init_from or 'random weights'}")
+        begins = f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens"
+    say(*micro_step.notes, begins)
     return engine, micro_step
 
 
@@ -260,7 +252,7 @@ def open_folder(
     """From here on the run writes: whatever could refuse it has had its say. First what makes room.
 
     tuned: what precision.auto chose. Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger."""
-    main, folder = dist.get_rank() == 0, RunFolder(Path(args.output_dir or "output"))
+    main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if main:
         aside = set_aside(folder.checkpoints, state.step)
         if aside is not None:

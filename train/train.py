@@ -87,7 +87,6 @@ def run_training(args: TrainingArguments) -> None:
     """One run from its resolved arguments; every rank calls it."""
     import torch.distributed as dist
 
-    from model.config import flops_per_token
     from train import setup
     from train.autotune import resolve_auto
     from train.checkpoint.save import Saver
@@ -106,7 +105,7 @@ def run_training(args: TrainingArguments) -> None:
     setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     metrics = setup.open_folder(args, ds_config, tuned, state)
-    folder = RunFolder(Path(args.output_dir or "output"))
+    folder = RunFolder(args.output_dir)
     run = Run(
         arguments=args,
         folder=folder,
@@ -119,7 +118,6 @@ def run_training(args: TrainingArguments) -> None:
         state=state,
         resumed_from=resume_from,
         saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit, metrics.message),
-        flops_per_token=flops_per_token(model.config, args.max_seq_length),
         stop_vote=signals.StopVote(args.hang_timeout_s),
         watchdog=Watchdog(args.hang_timeout_s),
     )

@@ -93,17 +93,6 @@ def test_time_left_follows_the_recent_speed(tmp_path, capsys, monkeypatch):
     assert "2:00:00 left" in capsys.readouterr().out  # 3600 steps at 2 s
 
 
-def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = logger(tmp_path)
-    log.log({"step": 50, "loss": 2.5})
-    log.log({"step": 50, "eval_loss": 2.75})
-    log.close()
-    captured = capsys.readouterr()
-    assert "50/100" in captured.err and "loss 2.5000" in captured.err and "eval_loss 2.7500" in captured.err
-    assert captured.out == ""
-
-
 class FullDisk:
     """A file whose disk takes `room` bytes more."""
 
