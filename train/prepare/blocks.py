@@ -79,8 +79,8 @@ class WriteShards(PipelineStep):
         what = self.preparation
         encoder = encoder_of(str(what.tokenizer))
         seed = None if what.shuffle_seed is None else [what.shuffle_seed, rank]
-        writer = SplitWriter(what.output, encoder.vocab_size, what.eval_fraction, what.shard_tokens, f"{rank:05d}_",
-                             seed)  # fmt: skip
+        writer = SplitWriter(what.work("new"), encoder.vocab_size, what.eval_fraction, what.shard_tokens,
+                             f"{rank:05d}_", seed)  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
         tokens, told = 0, time.monotonic()
         for texts in self._batches(data):

@@ -31,7 +31,7 @@ import numpy as np
 
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
-from train.prepare.output import WORK_NAME, OutputFolder, SplitWriter
+from train.prepare.output import OutputFolder, SplitWriter
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -289,13 +289,10 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
     encoder = TextEncoder(args.tokenizer)
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
     datasets = open_all(args.input)
-    if (Path(args.output) / WORK_NAME).is_dir() and not args.overwrite:
-        raise DataError(f"{args.output} holds an unfinished preparation of prepare_data.py, which would be lost; "
-                        "choose another --output, or --overwrite it")  # fmt: skip
     total, read = sum(dataset.tokens for dataset in datasets), 0
     start_s = told_s = time.monotonic()
-    with OutputFolder(args.output, args.overwrite) as folder:
-        writer = SplitWriter(folder.folder, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
+    with OutputFolder(args.output, encoder, args.overwrite) as folder:
+        writer = SplitWriter(folder.new, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
         for dataset in datasets:
             for tokens, ends in read_documents(dataset):
                 documents = framing.frame(tokens, ends, dataset.bin)
@@ -312,7 +309,6 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
                 "no document for the train split: give more datasets or a smaller --eval_fraction"
             )
         manifest = folder.commit(
-            encoder,
             shards,
             writer.counts,
             inputs=args.input,

@@ -1,6 +1,5 @@
-"""The writing side of the data format: token shards, and folders that are committed or known to be unfinished."""
+"""The writing side of the data format: token shards, and the folder that has the old data until the new is whole."""
 
-import contextlib
 import fcntl
 import filecmp
 import hashlib
@@ -10,12 +9,11 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from train.data.encoder import TextEncoder
+from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import (
     INDEX_DTYPE,
     MANIFEST_NAME,
@@ -31,9 +29,9 @@ from train.data.format import (
 )
 from train.files import sha256_file, sync_folder
 
-# It stands in the folder from before the first shard until after the manifest, and is locked while its writer lives.
-MARKER_NAME = "prepare_data.unfinished"
-WORK_NAME = "prepare_data.work"  # what an unfinished preparation has done so far
+WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
+LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
+IDENTITY_NAME = "job.json"  # in the work folder: what is prepared; without it there is nothing to go on from
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
 
 
@@ -165,71 +163,84 @@ def _flush_and_close(file: BinaryIO) -> None:
 
 
 class OutputFolder:
-    """Context of one preparation: takes the folder, clears what an earlier unfinished run left, commits at the end.
+    """Context of one preparation: takes the folder, and puts new data in the place of what it has at `commit`.
 
-    Only files that a run of this program wrote are ever deleted: shards listed by the manifest that is overwritten,
-    and shards beside a marker. When the context ends without `commit` by an ordinary exception, its own shards go
-    too; after a kill they stay, and the marker tells the next run.
-
-    A `resumable` preparation goes on where it ended: without `overwrite` nothing of an unfinished run is cleared, and
-    what it did stays when the context ends without `commit`. What it notes about itself goes into the folder `work`.
+    Until then everything new is in `work`, beside data that the folder may have: the shards in `new`, and what a
+    preparation notes about itself. When the context ends without `commit`, `work` goes, and stays where it is
+    `resumable`: then the next run of that goes on in it, unless `overwrite` is set.
 
     Raises:
-        DataError: the folder holds prepared data and `overwrite` is not set, holds shards of unknown origin, or
-            another process is writing to it.
+        DataError: the folder holds prepared data and `overwrite` is not set, has shards or another tokenizer of unknown
+            origin, or another process is writing to it.
     """
 
-    def __init__(self, folder: str | Path, overwrite: bool, resumable: bool = False) -> None:
-        self.folder, self.overwrite, self.resumable = Path(folder), overwrite, resumable
+    def __init__(
+        self, folder: str | Path, encoder: TextEncoder, overwrite: bool, resumable: bool = False
+    ) -> None:
+        self.folder, self.encoder = Path(folder), encoder
+        self.overwrite, self.resumable = overwrite, resumable
         self.work = self.folder / WORK_NAME
-        self._marker = self.folder / MARKER_NAME
+        self.new = self.work / "new"
+        self._keep = resumable
 
     def __enter__(self) -> "OutputFolder":
         self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._marker.exists()
-        has_manifest = (self.folder / MANIFEST_NAME).exists()
-        if has_manifest and not unfinished and not self.overwrite:
-            raise DataError(
-                f"{self.folder} already holds prepared data; choose another --output, or --overwrite it"
-            )
-        if not has_manifest and not unfinished and (stray := self._shard_files()):
-            raise DataError(
-                f"{self.folder} holds {stray[0].name} but neither a manifest nor the mark of an unfinished run: it may "
-                "belong to something else; move it or choose another --output"
-            )
-        self._lock = open(self._marker, "a")  # the lock lives as long as the file is open
+        lock = self.folder / LOCK_NAME
+        self._lock = open(lock, "a")  # locked as long as it is open
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(lock)):
+                raise FileNotFoundError  # its process has just ended
+        except (BlockingIOError, FileNotFoundError) as error:
             self._lock.close()
             raise DataError(f"another process is preparing data in {self.folder}; wait for it") from error
-        sync_folder(self.folder)
-        self._own_files = self._own_tokenizer_files(has_manifest)
-        (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
-        if not self.resumable or self.overwrite or not self.work.is_dir():
+        if (self.new / MANIFEST_NAME).exists():
+            self._exchange()
             self._clear()
+        is_begun = (self.work / IDENTITY_NAME).exists()
+        if problem := self._problem(is_begun):
+            self._keep = is_begun
+            self.__exit__()
+            raise DataError(problem)
+        if self.overwrite or not (self.resumable and is_begun):
+            self._clear()
+        self.new.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        committed = (self.folder / MANIFEST_NAME).exists()
-        if not committed and self.resumable and self.work.is_dir():
-            self._lock.close()
-            return
-        if not committed:
+    def _problem(self, is_begun: bool) -> str | None:
+        """Why there cannot be new data in the folder."""
+        remedy = "choose another --output, or --overwrite it"
+        if is_begun and not (self.resumable or self.overwrite):
+            return f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be lost; {remedy}"
+        if (self.folder / MANIFEST_NAME).exists():
+            replaces = is_begun or self.overwrite
+            return None if replaces else f"{self.folder} already holds prepared data; {remedy}"
+        foreign = [(path, "there is no manifest that lists it") for path in self._shard_files()]
+        for name in TOKENIZER_FILES:
+            path, ours = self.folder / TOKENIZER_FOLDER / name, self.encoder.folder / name
+            if path.exists() and not (ours.exists() and filecmp.cmp(path, ours, shallow=False)):
+                foreign.append((path, "it is not that of --tokenizer"))
+        for path, why in foreign:
+            return f"{path} may belong to something else: {why}; move it or choose another --output"
+        return None
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._keep:
             self._clear()
-        self._marker.unlink(missing_ok=True)  # before `work`: half of that would not be worth going on from
-        shutil.rmtree(self.work, ignore_errors=True)
+            os.unlink(self._lock.name)
         self._lock.close()
 
-    def commit(
-        self, encoder: TextEncoder, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any
-    ) -> Manifest:
-        """Copy the tokenizer and write the manifest: from here on the folder holds data.
+    def _clear(self) -> None:
+        # first: half of the rest is not worth going on from
+        (self.work / IDENTITY_NAME).unlink(missing_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def commit(self, shards: list[Shard], counts: dict[str, np.ndarray], **source: Any) -> Manifest:
+        """Copy the tokenizer, write the manifest, and put all that is new in its place.
 
         counts: of tokens, by split, [V] each. source: the manifest's fields about what was prepared, and how.
         """
+        encoder = self.encoder
         manifest = Manifest(
             schema=SCHEMA,
             dtype=token_dtype(encoder.vocab_size).name,
@@ -242,40 +253,38 @@ class OutputFolder:
             shards=shards,
             **source,
         )
-        self._copy_tokenizer(encoder.folder, encoder.files)
-        sync_folder(self.folder)
-        write_manifest(self.folder, manifest)
+        (self.new / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        for name in encoder.files:
+            shutil.copyfile(encoder.folder / name, self.new / TOKENIZER_FOLDER / name)
+        write_manifest(self.new, manifest)
+        self._exchange()
+        self._keep = False
         return manifest
 
-    def _copy_tokenizer(self, source: Path, names: list[str]) -> None:
-        """Copy the tokenizer's files into the folder (where it already lies there, it stays)."""
-        target = self.folder / TOKENIZER_FOLDER
-        target.mkdir(exist_ok=True)
-        if target.resolve() == source.resolve():
-            return
-        for name in set(names) - self._own_files:
-            if (target / name).exists() and not filecmp.cmp(target / name, source / name, False):
-                raise DataError(f"{target / name} is another tokenizer's; move it or choose another --output")
-        self._lock.write("\n".join([*names, ""]))  # after a kill, the next run knows that these are ours
-        self._lock.flush()
+    def _exchange(self) -> None:
+        """Put what is new in the place of what the folder has. The manifest comes last: when this is interrupted, the
+        folder has none, and the next run does the rest.
+        """
+        manifest = read_manifest(self.new)
+        names = {file for shard in manifest.shards for file in (shard.name, f"{shard.name}.index")}
+        names |= {f"{TOKENIZER_FOLDER}/{name}" for name in manifest.tokenizer_files}
+        old = {path.name for path in self._shard_files()} | {
+            f"{TOKENIZER_FOLDER}/{name}" for name in TOKENIZER_FILES
+        }
+        (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        (self.folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+        for name in old - names:
+            (self.folder / name).unlink(missing_ok=True)
         for name in names:
-            shutil.copyfile(source / name, target / name)
-        for name in self._own_files - set(names):
-            (target / name).unlink(missing_ok=True)
-
-    def _own_tokenizer_files(self, has_manifest: bool) -> set[str]:
-        """The files in the tokenizer folder that an earlier run of this program put there."""
-        names = set(self._marker.read_text().split())
-        if has_manifest:
-            # a corrupt manifest is a reason to overwrite, not an obstacle
-            with contextlib.suppress(DataError):
-                names |= set(read_manifest(self.folder).tokenizer_files)
-        return {os.path.basename(name) for name in names}
+            if (self.new / name).exists() or not (
+                self.folder / name
+            ).exists():  # moved before an interruption
+                os.replace(self.new / name, self.folder / name)
+        for folder in (self.folder / TOKENIZER_FOLDER, self.folder):
+            sync_folder(folder)
+        os.replace(self.new / MANIFEST_NAME, self.folder / MANIFEST_NAME)
+        sync_folder(self.folder)
 
     def _shard_files(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if SHARD_NAME.fullmatch(path.name))
-
-    def _clear(self) -> None:
-        for path in [*self._shard_files(), self.folder / (MANIFEST_NAME + ".tmp")]:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.work, ignore_errors=True)

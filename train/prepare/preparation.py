@@ -19,12 +19,11 @@ from train.files import sha256_file, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
-from train.prepare.output import WORK_NAME, OutputFolder
+from train.prepare.output import IDENTITY_NAME, WORK_NAME, OutputFolder
 from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Stage, Tally
 
-IDENTITY_NAME = "job.json"
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000
@@ -75,8 +74,11 @@ class Preparation:
         )
 
     def work(self, name: str) -> Path:
-        """A part of what is there until the manifest is: "results", "stages", "scratch"."""
+        """A part of what is there until the manifest is: "new", "results", "stages", "scratch"."""
         return self.output / WORK_NAME / name
+
+    def take_output(self, overwrite: bool = False) -> OutputFolder:
+        return OutputFolder(self.output, encoder_of(str(self.tokenizer)), overwrite, resumable=True)
 
     def identity(self) -> dict[str, Any]:
         """Everything that the output depends on, as JSON values."""
@@ -123,8 +125,7 @@ class Preparation:
         Raises:
             DataError: more documents were dropped than allowed, or all, or none is in the train split.
         """
-        encoder = encoder_of(str(self.tokenizer))
-        tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
+        tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step:
             print(tally.table(), file=sys.stderr, flush=True)
@@ -134,7 +135,6 @@ class Preparation:
             raise DataError("no document for the train split: give more text, a larger --max_bytes or a smaller "
                             "--eval_fraction, with --overwrite")  # fmt: skip
         return output.commit(
-            encoder,
             shards,
             counts,
             inputs=list(self.inputs),
@@ -154,14 +154,15 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         RuntimeError: a worker died, or tasks failed.
     """
     preparation = Preparation.of(args)
-    with OutputFolder(preparation.output, args.overwrite, resumable=True) as output:
+    with preparation.take_output(args.overwrite) as output:
         preparation.begin()
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)
             run_local(preparation.stages(), preparation.work("stages"), workers, Progress(preparation).show)
         elif args.executor == "ray":
             run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
-        if read_progress(preparation.work("results"), preparation.tasks)[0] == preparation.tasks:
+        done = read_progress(preparation.work("results"), preparation.tasks)[0]
+        if args.executor != "slurm" or done == preparation.tasks:
             return preparation.finish(output, args.max_dropped)
     _submit(preparation, args)  # its jobs take the folder themselves
     return None
@@ -227,7 +228,7 @@ class Finish(PipelineStep):
         self.preparation, self.max_dropped = preparation, max_dropped
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
-        with OutputFolder(self.preparation.output, overwrite=False, resumable=True) as output:
+        with self.preparation.take_output() as output:
             self.preparation.finish(output, self.max_dropped)
 
 

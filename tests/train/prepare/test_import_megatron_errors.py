@@ -172,16 +172,17 @@ def test_output_folder_is_protected(tmp_path, run_import):
     assert len(read_manifest(tmp_path / "out").shards) > 1
 
     (tmp_path / "begun" / WORK_NAME).mkdir(parents=True)
+    (tmp_path / "begun" / WORK_NAME / "job.json").touch()
     status, _, errors = run_import(tmp_path / "begun", prefix)
     assert status == 1 and "unfinished preparation" in errors and (tmp_path / "begun" / WORK_NAME).is_dir()
     assert run_import(tmp_path / "begun", prefix, overwrite=True)[0] == 0
 
-    killed = tmp_path / "killed"  # what a killed import leaves
-    killed.mkdir()
-    for name in ("prepare_data.unfinished", "train_00000.ds", "train_00009.ds"):
+    killed = tmp_path / "killed" / WORK_NAME / "new"  # what a killed import leaves
+    killed.mkdir(parents=True)
+    for name in ("train_00000.ds", "train_00009.ds"):
         (killed / name).touch()
-    assert run_import(killed, prefix)[0] == 0
-    assert content_of(killed) == content_of(tmp_path / "begun")
+    assert run_import(tmp_path / "killed", prefix)[0] == 0
+    assert content_of(tmp_path / "killed") == content_of(tmp_path / "begun")
 
 
 def test_no_document_for_the_train_split(tmp_path, run_import):

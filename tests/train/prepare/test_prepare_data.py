@@ -16,7 +16,7 @@ from tests.train.conftest import corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of
-from train.prepare.output import MARKER_NAME, WORK_NAME, unigram_loss
+from train.prepare.output import WORK_NAME, unigram_loss
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -237,7 +237,8 @@ def test_manifest_describes_the_shards(tmp_path, prepare, corpus, tokenizer_dir)
     for shard in manifest.shards:
         assert sha256_file(tmp_path / shard.name) == shard.sha256
         assert (tmp_path / shard.name).stat().st_size == shard.bytes
-    assert not (tmp_path / MARKER_NAME).exists()
+    shards = {name for shard in manifest.shards for name in (shard.name, f"{shard.name}.index")}
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "tokenizer", *shards}
 
 
 def test_splits_are_disjoint_and_complete(tmp_path, prepare):
@@ -306,8 +307,66 @@ def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer
 def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, capsys):
     (tmp_path / "train_00007.ds").write_bytes(b"foreign")
     assert prepare(tmp_path, corpus) == 1
-    assert "belong to something else" in capsys.readouterr().err
-    assert (tmp_path / "train_00007.ds").read_bytes() == b"foreign"
+    assert "train_00007.ds may belong to something else" in capsys.readouterr().err
+    assert contents(tmp_path) == {"train_00007.ds": b"foreign"}
+
+
+def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
+    assert prepare(tmp_path, corpus) == 1
+    assert "added_tokens.json may belong to something else" in capsys.readouterr().err
+    assert contents(tmp_path) == {"tokenizer/added_tokens.json": b"{}"}
+
+
+def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):
+    """Whatever ends the preparation before: a document that cannot be read, or an error of the disk."""
+    out, bad = tmp_path / "out", tmp_path / "bad.txt"
+    assert prepare(out, corpus, eval_fraction=0.1) == 0
+    before = contents(out)
+
+    def unchanged() -> bool:
+        return {
+            name: data for name, data in contents(out).items() if not name.startswith("prepare_data.")
+        } == before
+
+    bad.write_bytes(b"caf\xe9")
+    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
+    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
+    assert unchanged() and decoded(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.prepare.output.write_manifest", None)
+        with pytest.raises(TypeError):
+            prepare(out, other, bad, eval_fraction=0.2, max_dropped=1)
+    assert unchanged()
+    assert prepare(out, other, bad, eval_fraction=0.2, max_dropped=1) == 0  # what was allowed once goes on
+    assert sorted(decoded(out) + decoded(out, "eval")) == sorted(corpus_texts(40))
+    assert not list(out.glob("prepare_data.*"))
+
+
+@pytest.mark.parametrize("moves", range(6))
+def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, corpus, capsys, moves):
+    """Of files that have the names of the old, and of others."""
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
+    assert prepare(out, corpus, tasks=2) == 0
+    assert prepare(fresh, other, eval_fraction=0.2, shard_tokens=2000) == 0
+    replace, left = os.replace, [moves]
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(target).parent in (out, out / "tokenizer"):
+            if not left[0]:
+                raise OSError("pulled plug")
+            left[0] -= 1
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000, overwrite=True) == 1
+    assert not (out / "manifest.json").exists()
+    assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 1
+    assert "already holds prepared data" in capsys.readouterr().err
+    assert contents(out) == contents(fresh)
 
 
 def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
@@ -355,7 +414,9 @@ def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, mo
         arguments += [f"--{name}", str(value)]
     done = programs.run([sys.executable, "-c", code, *arguments], timeout=120)
     assert done.returncode == -signal.SIGKILL
-    assert (out / "train_00001_00001.ds").exists() and not (out / "manifest.json").exists()
+    assert (out / WORK_NAME / "new" / "train_00001_00001.ds").exists() and not (
+        out / "manifest.json"
+    ).exists()
     assert prepare(tmp_path / "fresh", corpus, **options) == 0
     monkeypatch.setattr("train.prepare.blocks.SplitWriter", None)
     assert prepare(out, corpus, **options) == 0
