@@ -20,8 +20,7 @@ class TextEncoder:
     """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
 
     Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first;
-    `encode` text -> ids, without BOS and EOS, `encode_batch` the same of several texts, and `decode` ids (without
-    these) -> text.
+    `encode_batch` texts -> ids, without BOS and EOS, and `decode` ids (without these) -> text.
 
     Raises:
         DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
@@ -29,7 +28,6 @@ class TextEncoder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.encode: Callable[[str], list[int]]
         self.encode_batch: Callable[[list[str]], list[list[int]]]
         self.decode: Callable[[list[int]], str]
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
@@ -54,7 +52,7 @@ class TextEncoder:
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(f"{path} has no BOS or no EOS; documents need both")
-        self.encode, self.decode = model.encode, model.decode
+        self.decode = model.decode
         self.encode_batch = lambda texts: model.encode(texts, num_threads=1)
 
     def _load_tokenizers(self, path: Path) -> None:
@@ -68,7 +66,6 @@ class TextEncoder:
         self.bos_id = self._special_id(tokenizer, "bos_token")
         self.eos_id = self._special_id(tokenizer, "eos_token")
 
-        self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self.encode_batch = lambda texts: [
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -51,7 +51,7 @@ class TokenSource:
             remedy = "a larger --eval_fraction" if split == "eval" else "more text"
             raise DataError(
                 f"{self.folder}: the {split} split has {self.num_tokens} tokens, one sample needs {seq_length + 1}; "
-                f"prepare it with {remedy}, or lower max_seq_length"
+                f"prepare it with {remedy}, or lower the sequence length"
             )
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._starts = list(itertools.accumulate((shard.tokens for shard in self.shards), initial=0))

@@ -21,13 +21,13 @@ import argparse
 import os
 import struct
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
@@ -289,20 +289,17 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
     encoder = TextEncoder(args.tokenizer)
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
     datasets = open_all(args.input)
-    total, read = sum(dataset.tokens for dataset in datasets), 0
-    start_s = told_s = time.monotonic()
+    total = sum(dataset.tokens for dataset in datasets)
     with OutputFolder(args.output, encoder, args.overwrite) as folder:
         writer = SplitWriter(folder.new, encoder.vocab_size, args.eval_fraction, args.shard_tokens)
-        for dataset in datasets:
-            for tokens, ends in read_documents(dataset):
-                documents = framing.frame(tokens, ends, dataset.bin)
-                writer.write(documents, [document.data for document in documents])
-                read += len(tokens)
-                if read == total or time.monotonic() - told_s >= PROGRESS_S:
-                    told_s = time.monotonic()
-                    rate = read / max(told_s - start_s, 1e-9) / 1e6
-                    print(f"{framing.found:,} documents, {read:,} of {total:,} tokens in {told_s - start_s:.0f} s "
-                          f"({rate:.2f} M tokens/s)", file=sys.stderr, flush=True)  # fmt: skip
+        with tqdm(
+            total=total, desc="imported", unit="token", unit_scale=True, mininterval=PROGRESS_S
+        ) as progress:
+            for dataset in datasets:
+                for tokens, ends in read_documents(dataset):
+                    documents = framing.frame(tokens, ends, dataset.bin)
+                    writer.write(documents, [document.data for document in documents])
+                    progress.update(len(tokens))
         shards = writer.close()
         if not any(shard.split == "train" for shard in shards):
             raise DataError(

@@ -83,18 +83,15 @@ def test_folder_opens_verifies_and_says_what_it_is(tmp_path, run_import, capsys)
     assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "50"]) == 0
     output = capsys.readouterr().out
     assert "\nverified: " in output and str(prefix) in output
-    assert "token ids that were imported from the inputs" in output
-    assert (
-        "101 in, 100 out, 1 dropped, 0 removed\n            1  empty document\n          100  bos_added\n"
-        in output
-    )
-    assert "  text_bytes        none\n" in output
+    assert "101 in, 100 out, 1 dropped, 0 removed\n" in output
+    for value in ('"empty document": 1', '"bos_added": 100', '"text_key": null', '"text_bytes": null'):
+        assert value in output
 
 
 def test_text_comes_back(tmp_path, run_import, tokenizer_dir):
     """As Megatron-LM's preprocess_data.py does it with --append-eod."""
     encoder, texts = TextEncoder(tokenizer_dir), corpus_texts(50)
-    prefix = write_dataset(tmp_path / "a", [[[*encoder.encode(text), EOS]] for text in texts], "H")
+    prefix = write_dataset(tmp_path / "a", [[[*ids, EOS]] for ids in encoder.encode_batch(texts)], "H")
     status, output, errors = run_import(tmp_path / "out", prefix)
     assert status == 0 and "BOS: added to 50 documents" in output and "EOS: added to 0" in output
     assert "warning" not in errors
@@ -280,4 +277,4 @@ def test_as_a_command_without_the_packages_of_preparation(tmp_path, tokenizer_di
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "documents: 20 in, 20 out, 0 dropped" in done.stdout and "M tokens/s" in done.stderr
+    assert "documents: 20 in, 20 out, 0 dropped" in done.stdout and "token/s" in done.stderr
