@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
     text = "held-out share of documents (0.01)"
-    add("--eval_fraction", type=between(0, 0.5, float), default=0.01, help=text)
+    add("--eval_fraction", type=between(1e-6, 0.5, float), default=0.01, help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
     text = "stop before the text exceeds this many bytes, an equal share in each task"
     add("--max_bytes", type=between(1), help=text)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from model.config import load_config
+from tests.train.prepare.megatron_datasets import write_dataset
 from train.files import sha256_file
 from train.import_megatron import main as import_megatron
 from train.prepare_data import main as prepare_data
@@ -46,12 +47,21 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pat
     return folder
 
 
-@pytest.fixture(scope="session")
-def prepare(tokenizer_dir: Path) -> Callable[..., int]:
-    """prepare(output, *inputs, **options) -> exit status of prepare_data, in this process unless workers are given."""
+# The text, and the ids of a document between BOS and EOS, whose hashes are below HELD_OUT_FRACTION of all.
+HELD_OUT, HELD_OUT_IDS, HELD_OUT_FRACTION = "document 2079086 is held out\n", [1, 387, 235, 4, 2], 1e-6
 
-    def run(output: Path, *inputs: Path | str, **options: object) -> int:
+
+@pytest.fixture(scope="session")
+def prepare(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+    """prepare(output, *inputs, **options) -> exit status of prepare_data, in this process unless workers are given.
+    all_train: all documents of the inputs are in the train split, and another one is in the eval split."""
+    held_out = tmp_path_factory.mktemp("held_out") / "held_out.txt"
+    held_out.write_text(HELD_OUT)
+
+    def run(output: Path, *inputs: Path | str, all_train: bool = False, **options: object) -> int:
         options = {"tokenizer": tokenizer_dir, "workers": 1, **options}
+        if all_train:
+            inputs, options["eval_fraction"] = (*inputs, held_out), HELD_OUT_FRACTION
         arguments = ["--input", *map(str, inputs), "--output", str(output)]
         for key, value in options.items():
             arguments += [f"--{key}"] if value is True else [f"--{key}", str(value)]
@@ -121,16 +131,23 @@ def settings(data: Path, small_model: Path, tmp_path: Path, process_group: None)
 
 @pytest.fixture
 def run_import(
-    tmp_path: Path, tokenizer_dir: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tokenizer_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., tuple[int, str, str]]:
-    """run_import(output, *prefixes, **options) -> (exit status, stdout, stderr); no source may change."""
+    """run_import(output, *prefixes, **options) -> (exit status, stdout, stderr); no source may change. Without
+    eval_fraction all documents are in the train split, and another one is in the eval split."""
+    held_out = write_dataset(tmp_path_factory.mktemp("held_out") / "held_out", [[HELD_OUT_IDS]])
 
     def sources() -> dict[str, tuple[str, int]]:
         files = [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
         return {path.name: (sha256_file(path), path.stat().st_mtime_ns) for path in files}
 
     def call(output: Path, *prefixes: Path, **options: object) -> tuple[int, str, str]:
-        options = {"tokenizer": tokenizer_dir, "eval_fraction": 0, **options}
+        if "eval_fraction" not in options:
+            prefixes, options["eval_fraction"] = (*prefixes, held_out), HELD_OUT_FRACTION
+        options = {"tokenizer": tokenizer_dir, **options}
         arguments = ["--input", *map(str, prefixes), "--output", str(output)]
         for key, value in options.items():
             arguments += [f"--{key}"] if value is True else [f"--{key}", str(value)]

@@ -67,7 +67,7 @@ class Manifest:
     imported there was no text: `text_key` and `text_bytes` are null.
     `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
     tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
-    add-one-smoothed unigram distribution of the train tokens; null when a split is empty. `steps` are the optional
+    add-one-smoothed unigram distribution of the train tokens; null where a split is empty. `steps` are the optional
     steps of the preparation with their settings; what they removed is in `documents` as "removed", {step: count}.
     """
 
@@ -114,13 +114,7 @@ class Manifest:
             lines.append(
                 f"{split}: {documents:,} documents, {self.split_tokens(split):,} tokens, {len(shards)} shards"
             )
-        if self.unigram_loss is None:
-            lines.append(
-                "the eval split is empty, which training refuses: prepare again with --overwrite and an "
-                f"--eval_fraction above {self.eval_fraction:g}, or with more documents"
-            )
-        else:
-            lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
+        lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
         return "\n".join(lines)
 
 

@@ -283,7 +283,7 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
     or "".
 
     Raises:
-        DataError: bad datasets, tokenizer or output folder, or no document for the train split.
+        DataError: bad datasets, tokenizer or output folder, or a split without a document.
         OSError: a file cannot be read or written.
     """
     encoder = TextEncoder(args.tokenizer)
@@ -301,10 +301,6 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
                     writer.write(documents, [document.data for document in documents])
                     progress.update(len(tokens))
         shards = writer.close()
-        if not any(shard.split == "train" for shard in shards):
-            raise DataError(
-                "no document for the train split: give more datasets or a smaller --eval_fraction"
-            )
         manifest = folder.commit(
             shards,
             writer.counts,

@@ -239,8 +239,17 @@ class OutputFolder:
         """Copy the tokenizer, write the manifest, and put all that is new in its place.
 
         counts: of tokens, by split, [V] each. source: the manifest's fields about what was prepared, and how.
+
+        Raises:
+            DataError: a split is empty, with which training would refuse the data.
         """
         encoder = self.encoder
+        for split, remedy in (("train", "smaller"), ("eval", "larger")):
+            if not counts[split].any():
+                raise DataError(
+                    f"no document for the {split} split, which training needs: prepare again with --overwrite and a "
+                    f"{remedy} --eval_fraction, or with more documents"
+                )
         manifest = Manifest(
             schema=SCHEMA,
             dtype=token_dtype(encoder.vocab_size).name,

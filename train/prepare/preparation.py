@@ -29,6 +29,7 @@ TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it mu
 MOST_TASKS = 1000
 PROGRESS_S = 5.0
 SLURM_NAME = "prepare_data.slurm"  # stays in the output folder: the ids of the jobs and the log of the last
+JOBS_NAME = "jobs.txt"
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Preparation:
         """Commit what all tasks left. What was dropped and removed is told on stderr first.
 
         Raises:
-            DataError: more documents were dropped than allowed, or all, or none is in the train split.
+            DataError: more documents were dropped than allowed, or all, or a split is empty.
         """
         tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
@@ -131,9 +132,6 @@ class Preparation:
             print(tally.table(), file=sys.stderr, flush=True)
         if (dropped := tally.dropped.total()) > max_dropped or (dropped and not tally.read):
             raise DataError(_too_many_dropped(tally, max_dropped))
-        if not any(shard.split == "train" for shard in shards):
-            raise DataError("no document for the train split: give more text, a larger --max_bytes or a smaller "
-                            "--eval_fraction, with --overwrite")  # fmt: skip
         return output.commit(
             shards,
             counts,
@@ -154,6 +152,8 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         RuntimeError: a worker died, or tasks failed.
     """
     preparation = Preparation.of(args)
+    if _is_on_its_way(preparation):
+        return None
     with preparation.take_output(args.overwrite) as output:
         preparation.begin()
         if args.executor == "local":
@@ -232,15 +232,21 @@ class Finish(PipelineStep):
             self.preparation.finish(output, self.max_dropped)
 
 
-def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Submit the stages, the last of which writes the manifest, unless they are on their way already."""
-    records = preparation.output / SLURM_NAME
-    ids = records / "jobs.txt"
-    if running := running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else []):
+def _is_on_its_way(preparation: Preparation) -> bool:
+    """Whether jobs of an earlier call still wait or run, which it says."""
+    ids = preparation.output / SLURM_NAME / JOBS_NAME
+    running = running_slurm(ids.read_text(encoding="utf-8").split() if ids.exists() else [])
+    if running:
         done, tally, tokens = read_progress(preparation.work("results"), preparation.tasks)
         print(f"on its way: {len(running)} jobs wait or run ({', '.join(running)}); {done} of {preparation.tasks} "
-              f"tasks done, {tally.kept:,} documents, {tokens:,} tokens")  # fmt: skip
-        return
+              f"tasks done, {tally.kept:,} documents, {tokens:,} tokens. For another preparation end them first: "
+              f"scancel {' '.join(running)}")  # fmt: skip
+    return bool(running)
+
+
+def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
+    """Submit the stages, the last of which writes the manifest."""
+    records = preparation.output / SLURM_NAME
     shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
     records.mkdir()
     stages = [(stage, preparation.work("stages") / stage.name) for stage in preparation.stages()]
@@ -249,6 +255,6 @@ def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
     jobs = submit_slurm(
         stages, args.workers or -1, args.slurm_partition, args.slurm_time, dict(args.slurm_args)
     )
-    ids.write_text("\n".join([*jobs, ""]), encoding="utf-8")
+    (records / JOBS_NAME).write_text("\n".join([*jobs, ""]), encoding="utf-8")
     print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. {preparation.output / 'manifest.json'} is there when the "
           "last has ended; the same command again shows how far it is, and after a failure goes on")  # fmt: skip

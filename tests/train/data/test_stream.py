@@ -60,7 +60,7 @@ def test_an_epoch_has_every_window_once(data):
 
 def test_windows_longer_than_a_shard(tmp_path, prepare):
     path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(60))
-    assert prepare(tmp_path / "a", path, eval_fraction=0, shard_tokens=1) == 0
+    assert prepare(tmp_path / "a", path, all_train=True, shard_tokens=1) == 0
     tokens = split_tokens(tmp_path / "a", "train")
     stream = open_stream({"a": tmp_path / "a"}, None, 512, seed=0)
     expected = [tokens[i * 512 : i * 512 + 512].tolist() for i in range(stream.num_samples)]

@@ -200,6 +200,9 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
     (folder / "queue").write_text("1000\n")
     assert prepare(out, corpus, **SLURM) == 0
     assert "on its way: 1 jobs wait or run (1000); 2 of 3 tasks done" in capsys.readouterr().out
+    before = contents(out)
+    assert prepare(out, corpus, **SLURM, overwrite=True) == 0  # takes nothing away from jobs at work
+    assert "scancel 1000" in capsys.readouterr().out and contents(out) == before
     (folder / "queue").unlink()
     slurm()
     before = len(list(folder.glob("*.sh")))
@@ -215,7 +218,7 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
 def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, capsys):
     """Too many dropped documents fail the last job, far from the user: the same command then says so."""
     slurm()
-    one = {**SLURM, "tasks": 1}
+    one = {**SLURM, "tasks": 1, "all_train": True}
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     (tmp_path / "good.txt").write_text("good")
     arguments = (tmp_path / "out", tmp_path / "good.txt", tmp_path / "bad.txt")

@@ -119,10 +119,10 @@ def test_edges_are_added_where_missing_and_never_doubled(tmp_path, run_import):
     assert status == 0
     assert imported(tmp_path / "out", "train") == [result for _, result in cases if result]
     assert read_manifest(tmp_path / "out").documents == {
-        "in": 13, "out": 9, "dropped": {"empty document": 4}, "removed": {}, "bos_added": 5, "eos_added": 5,
+        "in": 14, "out": 10, "dropped": {"empty document": 4}, "removed": {}, "bos_added": 5, "eos_added": 5,
         "bos_inside": 3, "eos_inside": 4, "eod_replaced": 0,
     }  # fmt: skip
-    assert "13 in, 9 out, 4 dropped" in output
+    assert "14 in, 10 out, 4 dropped" in output
     assert (
         "BOS: added to 5 documents, 3 inside documents\nEOS: added to 5 documents, 4 inside documents\n"
         in output
@@ -159,7 +159,7 @@ def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod):
     if eod < VOCABULARY:
         assert (
             status == 0
-            and "warning: 21 of 21 documents end in the id 399" in errors
+            and "warning: 21 of 22 documents end in the id 399" in errors
             and "--eod_id 399" in errors
         )
     else:
@@ -240,10 +240,12 @@ def test_large_vocabulary(tmp_path, run_import):
     model = tokenizers.models.WordLevel(vocabulary, unk_token="w2")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    prefix = write_dataset(tmp_path / "a", [[[69999, 65536, 5, 1]], [[65535] * 20]])
-    assert run_import(tmp_path / "out", prefix, tokenizer=folder)[0] == 0
+    documents = [[69999, 65536, 5, 1], *([65535 + i] * 20 for i in range(10))]
+    prefix = write_dataset(tmp_path / "a", [[document] for document in documents])
+    assert run_import(tmp_path / "out", prefix, tokenizer=folder, eval_fraction=0.3)[0] == 0
     assert read_manifest(tmp_path / "out").dtype == "uint32"
-    assert imported(tmp_path / "out", "train") == [[0, 69999, 65536, 5, 1], [0, *[65535] * 20, 1]]
+    found = imported(tmp_path / "out", "train") + imported(tmp_path / "out", "eval")
+    assert sorted(found) == sorted([0, *document] + [1] * (document[-1] != 1) for document in documents)
     assert inspect_data([str(tmp_path / "out"), "--verify", "--seq_length", "10"]) == 0
 
 
@@ -272,6 +274,7 @@ def test_as_a_command_without_the_packages_of_preparation(tmp_path, tokenizer_di
     script = ROOT / "train" / "import_megatron.py"
     blocked = "import runpy, sys; sys.modules['datatrove'] = sys.modules['torch'] = None; "
     arguments = ["--input", str(prefix), "--tokenizer", str(tokenizer_dir), "--output", str(tmp_path / "out")]
+    arguments += ["--eval_fraction", "0.3"]
     code = f"{blocked}sys.argv = {[str(script), *arguments]!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120

@@ -119,7 +119,7 @@ def test_dropped_documents_are_listed_with_their_reason(tmp_path, prepare, run):
     (tmp_path / "in").mkdir()
     write_jsonl(tmp_path / "in" / "a.jsonl", corpus_texts(50))
     (tmp_path / "in" / "b.jsonl").write_text('{"text": null}\n{"text": null}\n{"other": "x"}\n')
-    assert prepare(tmp_path / "out", tmp_path / "in", max_dropped=3) == 0
+    assert prepare(tmp_path / "out", tmp_path / "in", max_dropped=3, eval_fraction=0.3) == 0
     status, output, _ = run(tmp_path / "out", "--samples", 0)
     assert status == 0 and "53 in, 50 out, 3 dropped" in output
     assert '"null text": 2' in output and '"missing key": 1' in output
@@ -231,7 +231,7 @@ def test_samples_follow_the_seed_and_do_not_repeat(data, run):
 def test_special_ids_in_the_middle_and_control_characters_are_visible(tmp_path, prepare, run):
     texts = ["one </s> two\n| not a boundary\n-- document 9", "colour \x1b[31m red\r\nnext"]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, *corpus_texts(30)])
-    assert prepare(tmp_path / "out", path, eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", path, all_train=True) == 0
     _, output, _ = run(tmp_path / "out", "--seq_length", 1000, "--samples", 99)
     assert "<BOS>\n| one </s> two\n| | not a boundary\n| -- document 9\n<EOS>\n" in output
     assert "| colour \\x1b[31m red\\r\n| next\n" in output and "\x1b" not in output
@@ -376,12 +376,6 @@ def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
     assert status == 2 and "'documents' is [1, 2]" in errors
 
 
-def test_empty_eval_split(tmp_path, prepare, corpus, run):
-    assert prepare(tmp_path / "out", corpus, eval_fraction=0) == 0
-    status, _, errors = run(tmp_path / "out", "--split", "eval")
-    assert status == 2 and "the eval split has 0 tokens" in errors
-
-
 @pytest.mark.parametrize("options", [["--samples", "-1"], ["--seq_length", "0"], ["--workers", "0"]])
 def test_bad_options(tmp_path, options):
     with pytest.raises(SystemExit) as error:
@@ -392,7 +386,7 @@ def test_bad_options(tmp_path, options):
 @pytest.mark.process
 def test_as_a_command_on_a_terminal_without_unicode(tmp_path, prepare):
     path = write_jsonl(tmp_path / "a.jsonl", ["dernière 日本 😀 " * 30])
-    assert prepare(tmp_path / "out", path, eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", path, all_train=True) == 0
     command = [
         sys.executable,
         str(ROOT / "train" / "inspect_data.py"),

@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 
 from tests import programs
-from tests.train.conftest import corpus_texts, write_jsonl
+from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of
@@ -75,19 +75,18 @@ def test_the_tokenizer_is_loaded_once(tmp_path, prepare, tokenizer_dir, monkeypa
     write_jsonl(tmp_path / "a.jsonl", TEXTS)
     monkeypatch.chdir(tokenizer_dir.parent)
     encoder_of.cache_clear()
-    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer_dir.name, eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=tokenizer_dir.name, all_train=True) == 0
     assert encoder_of.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_record_formats(tmp_path, prepare, name):
     FORMATS[name](tmp_path / name)
-    assert prepare(tmp_path / "out", tmp_path / name, eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", tmp_path / name, all_train=True) == 0
     assert decoded(tmp_path / "out") == TEXTS
     manifest = read_manifest(tmp_path / "out")
-    assert manifest.documents == {"in": 4, "out": 4, "dropped": {}, "removed": {}}
-    assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
-    assert manifest.unigram_loss is None
+    assert manifest.documents == {"in": 5, "out": 5, "dropped": {}, "removed": {}}
+    assert manifest.text_bytes == sum(len(text.encode()) for text in [*TEXTS, HELD_OUT])
 
 
 def test_folder_of_files_is_read_in_order(tmp_path, prepare):
@@ -99,18 +98,18 @@ def test_folder_of_files_is_read_in_order(tmp_path, prepare):
     (source / "sub" / "c.md").write_text("# title")
     (source / ".hidden" / "d.txt").write_text("no")
     (source / "image.png").write_bytes(b"\x89PNG")
-    assert prepare(tmp_path / "out", source, eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", source, all_train=True) == 0
     assert decoded(tmp_path / "out") == ["plain\r\ntext", "x = 1\n", "# title"]
 
 
 def test_text_key(tmp_path, prepare):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS, key="content")
-    assert prepare(tmp_path / "out", path, text_key="content", eval_fraction=0) == 0
+    assert prepare(tmp_path / "out", path, text_key="content", all_train=True) == 0
     assert decoded(tmp_path / "out") == TEXTS
 
 
 def test_standard_library(tmp_path, prepare):
-    assert prepare(tmp_path / "out", "python-stdlib", max_bytes=300_000) == 0
+    assert prepare(tmp_path / "out", "python-stdlib", max_bytes=300_000, eval_fraction=0.3) == 0
     manifest = read_manifest(tmp_path / "out")
     assert 50_000 < manifest.text_bytes <= 300_000 and not manifest.documents["dropped"]
 
@@ -143,14 +142,14 @@ def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypa
     data, reason, where = BAD[name]
     write_jsonl(tmp_path / "good.jsonl", TEXTS)
     (tmp_path / name).write_bytes(data)
-    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0) == 1
+    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True) == 1
     message = capsys.readouterr().err
     assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
     assert not (tmp_path / "out" / "manifest.json").exists()
 
     monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
     assert (
-        prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", eval_fraction=0, max_dropped=1)
+        prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True, max_dropped=1)
         == 0
     )
     manifest = read_manifest(tmp_path / "out")
@@ -165,7 +164,7 @@ def test_bad_parquet_columns(tmp_path, prepare, capsys):
     write_parquet(tmp_path / "number.parquet", [1, 2, 3])
     raw = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": raw}), tmp_path / "utf8.parquet")
-    assert prepare(tmp_path / "out", tmp_path, eval_fraction=0, max_dropped=99) == 0
+    assert prepare(tmp_path / "out", tmp_path, all_train=True, max_dropped=99) == 0
     dropped = {"missing key": 2, "null text": 1, "text is not a string": 3, "bad UTF-8": 1}
     assert read_manifest(tmp_path / "out").documents["dropped"] == dropped
     assert "utf8.parquet:2" in capsys.readouterr().err
@@ -181,18 +180,18 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name
     else:
         pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "content": TEXTS}), path)
     for max_dropped in (0, len(TEXTS)):
-        assert prepare(out, path, tasks=2, eval_fraction=0, max_dropped=max_dropped) == 1
+        assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 1
         error = capsys.readouterr().err
         assert f"{len(TEXTS)} documents were dropped and none is left" in error and "content" in error
         assert "--text_key content, and --overwrite" in error and "--max_dropped" not in error
-    assert prepare(out, path, tasks=2, eval_fraction=0, text_key="content", overwrite=True) == 0
+    assert prepare(out, path, tasks=2, all_train=True, text_key="content", overwrite=True) == 0
     assert decoded(out) == TEXTS
 
 
 def test_some_documents_without_the_key_may_be_dropped_or_named(tmp_path, prepare, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + b'{"title": "x", "id": 5, "content": "longer"}\n')
-    assert prepare(tmp_path / "out", path, eval_fraction=0) == 1
+    assert prepare(tmp_path / "out", path, all_train=True) == 1
     error = capsys.readouterr().err
     assert "--max_dropped 1 to accept that" in error and "--text_key content (or title)" in error
 
@@ -289,9 +288,22 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
     assert prepare(tmp_path, corpus) == 1
     assert "--overwrite" in capsys.readouterr().err and contents(tmp_path) == before
     other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
-    assert prepare(tmp_path, other, overwrite=True, eval_fraction=0) == 0
+    assert prepare(tmp_path, other, overwrite=True, all_train=True) == 0
     assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
-    assert not list(tmp_path.glob("eval_*"))
+    assert decoded(tmp_path, "eval") == [HELD_OUT]
+
+
+@pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
+def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
+    (tmp_path / "held_out.txt").write_text(HELD_OUT)
+    inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count)) if count else tmp_path / "held_out.txt"
+    assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 1
+    error = capsys.readouterr().err
+    assert f"no document for the {split} split, which training needs" in error and "--overwrite" in error
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path / "out", inputs, eval_fraction=0)
+    assert stop.value.code == 2 and "allowed is 1e-06 to 0.5" in capsys.readouterr().err
 
 
 def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
@@ -371,7 +383,7 @@ def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, 
 
 def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
     for name, options in (("plain", {}), ("a", {"shuffle_seed": 1}), ("b", {"shuffle_seed": 2})):
-        assert prepare(tmp_path / name, corpus, eval_fraction=0, tasks=2, **options) == 0
+        assert prepare(tmp_path / name, corpus, all_train=True, tasks=2, **options) == 0
     plain, a, b = (decoded(tmp_path / name) for name in ("plain", "a", "b"))
     assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
 
