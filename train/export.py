@@ -18,21 +18,25 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from train.checkpoint.files import CheckpointError, identity, problems, read_state
-from train.data.format import TOKENIZER_FOLDER
+from train.data.encoder import TOKENIZER_FILES, TextEncoder
+from train.data.format import TOKENIZER_FOLDER, DataError
 from train.run_folder import EXPORTED_FROM
 
 
 def export(path: Path, out: Path, tokenizer: Path) -> None:
-    """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the files of the folder
-    `tokenizer`. It is written beside `out` and then renamed, so that `out` is whole or absent; an older one is
-    replaced. exported_from.json in it names the checkpoint.
+    """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
+    `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
+    that `out` is whole or absent; an older one is replaced. exported_from.json in it names the checkpoint.
 
-    Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` is not a folder;
-    `out` is a folder that no export wrote.
+    Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
+    folder that no export wrote.
     """
     found = []
-    if not tokenizer.is_dir():
-        found.append(f"tokenizer: {tokenizer} is not a folder; --tokenizer DIR names it")
+    files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
+    if not {"tokenizer.model", "tokenizer.json"} & {file.name for file in files}:
+        found.append(
+            f"{tokenizer} has no tokenizer.model or tokenizer.json; --tokenizer DIR names a folder that has"
+        )
     if out.exists() and not (out / EXPORTED_FROM).exists():
         found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
     if found:
@@ -40,7 +44,7 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _write_model(path, partial)
-    for file in sorted(tokenizer.iterdir()):
+    for file in files:
         shutil.copy2(file, partial / file.name)
     origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
     (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
@@ -83,9 +87,7 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a folder step-NNNNNNNN")
     parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="tokenizer folder to copy; default: the training data's"
-    )
+    parser.add_argument("--tokenizer", type=Path, help="folder of another one; default: the training data's")
     arguments = parser.parse_args()
     try:
         if found := problems(arguments.checkpoint):
@@ -93,11 +95,15 @@ def main() -> None:
 
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
             raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
-        tokenizer = arguments.tokenizer
+        tokenizer, state = arguments.tokenizer, read_state(arguments.checkpoint)
         if tokenizer is None:
-            tokenizer = tokenizer_of(read_state(arguments.checkpoint).train_config["data"]["sources"])
+            tokenizer = tokenizer_of(state.train_config["data"]["sources"])
+        elif (size := TextEncoder(tokenizer).vocab_size) > (allowed := state.model_config["vocab_size"]):
+            raise DataError(
+                f"--tokenizer {tokenizer} has a vocabulary of {size}, the model one of {allowed}: it is another model's"
+            )
         export(arguments.checkpoint, arguments.out, tokenizer)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, DataError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
     print(f"wrote {arguments.out}")
 

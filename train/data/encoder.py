@@ -7,12 +7,14 @@ from typing import Any
 
 from train.data.format import DataError
 
+# What a tokenizer consists of; the first that is there defines the ids.
 TOKENIZER_FILES = (
     "tokenizer.model",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",
 )
 
 

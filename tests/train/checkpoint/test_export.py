@@ -5,17 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
 from train import export
-from train.checkpoint.files import MANIFEST, name_of
+from train.checkpoint.files import MANIFEST, CheckpointError, name_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path) -> str:
-    monkeypatch.setattr(sys, "argv", ["export.py", str(path), str(path.parent / "out")])
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path, *options: str
+) -> str:
+    monkeypatch.setattr(sys, "argv", ["export.py", str(path), str(path.parent / "out"), *options])
     with pytest.raises(SystemExit) as stop:
         export.main()
     assert stop.value.code == 1
@@ -43,6 +47,53 @@ def test_nothing_is_listed_where_there_is_nothing(
     message = refusal(monkeypatch, capsys, tmp_path / "nowhere" / "run")
     assert message.endswith(
         "run is not a folder; give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN\n"
+    )
+
+
+def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--tokenizer may name a model's folder; and a run's own is not lost to a folder that somebody put in there."""
+
+    def write_model(path: Path, out: Path) -> None:
+        out.mkdir()
+        (out / "config.json").write_text("ours")
+        (out / "model.safetensors").write_text("ours")
+
+    monkeypatch.setattr(export, "_write_model", write_model)
+    monkeypatch.setattr(export, "identity", lambda path: "identity")
+    model, out = tmp_path / "model", tmp_path / "out"
+    (model / "notes").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "exported_from.json", "README.md", "onnx"):
+        (model / name).write_text("theirs")
+    with pytest.raises(
+        CheckpointError, match="model has no tokenizer.model or tokenizer.json; --tokenizer DIR"
+    ):
+        export.export(tmp_path, out, model)
+    (model / "tokenizer.json").write_text("theirs")
+    (model / "chat_template.jinja").write_text("theirs")
+    export.export(tmp_path, out, model)
+    assert {path.name: path.read_text() for path in out.iterdir() if path.name != "exported_from.json"} == {
+        "config.json": "ours",
+        "model.safetensors": "ours",
+        "tokenizer.json": "theirs",
+        "chat_template.jinja": "theirs",
+    }
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export, "problems", lambda path: [])
+    monkeypatch.setattr(export, "read_state", lambda path: SimpleNamespace(model_config={"vocab_size": 4}))
+    message = refusal(monkeypatch, capsys, tmp_path, "--tokenizer", str(tmp_path))
+    assert f"--tokenizer {tmp_path}: no tokenizer.model or tokenizer.json there" in message
+    model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    message = refusal(monkeypatch, capsys, tmp_path, "--tokenizer", str(tmp_path))
+    assert (
+        f"--tokenizer {tmp_path} has a vocabulary of 5, the model one of 4: it is another model's" in message
     )
 
 
