@@ -3,7 +3,7 @@
 
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --precision bf16
-    python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line, from standard input
+    python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line that is not blank, from standard input
 
 FOLDER is a Hugging Face Mistral folder, or the output folder of a run. Text goes to standard output, everything else
 to standard error. With --precision fp8, a model of which no module ran FP8 is an error.
@@ -53,13 +53,16 @@ def prompts(arguments: argparse.Namespace) -> Iterable[str]:
 
 
 def _typed_prompts() -> Iterator[str]:
+    """Lines that are not blank, up to the end of the input; on a terminal a blank one ends it, too."""
+    terminal = sys.stdin.isatty()
     while True:
-        if sys.stdin.isatty():
+        if terminal:
             print("prompt (empty line: end)> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-        if not line.strip():
+        if line.strip():
+            yield line.rstrip("\n")
+        elif terminal or not line:
             return
-        yield line.rstrip("\n")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,22 @@ def test_greedy_tokens_are_those_of_transformers_on_a_gpu(folder: Path) -> None:
     check_greedy(folder, "cuda")
 
 
+def test_a_prompt_begins_as_each_training_document(folder: Path) -> None:
+    generator = load(folder, "fp32")
+    text = generator.tokenizer("def main", add_special_tokens=False)["input_ids"]
+    assert text and generator.encode("def main") == [generator.tokenizer.bos_token_id, *text]
+
+
+def test_every_token_takes_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that is read twice a token and goes on by a second each time."""
+    generator, seconds = load(folder, "fp32"), itertools.count()
+    monkeypatch.setattr(generation.time, "perf_counter", lambda: next(seconds))
+    timing = generation.Timing()
+    assert len(list(generator.tokens(generator.encode("def main"), 41, timing))) == 41
+    assert (timing.prefill_s, timing.decode_tokens, timing.decode_s) == (1, 40, 40)
+    assert timing.line().endswith("; decode 40 tokens at 1.0 tokens/s")
+
+
 def test_generation_stops_at_eos(folder: Path) -> None:
     generator = load(folder, "fp32")
     ids = generator.encode("def main")
@@ -140,6 +158,15 @@ def test_same_seed_same_text(folder: Path) -> None:
     assert draw(1) != draw(2)
 
 
+@pytest.mark.parametrize(("temperature", "probability"), [(0.5, 0.881), (2.0, 0.622)])
+def test_a_low_temperature_prefers_the_likely(temperature: float, probability: float) -> None:
+    """Of two tokens whose logits are 1 apart the likelier one has 1 / (1 + exp(-1 / temperature))."""
+    logits, random = torch.tensor([2.0, 3.0]), torch.Generator().manual_seed(0)
+    sampling = generation.Sampling(temperature, top_k=0)
+    drawn = sum(sampling.draw(logits, random) for _ in range(2000))
+    assert drawn / 2000 == pytest.approx(probability, abs=0.03)  # three times the standard deviation
+
+
 def test_sampling_limits() -> None:
     logits = torch.tensor([0.0, 3.0, 2.0, 1.0, -1.0])  # probabilities .03, .63, .23, .09, .01
     random = torch.Generator().manual_seed(0)
@@ -174,11 +201,22 @@ def test_incomplete_bytes_come_out_at_the_end() -> None:
 
 @pytest.mark.process
 def test_prompts_line_by_line(folder: Path) -> None:
+    """To the end of the input: a blank line is no prompt, and the last line may end without a newline."""
     arguments = ("--model", folder, "--precision", "bf16", "--max_new_tokens", "3")
-    run = run_demo(*arguments, typed="def main\nreturn the\n")
+    run = run_demo(*arguments, typed="\ndef main\n \n\nreturn the")
     assert run.returncode == 0, run.stderr
     assert "def main" in run.stdout and "return the" in run.stdout
     assert run.stderr.count("prefill") == 2
+
+
+def test_an_empty_line_ends_what_is_typed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = StringIO("def main\n\nreturn the\n")
+    typed.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert list(fp8_inference.prompts(fp8_inference.parse_arguments(["--model", "x"]))) == ["def main"]
+    assert capsys.readouterr().err.count("prompt (empty line: end)> ") == 2
 
 
 @pytest.mark.process
