@@ -3,10 +3,10 @@
 
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --precision bf16
-    python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line that is not blank, from standard input
+    python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line, from standard input
 
 FOLDER is a Hugging Face Mistral folder, or the output folder of a run. Text goes to standard output, everything else
-to standard error. With --precision fp8, a model of which no module ran FP8 is an error.
+to standard error. Blank lines are no prompts. With --precision fp8, a model of which no module ran FP8 is an error.
 """
 
 from __future__ import annotations
