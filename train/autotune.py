@@ -17,7 +17,6 @@ from model.autotune.choice import Record
 from model.autotune.measure import autotune
 from model.autotune.task import Task
 from model.config import GIB, load_config, num_parameters, state_memory_gib
-from model.fp8.recipes import RECIPES
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
@@ -64,7 +63,6 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
     stage = ds_config["zero_optimization"]["stage"]
     float32_buffers = stage == 1 and ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     main_grad = args.speed.main_grad and float32_buffers
-    shares_amax = RECIPES[args.precision.recipe].has_state and args.precision.reduce_amax
     no_graphs = why_no_graphs(
         args.model.variant, gradient_checkpointing=args.gradient_checkpointing, zero_stage=stage
     )
@@ -82,10 +80,11 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         # ZeRO 3 frees the weights, so that no FP8 copy is kept of them, and moves them
         accumulation=(args.gradient_accumulation_steps or 1) if stage < 3 else 1,
         main_grad=main_grad,
-        # nor, unless the user turned it on, what nobody has run: a graph with delayed scaling's reduction over ranks
-        graphs_allowed=no_graphs is None and (args.speed.cuda_graphs or world_size == 1 or not shares_amax),
+        graphs_allowed=no_graphs is None,
         document_mask=args.data.document_mask,
         other_memory_gib=max(0.0, state_memory_gib(config, stage, world_size) - held),
+        ranks=world_size,
+        zero_stage=stage,
     )
 
 

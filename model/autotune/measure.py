@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ from model.proof import ATTENTION_TOLERANCE, attention_errors, random_attention
 
 SECONDS = 60.0
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
+# A GPU that warms up gets slower: FP8 is measured before and after bf16, so that neither has the cooler one.
+VISITS: tuple[Compute, ...] = ("fp8", "bf16", "fp8")
 ATTENTION_CANDIDATES = ("fused", "flash")
 # What NCCL, cuBLAS workspaces and fragmentation may take of the memory.
 SLACK = 0.95
@@ -35,8 +38,11 @@ ATTENTION_SHARE = 0.5  # of the time, after which no further attention is begun:
 WARMUP_STEPS = 3
 WINDOW_MS = 300.0  # steps timed together
 STEP_MS = 3000.0  # after which the timing of one way to run a step ends
-GRAPH_TOLERANCE = 1e-2  # relative; graphs that lose an update or a gradient are off by far more
+# Passes computed again are the same bits where kernels are deterministic. Where they are not, a graph may be so many
+# times as far from a launched pass as the largest difference of any gradient between two launched ones.
+GRAPH_NOISE = 4.0
 OUT_OF_TIME = "not measured: out of time"
+BEFORE_ONLY = "measured before bf16 only, on a cooler GPU: out of time"
 
 
 def autotune(
@@ -139,34 +145,44 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
 
 
 def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[Way]:
-    """Forward and backward of the whole model in FP8 and bf16, with and without CUDA graphs."""
-    results: list[Way] = []
-    longest_s = 0.0
-    for index, compute in enumerate(COMPUTE):
+    """Forward and backward of the whole model in FP8 and bf16, with and without CUDA graphs; of what is visited twice
+    the mean."""
+    modes = task.graph_modes()
+    ways = {(c, graphs): Way({"compute": c, "cuda_graphs": graphs}) for c in COMPUTE for graphs in modes}
+    took_s: dict[tuple[Compute, bool], float] = {}
+    for visit, compute in enumerate(VISITS):
+        again = [way for (c, _), way in ways.items() if c == compute and way.ms is not None]
+        if again and not deadline.allows(sum(s for (c, _), s in took_s.items() if c == compute)):
+            between = any(way.ms is not None for (c, _), way in ways.items() if c != compute)
+            for way in again if between else []:
+                way.note = BEFORE_ONLY
+            break
         precision = task.resolved(compute)
         step: _Step | None = None
-        for number, graphs in enumerate(task.graph_modes()):
-            result = Way({"compute": compute, "cuda_graphs": graphs})
-            results.append(result)
+        for graphs in modes:
+            way = ways[compute, graphs]
+            if way.note:
+                continue
             # a second way to launch waits until time for both precisions is sure
-            to_come = len(COMPUTE) - index - 1 if number else 0
-            if not deadline.allows(longest_s * (1 + to_come)):
-                result.note = OUT_OF_TIME
+            to_come = len(COMPUTE) - visit - 1 if graphs != modes[0] and not again else 0
+            if not deadline.allows(max(took_s.values(), default=0.0) * (1 + to_come)):
+                way.note = OUT_OF_TIME
                 continue
             began = deadline.elapsed()
             try:
                 step = step or _Step(task, precision)
                 if graphs:
                     step.capture()
-                result.ms, result.peak_gib = step.milliseconds(timer), step.peak_gib()
+                ms = step.milliseconds(timer)
+                way.ms, way.peak_gib = ms if way.ms is None else (way.ms + ms) / 2, step.peak_gib()
             except RuntimeError as error:  # out of memory, or something that cannot be captured
-                result.note = f"failed: {one_line(error)}"
+                way.ms, way.note = None, f"failed: {one_line(error)}"
                 step = None
-            longest_s = max(longest_s, deadline.elapsed() - began)
+            took_s[compute, graphs] = deadline.elapsed() - began
         step = None
         te_backend.forget_models()
         release_memory()
-    return results
+    return list(ways.values())
 
 
 class _Step:
@@ -223,15 +239,40 @@ class _Step:
         cached, documents = self.cycle is not None, self.within.get("documents")
         use_cuda_graphs(self.model, self.precision, self.ids, self.labels, cached, documents)
         before = snapshot_fp8_state(self.model, self.precision)
-        results = []
-        for forward in (self.forward, self.model.forward):
-            load_fp8_state(self.model, self.precision, before)
-            self.forward = forward
-            # the gradient that comes last depends on the whole backward
-            results.append((float(self(0)), float(self.model.model.embed_tokens.weight.grad.norm())))
-        for name, a, b in zip(("loss", "gradient norm of the embedding"), *results, strict=True):
-            if not abs(a - b) <= GRAPH_TOLERANCE * abs(a):
-                raise RuntimeError(f"with CUDA graphs the {name} is {b:.5g}, without {a:.5g}")
+        launched, replayed = self.forward, self.model.forward
+        for index in range(2 if cached else 1):  # each kind of pass is a graph of its own
+            expected = self._results(launched, before, index)
+            noise = max(_differences(expected, self._results(launched, before, index)).values())
+            for name, error in _differences(expected, self._results(replayed, before, index)).items():
+                if not error <= GRAPH_NOISE * noise:
+                    raise RuntimeError(
+                        f"with CUDA graphs {name} is off by {error:.1e} relative, launched again by at most {noise:.1e}"
+                    )
+        del expected
         self.model.zero_grad(set_to_none=True)
         self.captured = True
         release_memory()
+
+    def _results(
+        self, forward: Callable[..., Any], before: dict[str, torch.Tensor], index: int
+    ) -> dict[str, torch.Tensor]:
+        """Loss and gradients of pass `index` of a step that begins with the FP8 state `before`."""
+        load_fp8_state(self.model, self.precision, before)
+        self.forward = forward
+        parameters = dict(self.model.named_parameters())
+        buffers = {name: p.main_grad for name, p in parameters.items() if hasattr(p, "main_grad")}
+        for number in range(index + 1):
+            for buffer in buffers.values():
+                buffer.zero_()
+            loss = self(number)
+        found = {"the loss": loss} | {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        return found | {f"{name}, the float32 buffer": buffer.clone() for name, buffer in buffers.items()}
+
+
+def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By name |found - expected| / |expected|; infinite for what only one of them has."""
+    errors = dict.fromkeys(expected.keys() ^ found.keys(), math.inf)
+    for name in expected.keys() & found.keys():
+        norm = float(expected[name].norm(dtype=torch.float32)) or 1.0
+        errors[name] = float((found[name] - expected[name]).norm(dtype=torch.float32)) / norm
+    return errors

@@ -32,7 +32,7 @@ class Task:
     precision, speed, attention_backend: as asked for; compute is fp8. accumulation: micro-batches of a step. main_grad:
     the GEMMs add weight gradients into float32 buffers. graphs_allowed: whether the run can use CUDA graphs.
     document_mask: attention stays within documents. other_memory_gib: what the run holds besides weights, gradients and
-    activations (optimizer state); a way to run that leaves no room for it is not chosen.
+    activations (optimizer state); a way to run that leaves no room for it is not chosen. ranks, zero_stage: of the run.
     """
 
     config: MistralConfig
@@ -48,6 +48,8 @@ class Task:
     graphs_allowed: bool = True
     document_mask: bool = False
     other_memory_gib: float = 0.0
+    ranks: int = 1
+    zero_stage: int = 0
 
     def resolved(self, compute: Compute) -> Precision:
         """The run's precision with `compute`. Amaxes are not shared: the other ranks do not measure along."""
@@ -118,6 +120,9 @@ class Task:
                 "more than one micro-batch a step": self.accumulation > 1,
                 "weight gradients added in float32 by the GEMMs": self.main_grad,
                 "CUDA graphs allowed": self.graphs_allowed,
+                "ranks": self.ranks,
+                "ZeRO stage": self.zero_stage,
+                "memory that the optimizer takes, GiB": round(self.other_memory_gib, 1),
                 "deterministic kernels": torch.are_deterministic_algorithms_enabled(),
                 **gpu,
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from model.autotune import measure
 from model.autotune.choice import Choice, Record, Way, choose
-from model.autotune.measure import OUT_OF_TIME, autotune
+from model.autotune.measure import BEFORE_ONLY, OUT_OF_TIME, autotune
 from model.autotune.task import Task
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.proof import attention_errors
+from model.te_reference import quantize
 from tests.conftest import random_ids, small_config
 from tests.scripted_timer import Script
 
@@ -99,7 +102,7 @@ def test_where_bf16_is_faster_it_is_chosen_and_said(recipe: str, recompute: bool
     task = task_of("te_layer", gradient_checkpointing=recompute, accumulation=8)
     task = replace(task, precision=PrecisionConfig(auto=True, **values))
     lines: list[str] = []
-    record = autotune(task, lines.append, timer=Script(4 * 330.0, 300.0))
+    record = autotune(task, lines.append, timer=Script(4 * 330.0, 300.0, 4 * 330.0))
     assert record.choice == Choice("bf16", False, "auto")
     assert any("compute bf16, cuda_graphs false, 300.00 ms: the fastest" in line for line in lines)
     assert any("FP8 does not pay here" in line and "1.10 times" in line for line in lines)
@@ -111,6 +114,88 @@ def test_a_wrong_pattern_is_refused_as_ever() -> None:
     task = task_of(precision={"bf16_modules": ["lm_haed"]})
     with pytest.raises(PrecisionError, match="'lm_haed' matches no module"):
         autotune(task, lambda _: None, timer=Script(300.0, 300.0))
+
+
+def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
+    """bf16 is 3 % faster, and each sample takes 0.5 % longer than the one before."""
+    truth = [300.0] * 6 + [291.0] * 6 + [300.0] * 6
+    record = autotune(
+        task_of(), lambda _: None, timer=Script(samples=[ms * (1 + 0.005 * i) for i, ms in enumerate(truth)])
+    )
+    assert record.choice.compute == "bf16"
+    fp8, bf16 = record.measured
+    assert fp8.ms is not None and bf16.ms is not None and bf16.ms / fp8.ms == pytest.approx(0.97, abs=1e-3)
+
+
+def test_fp8_measured_only_while_the_gpu_was_cool_is_said() -> None:
+    # each way takes a second, and a third visit would not end in time
+    record = autotune(task_of(), lambda _: None, seconds=8.0, timer=Script(300.0, 300.0), clock=Clock(1.0))
+    fp8, bf16 = record.measured
+    assert (fp8.ms, fp8.note, bf16.ms, bf16.note) == (300.0, BEFORE_ONLY, 300.0, "")
+
+
+def test_what_is_timed_as_fp8_runs_fp8_and_what_is_timed_as_bf16_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script, gemms, ran = Script(300.0, 300.0, 300.0), [0], []
+    accumulate = quantize.accumulate
+
+    def counted(a: torch.Tensor, *others: Any, **options: Any) -> Any:
+        gemms[0] += a.dtype in quantize.FP8_MAX
+        return accumulate(a, *others, **options)
+
+    def timer(run: Callable[[], Any], **options: Any) -> float:
+        gemms[0] = 0
+        ms = script(run, **options)
+        ran.append(gemms[0] > 0)
+        return ms
+
+    monkeypatch.setattr(quantize, "accumulate", counted)
+    autotune(task_of(), lambda _: None, timer=timer)
+    assert ran == [True] * 6 + [False] * 6 + [True] * 6
+
+
+SPOILED = "model.layers.0.self_attn.k_proj.weight"
+# what a replay does to one weight's gradient: (weight, whether it is the first pass of a step)
+FAULTS: dict[str, Callable[[nn.Parameter, bool], object]] = {
+    "none": lambda weight, first: None,
+    "lost": lambda weight, first: weight.grad.zero_(),  # type: ignore[union-attr]
+    "in later passes": lambda weight, first: first or weight.grad.mul_(1.01),  # type: ignore[union-attr]
+    "in the buffer": lambda weight, first: weight.main_grad.add_(1e-6),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_graphs_that_compute_another_gradient_are_no_candidate(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any gradient, of any kind of pass; the loss and what comes last, the embedding's, are right."""
+
+    def use_cuda_graphs(model: nn.Module, *_: Any) -> None:
+        launched, weight, replayed = model.forward, model.get_parameter(SPOILED), list[bool]()
+
+        def spoil(weight: nn.Parameter) -> None:
+            if replayed:
+                FAULTS[fault](weight, replayed.pop())
+
+        weight.register_post_accumulate_grad_hook(spoil)
+
+        def replay(ids: torch.Tensor, is_first_microbatch: bool, **others: Any) -> Any:
+            replayed.append(is_first_microbatch)
+            return launched(ids, is_first_microbatch=is_first_microbatch, **others)
+
+        model.forward = replay  # type: ignore[method-assign]
+
+    monkeypatch.setattr(measure, "use_cuda_graphs", use_cuda_graphs)
+    monkeypatch.setattr(measure, "COMPUTE", ("fp8",))
+    monkeypatch.setattr(measure, "VISITS", ("fp8",))
+    task = task_of(accumulation=4, graphs_allowed=True, main_grad=True)
+    record = autotune(task, lambda _: None, timer=Script(1200.0, 1000.0))
+    _, graphs = record.measured
+    if fault == "none":
+        assert graphs.ms == 250.0 and record.choice.cuda_graphs
+    else:
+        assert graphs.ms is None and f"with CUDA graphs {SPOILED}" in graphs.note
 
 
 class Clock:
@@ -165,7 +250,7 @@ def test_measuring_leaves_no_trace() -> None:
     choice = Choice("fp8", False, "auto")
     before = losses(task, choice)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    record = autotune(task, lambda _: None, timer=Script(300.0, 360.0))
+    record = autotune(task, lambda _: None, timer=Script(300.0, 360.0, 300.0))
     assert record.choice == choice
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert np.array_equal(np.random.get_state()[1], states[2])

@@ -142,19 +142,38 @@ def test_what_is_measured_is_what_the_zero_stage_runs(
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
 
 
-@pytest.mark.parametrize(
-    ("changes", "graphs"), [({}, False), ({"reduce_amax": False}, True), ({"recipe": "block"}, True)]
-)
-def test_no_graphs_are_chosen_around_a_reduction_over_ranks(
-    settings: dict, changes: dict, graphs: bool
-) -> None:
+@pytest.mark.parametrize("changes", [{}, {"reduce_amax": False}, {"recipe": "block"}])
+def test_graphs_may_be_chosen_on_several_gpus(settings: dict, changes: dict) -> None:
+    """Around delayed scaling's reduction over ranks, too: tests/reliability/test_gpu_numbers.py runs them."""
     wanted = {**settings, "precision": {"auto": True, **changes}}
-    for ranks, allowed in ((1, True), (2, graphs)):
+    for ranks in (1, 2):
         args = TrainingArguments.from_dict(wanted).resolve(ranks)
-        assert glue.task_of(args, resolve_ds_config(args, ranks), ranks).graphs_allowed is allowed
+        assert glue.task_of(args, resolve_ds_config(args, ranks), ranks).graph_modes() == (False, True)
     # what the user turned on stays on
     args = TrainingArguments.from_dict({**wanted, "speed": {"cuda_graphs": True}}).resolve(2)
     assert glue.task_of(args, resolve_ds_config(args, 2), 2).graph_modes() == (True,)
+
+
+def test_a_choice_for_other_ranks_stage_or_memory_is_not_reused(settings: dict, measured: list[int]) -> None:
+    """Ranks and stage say how much memory the optimizer leaves, by which a choice is made."""
+    _, record, _ = resolve(arguments(settings))
+    assert record is not None
+    Path(settings["output_dir"]).mkdir()
+    save(record, Path(settings["output_dir"]))
+
+    def log_of(ranks: int, **changes: Any) -> str:
+        lines: list[str] = []
+        glue.resolve_auto(
+            TrainingArguments.from_dict({**settings, **changes}).resolve(ranks), ranks, lines.append
+        )
+        return "\n".join(lines)
+
+    assert "not measured again" in log_of(1) and len(measured) == 1
+    assert "ranks: 1 -> 2" in log_of(2) and len(measured) == 2
+    assert "ZeRO stage: 1 -> 2" in log_of(1, deepspeed="ds_config_zero2.json") and len(measured) == 3
+    record.circumstances["memory that the optimizer takes, GiB"] = 40.0
+    save(record, Path(settings["output_dir"]))
+    assert "memory that the optimizer takes, GiB: 40.0 -> 0.0" in log_of(1) and len(measured) == 4
 
 
 def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:
@@ -271,7 +290,7 @@ def test_a_run_with_auto_is_the_run_written_by_hand(
     prepared: dict, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a real measurement but for its times, by which bf16 is the faster."""
-    script = Script(2 * 330.0, 300.0)
+    script = Script(2 * 330.0, 300.0, 2 * 330.0)
     monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
     monkeypatch.setattr(glue, "autotune", lambda task, say: autotune(task, say, timer=script))
     assert check_runs(prepared, capsys)["compute"] == "bf16"
