@@ -49,7 +49,7 @@ IMPORTS = """
     tokenizers pydantic matplotlib.pyplot datatrove.pipeline.tokens multiprocessing.managers concurrent.futures.process
     train.train train.export train.prepare_data train.train_tokenizer train.import_megatron train.inspect_data
     train.prepare.preparation train.prepare.tokenizer train.prepare.megatron train.data.inspection train.prepare.dedup
-    train.inspect_checkpoint model.te_reference tests.reliability.number_ranks
+    train.inspect_checkpoint model.te_reference tests.reliability.ranks
 """.split()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -36,14 +37,14 @@ def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subp
 
 
 def run_cases(folder: Path, cases: list[tuple[int, str, dict]]) -> list[list[dict]]:
-    """What each case of number_ranks.py ([ranks, function, arguments]) returned, by rank."""
+    """What each case of ranks.py ([ranks, function, arguments]) returned, by rank; in output.txt, what they said."""
     folder.mkdir(exist_ok=True)
     file = folder / "cases.json"
     file.write_text(json.dumps(cases))
-    script, output = "tests/reliability/number_ranks.py", ""
+    script, output = "tests/reliability/ranks.py", ""
     if torch.cuda.is_available():
-        for ranks in sorted({case[0] for case in cases}):
-            launched = launch(ranks, script, str(folder), str(file), "--launched")
+        for number, (ranks, _) in enumerate(itertools.groupby(cases, lambda case: case[0])):
+            launched = launch(ranks, script, str(folder), str(file), str(number))
             assert launched.returncode == 0, launched.stdout[-6000:]
             output += launched.stdout
     else:

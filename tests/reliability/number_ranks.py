@@ -1,30 +1,14 @@
-"""Ranks whose numbers go wrong: what they find, as JSON.
-
-    python tests/reliability/number_ranks.py FOLDER CASES
-    python train/launch.py --nproc RANKS tests/reliability/number_ranks.py FOLDER CASES --launched
-
-CASES is a JSON list of [ranks, function, arguments]; the functions are those of FUNCTIONS. FOLDER gets a file
-`<index>-<rank>.json` for each, with what the function returned on that rank. In the first form one process imports
-everything and forks the ranks of each number of ranks in turn, so that a case takes a second or two; on GPUs, which a
-fork cannot use, the second form is one rank of the cases of RANKS ranks.
-"""
+"""What ranks do whose numbers go wrong: functions of ranks.py."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
-import json
 import os
 import signal
-import socket
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 import torch
 import torch.distributed as dist
@@ -32,14 +16,12 @@ import torch.distributed as dist
 from model import mistral_base
 from model.build import build_model
 from model.config import load_config
-from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train import setup, train
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.guard import signals
 from train.guard.health import Health
@@ -236,58 +218,3 @@ def a_matrix(module: torch.nn.Module) -> str:
     """The name of one in the middle of the model."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
     return names[len(names) // 2]
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {"skip": skip, "whole_run": whole_run}
-
-
-def run_rank(folder: Path, cases: list[tuple[int, list]]) -> None:
-    """One of the ranks, which the environment describes."""
-    torch.set_num_threads(1)
-    init_distributed()
-    signals.install()
-    for index, (_, function, values) in cases:
-        found = FUNCTIONS[function](**values)
-        # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
-        gc.collect()
-        te_backend.forget_models()
-        (folder / f"{index}-{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
-def main() -> int:
-    folder, cases = Path(sys.argv[1]), list(enumerate(json.loads(Path(sys.argv[2]).read_text())))
-    if sys.argv[3:] == ["--launched"]:
-        run_rank(folder, [c for c in cases if c[1][0] == int(os.environ["WORLD_SIZE"])])
-        return 0
-    failed = False
-    for world in sorted({case[0] for _, case in cases}):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        children = []
-        for rank in range(world):
-            if (child := os.fork()) == 0:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                try:
-                    run_rank(folder, [c for c in cases if c[1][0] == world])
-                except BaseException:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os._exit(1)  # the others would wait for this one
-                os._exit(0)
-            children.append(child)
-        for _ in children:
-            child, status = os.wait()
-            if status:
-                failed = True
-                for other in set(children) - {child}:
-                    try:
-                        os.kill(other, 9)
-                    except ProcessLookupError:
-                        pass
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

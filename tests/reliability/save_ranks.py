@@ -21,11 +21,9 @@ import random
 import select
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +41,7 @@ from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
+from tests.reliability.ranks import fork_ranks
 from train.checkpoint import save
 from train.checkpoint.files import RunState, committed, problems, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
@@ -50,7 +49,6 @@ from train.checkpoint.save import SaveError
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.guard import watchdog as watchdog_module
 
@@ -64,8 +62,6 @@ class Trainer:
 
     def __init__(self, folder: Path, stage: int, background: bool, mark: Callable[[str], None]):
         self.folder, self.root, self.mark = folder, folder / "checkpoints", mark
-        torch.set_num_threads(1)
-        init_distributed()
         self.rank = dist.get_rank()
         raw = {
             "model": {"config": str(folder / "config.json")},
@@ -149,20 +145,11 @@ class Ranks:
     """Forked ranks, each with a pipe: what it marks comes as (rank, letter), its report when it ends as JSON."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, body: Callable[[Trainer], Any]):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        self.pipes, self.pids, self.text = [], [], [""] * RANKS
-        for rank in range(RANKS):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                _run_rank(folder, args, body, write)
+        ends = [os.pipe() for _ in range(RANKS)]
+        self.pipes, self.text = [read for read, _ in ends], [""] * RANKS
+        self.pids = fork_ranks(RANKS, lambda rank: _run_rank(folder, args, body, ends, rank))
+        for _, write in ends:
             os.close(write)
-            self.pipes.append(read)
-            self.pids.append(pid)
 
     def next_mark(self, timeout_s: float = DEADLINE_S) -> tuple[int, str] | None:
         """The next letter of any rank; None when all ended. Raises TimeoutError: they hang."""
@@ -200,16 +187,19 @@ class Ranks:
         return [json.loads(text[text.index("{") :]) for text in texts]
 
 
-def _run_rank(folder: Path, args: argparse.Namespace, body: Callable[[Trainer], Any], pipe: int) -> None:
-    """A forked rank, from its start to its end."""
-    try:
-        mark = lambda letter: os.write(pipe, letter.encode()) and None  # noqa: E731
-        report = body(Trainer(folder, args.stage, not args.blocking, mark))
-        os.write(pipe, json.dumps({"report": report}).encode())
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+def _run_rank(
+    folder: Path,
+    args: argparse.Namespace,
+    body: Callable[[Trainer], Any],
+    ends: list[tuple[int, int]],
+    rank: int,
+) -> None:
+    """A rank has the end of its own pipe only: that it is gone shows at the other end."""
+    for _, write in ends[:rank] + ends[rank + 1 :]:
+        os.close(write)
+    mark = lambda letter: os.write(ends[rank][1], letter.encode()) and None  # noqa: E731
+    report = body(Trainer(folder, args.stage, not args.blocking, mark))
+    os.write(ends[rank][1], json.dumps({"report": report}).encode())
 
 
 # ---------------------------------------------------------------- what the ranks do

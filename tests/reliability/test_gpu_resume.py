@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import small_config
-from tests.reliability.launching import launch
 from tests.reliability.test_world_size import Runs, differing
 from tests.train.runs import curve
 
@@ -40,12 +39,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs.whole("two", 2, 2 * MICRO_BATCH)
     runs.resumed("two_to_two", 2, "two")
     runs.resumed("two_to_one", 1, "two")
-    runs.write()
-    for case in runs.cases:
-        file, name = str(folder / "runs.json"), case["name"]
-        done = launch(case["ranks"], "tests/reliability/world_size_ranks.py", file, name)
-        assert done.returncode == 0, done.stdout[-6000:]
-    return runs
+    return runs.start()
 
 
 @pytest.mark.process

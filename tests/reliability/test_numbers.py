@@ -327,6 +327,7 @@ def runs(
             "spike", 2, {"19": "large_loss"}, max_steps=22, logging_steps=11, precision={"compute": "bf16"}
         ),
         **rollback_cases(base, folder),
+        "flip_of_two": case("flip_of_two", 2, {"2": "flip"}, max_steps=3),
         "flip": case("flip", 3, {"4": "flip"}, max_steps=6, replica_check_steps=2),
         "flip_zero0": case(
             "flip_zero0",
@@ -337,7 +338,6 @@ def runs(
             precision=FP32,
             deepspeed="ds_config_zero0.json",
         ),
-        "flip_of_two": case("flip_of_two", 2, {"2": "flip"}, max_steps=3),
     }
     found = run_cases(folder / "results", list(cases.values()))
     return {name: (folder / name, ranks) for name, ranks in zip(cases, found, strict=True)}

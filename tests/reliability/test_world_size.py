@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import programs
 from tests.conftest import small_config
-from tests.reliability.launching import clean_environment
-from tests.train.runs import ROOT, metrics
+from tests.reliability.launching import run_cases
+from tests.train.runs import metrics
 from train.checkpoint import reshard
 from train.checkpoint.files import CheckpointError, committed, problems, read_state
 
@@ -45,11 +43,11 @@ def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 class Runs:
-    """Runs of world_size_ranks.py in `folder`, in the order in which they are asked for, of `steps` steps with a
+    """Watched runs (world_size_ranks.py) in `folder`, in the order in which they are asked for, of `steps` steps with a
     checkpoint after `saved` of them."""
 
     def __init__(self, folder: Path, base: dict[str, Any], saved: int = SAVED, steps: int = STEPS):
-        self.folder, self.base, self.cases = folder, base, list[dict]()
+        self.folder, self.base, self.cases = folder, base, dict[str, tuple[int, str, dict]]()
         self.saved, self.steps = saved, steps
 
     def whole(self, name: str, ranks: int, samples: int, **changes: Any) -> None:
@@ -60,7 +58,7 @@ class Runs:
 
     def resumed(self, name: str, ranks: int, of: str, **changes: Any) -> None:
         """From the checkpoint of the run `of`, configured as that."""
-        settings = next(case["settings"] for case in self.cases if case["name"] == of)
+        settings = self.cases[of][2]["settings"]
         path = Path(settings["output_dir"]) / f"checkpoints/step-{self.saved:08d}"
         extra = {key: changes.pop(key) for key in ("spoiled_step",) if key in changes}
         changes = {"resume_from_checkpoint": str(path), "save_strategy": "no", **changes}
@@ -68,19 +66,13 @@ class Runs:
         self._add(name, ranks, {**settings, "output_dir": output_dir, **changes}, **extra)
 
     def _add(self, name: str, ranks: int, settings: dict[str, Any], **extra: Any) -> None:
-        settings = {"output_dir": str(self.folder / name / "run"), **self.base, **settings}
-        self.cases.append({"name": name, "ranks": ranks, "settings": settings, **extra})
-
-    def write(self) -> None:
-        (self.folder / "runs.json").write_text(json.dumps(self.cases))
+        folder = str(self.folder / name)
+        settings = {"output_dir": f"{folder}/run", **self.base, **settings}
+        self.cases[name] = ranks, "watched_run", {"folder": folder, "settings": settings, **extra}
 
     def start(self) -> Runs:
-        self.write()
-        script = ROOT / "tests/reliability/world_size_ranks.py"
-        command = [sys.executable, str(script), str(self.folder / "runs.json")]
-        done = programs.run(command, capture_output=True, text=True, env=clean_environment())
-        self.said = done.stdout
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        run_cases(self.folder / "results", list(self.cases.values()))
+        self.said = (self.folder / "results/output.txt").read_text()
         return self
 
     def state(self, name: str, which: str) -> dict[str, torch.Tensor]:
@@ -294,9 +286,9 @@ def test_any_number_of_ranks(base: dict[str, Any], tmp_path: Path, precision: di
     runs.resumed("eight_to_four", 4, "eight")
     runs.start()
     tolerance = SCALES_MOVE if precision == DELAYED else 1e-5
-    for case in runs.cases:
-        if (whole := case["name"].partition("_to_")[0]) != case["name"]:
-            runs.check(whole, case["name"], tolerance)
+    for name in runs.cases:
+        if (whole := name.partition("_to_")[0]) != name:
+            runs.check(whole, name, tolerance)
 
 
 @pytest.mark.reliability

@@ -1,25 +1,11 @@
-"""Runs one after another, each on its own number of ranks; what they saw and held, for tests of resumes.
-
-    python tests/reliability/world_size_ranks.py RUNS
-    python train/launch.py --nproc RANKS tests/reliability/world_size_ranks.py RUNS NAME
-
-RUNS is a JSON list of objects: `ranks`, `settings` of the training configuration, and `name`, the folder beside RUNS
-that gets what the run left (see `Watched`). The first form imports everything once and forks the ranks of each run;
-on GPUs, which a fork cannot use, the second form is one rank of the run NAME.
-"""
+"""What a run saw and held, for tests of resumes: a function of ranks.py."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 
 import deepspeed
 import torch
@@ -33,9 +19,7 @@ from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, without_prints
-from train.guard import signals
 from train.guard.replicas import optimizer_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -135,54 +119,8 @@ def _digest(row: torch.Tensor) -> str:
     return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def run_rank(folder: Path, case: dict[str, Any]) -> None:
-    """One of the ranks of a run, which the environment describes."""
-    torch.set_num_threads(1)
-    init_distributed()
-    signals.install()
-    options = {key: case[key] for key in ("keep_after_step", "spoiled_step") if key in case}
-    Watched(folder, case["settings"], **options).run()
+def watched_run(folder: str, settings: dict, **options: int) -> None:
+    """See `Watched`."""
+    Path(folder).mkdir(exist_ok=True)
+    Watched(Path(folder), settings, **options).run()
     dist.barrier()
-
-
-def main() -> int:
-    file = Path(sys.argv[1])
-    cases = json.loads(file.read_text())
-    if len(sys.argv) > 2:
-        folder = file.parent / sys.argv[2]
-        folder.mkdir(exist_ok=True)
-        run_rank(folder, next(case for case in cases if case["name"] == folder.name))
-        return 0
-    for case in cases:
-        folder = file.parent / case["name"]
-        folder.mkdir()
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        children = []
-        for rank in range(case["ranks"]):
-            if (child := os.fork()) == 0:
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case["ranks"]))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                try:
-                    run_rank(folder, case)
-                except BaseException:
-                    traceback.print_exc()
-                    sys.stderr.flush()
-                    os._exit(1)
-                sys.stdout.flush()
-                os._exit(0)
-            children.append(child)
-        for _ in range(case["ranks"]):
-            child, status = os.wait()
-            children.remove(child)
-            if status:  # the others would wait for this one
-                for other in children:
-                    os.kill(other, 9)
-                print(f"run {case['name']} failed", file=sys.stderr)
-                return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Ranks of test cases: forks of one process that has imported everything, so that a case takes a second or two.
+
+    python tests/reliability/ranks.py FOLDER CASES
+    python train/launch.py --nproc RANKS tests/reliability/ranks.py FOLDER CASES GROUP
+
+CASES is a JSON list of [ranks, function, arguments]; the functions are those of FUNCTIONS. FOLDER gets a file
+`<index>-<rank>.json` for each, with what the function returned on that rank. Cases are run in their order; a group of
+them that follow each other with the same number of ranks shares its ranks. On GPUs, which a fork cannot use, the second
+form is one rank of the group of that number.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+
+import torch
+import torch.distributed as dist
+
+from model.fp8 import te_backend
+from tests.reliability.number_ranks import skip, whole_run
+from tests.reliability.world_size_ranks import watched_run
+from train.engine.distributed import init_distributed
+from train.guard import signals
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (skip, whole_run, watched_run)}
+
+
+def fork_ranks(count: int, body: Callable[[int], object]) -> list[int]:
+    """The pids of `count` forks that call body(rank) as ranks of a process group and exit with 0, or 1 if it raises."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    pids = []
+    for rank in range(count):
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                torch.set_num_threads(1)
+                init_distributed()
+                body(rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(status)
+        pids.append(pid)
+    return pids
+
+
+def end_well(pids: list[int]) -> bool:
+    """Wait for them. Those that would wait for one that failed are killed."""
+    left, good = set(pids), True
+    while left:
+        pid, status = os.wait()
+        left.remove(pid)
+        if status:
+            good = False
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    return good
+
+
+def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
+    """By one rank, whose process group there is."""
+    signals.install()
+    for index, (_, function, values) in group:
+        found = FUNCTIONS[function](**values)
+        # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.
+        gc.collect()
+        te_backend.forget_models()
+        (folder / f"{index}-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def groups_of(cases: list[list]) -> list[tuple[int, list[tuple[int, list]]]]:
+    """(ranks, cases with their indices)."""
+    return [(ranks, list(group)) for ranks, group in itertools.groupby(enumerate(cases), lambda c: c[1][0])]
+
+
+def main() -> int:
+    folder, groups = Path(sys.argv[1]), groups_of(json.loads(Path(sys.argv[2]).read_text()))
+    if sys.argv[3:]:
+        torch.set_num_threads(1)
+        init_distributed()
+        run_group(folder, groups[int(sys.argv[3])][1])
+        return 0
+    return int(
+        not all(
+            end_well(fork_ranks(ranks, lambda _, g=group: run_group(folder, g))) for ranks, group in groups
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
