@@ -34,9 +34,12 @@ class HuggingFaceMistral(MistralForCausalLM):
         torch.set_default_dtype(precision.dtype)
         try:
             with precision.device:
-                return cls._from_config(config, attn_implementation="sdpa").train()
+                model = cls._from_config(config, attn_implementation="sdpa").train()
         finally:
             torch.set_default_dtype(dtype)
+        # torch gives the row of a padding_idx no gradient, and pad_token_id may be a token that the data has
+        model.model.embed_tokens.padding_idx = None
+        return model
 
     def forward(  # type: ignore[override]
         self,
