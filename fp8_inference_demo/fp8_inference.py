@@ -6,7 +6,8 @@
     python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line, from standard input
 
 FOLDER is a Hugging Face Mistral folder, or the output folder of a run. Text goes to standard output, everything else
-to standard error. Blank lines are no prompts. With --precision fp8, a model of which no module ran FP8 is an error.
+to standard error. Blank lines are no prompts. With --precision fp8, a module that was to run FP8 and did not is an
+error.
 """
 
 from __future__ import annotations

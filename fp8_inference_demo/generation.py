@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from model.build import build_model
 from model.config import load_config
+from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 
@@ -112,7 +114,7 @@ class Generator:
     sampling: Sampling
     seed: int = 0
     ignore_eos: bool = False
-    _quantized: bool = field(default=False, init=False)
+    _calls: int = field(default=0, init=False)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a prompt, BOS first, as each training document begins.
@@ -167,9 +169,14 @@ class Generator:
 
     @torch.no_grad()
     def _logits(self, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Raises DemoError: a module did not run what was asked for, in the first calls, a prefill and a decode."""
         # Weights do not change: they are quantized in the first call, and later ones reuse the FP8 copy.
-        out = self.model(input_ids, cache=cache, is_first_microbatch=not self._quantized)
-        self._quantized = True
+        first, counts = self._calls == 0, self._calls < 2
+        with count_gemms(self.model, self.precision) if counts else nullcontext() as gemms:
+            out = self.model(input_ids, cache=cache, is_first_microbatch=first)
+        if gemms is not None and (problem := gemms.problem(backward=False)):
+            raise DemoError(problem)
+        self._calls += 1
         return out.logits[0, -1]
 
     def stream(self, ids: list[int], max_new_tokens: int, timing: Timing) -> Iterator[str]:
@@ -206,7 +213,7 @@ def load(folder: Path, precision: Precision, sampling: Sampling, seed: int, igno
 def answer(generator: Generator, prompt: str, max_new_tokens: int) -> None:
     """Print the prompt and its continuation, then the speed and what ran FP8.
 
-    Raises DemoError: FP8 was asked for and no module ran it.
+    Raises DemoError: a module did not run what was asked for.
     """
     ids, timing = generator.encode(prompt), Timing()
     print(prompt, end="", flush=True)
@@ -219,6 +226,4 @@ def answer(generator: Generator, prompt: str, max_new_tokens: int) -> None:
     if not precision.fp8:
         print(f"{len(report.kept)} GEMM modules ran {precision.config.compute}, as asked", file=sys.stderr)
         return
-    print("\n".join(report.lines(precision.config.recipe)), file=sys.stderr)
-    if not report.ran:
-        raise DemoError("FP8 was asked for and no module ran it")
+    print("\n".join(report.lines(precision.config.recipe, len(report.planned))), file=sys.stderr)

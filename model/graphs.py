@@ -11,6 +11,7 @@ Parameters, gradients that GEMMs add into, and FP8 state must keep their address
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from model.documents import Documents
+from model.fp8.gemms import count_gemms, count_replay
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
@@ -71,21 +73,23 @@ class _Passes:
 class _Captured:
     """One captured forward and backward with its static tensors. `is_first_microbatch` is baked in."""
 
-    def __init__(self, passes: _Passes, first: bool | None, pool: Any):
+    def __init__(self, passes: _Passes, precision: Precision, first: bool | None, pool: Any):
         self.parameters = list(passes.parameters.values())
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
-        with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
-            loss = passes.forward(first)
-        self.loss, self.upstream = loss.detach(), torch.ones_like(loss)
-        with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
-            self.gradients = passes.backward(loss, self.upstream)
+        with count_gemms(passes.model, precision) as self.gemms:
+            with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
+                loss = passes.forward(first)
+            self.loss, self.upstream = loss.detach(), torch.ones_like(loss)
+            with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
+                self.gradients = passes.backward(loss, self.upstream)
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> torch.Tensor:
         captured.forward_graph.replay()
+        count_replay(captured.gemms.forward)
         ctx.captured = captured
         return captured.loss.clone()
 
@@ -94,6 +98,7 @@ class _Replay(torch.autograd.Function):
         captured = ctx.captured
         captured.upstream.copy_(upstream)
         captured.backward_graph.replay()
+        count_replay(Counter(), captured.gemms.backward)
         # copies: what is handed on may be kept, and the next replay writes over the static ones
         return None, *(None if g is None else g.clone() for g in captured.gradients)
 
@@ -126,7 +131,8 @@ def use_cuda_graphs(
     kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    # whoever counts does not count these passes
+    with torch.cuda.stream(stream), count_gemms(model, precision):
         for _ in range(WARMUP_PASSES):
             for first in kinds:
                 loss = passes.forward(first)
@@ -141,7 +147,7 @@ def use_cuda_graphs(
     gc.disable()  # freeing another graph during a capture breaks it
     try:
         pool = torch.cuda.graph_pool_handle()
-        captured = {first: _Captured(passes, first, pool) for first in kinds}
+        captured = {first: _Captured(passes, precision, first, pool) for first in kinds}
     finally:
         if collecting:
             gc.enable()

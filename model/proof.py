@@ -1,8 +1,8 @@
 """Proof at start: before a run takes its first step it shows what it runs on, or refuses.
 
-One small batch goes forward and backward through the model; afterwards it is known, not assumed, which modules ran FP8
-and which attention was used. The attention is compared with torch's SDPA in float32, forward and backward: an attention
-backend that is fast and wrong has been seen (a window of (-1, 0) taken literally).
+One small batch goes forward and backward through the model, and its FP8 GEMMs are counted (gemms.py). The attention
+is compared with torch's SDPA in float32, forward and backward, at the run's length: a backend that is fast and wrong
+has been seen (a window of (-1, 0) taken literally), and Transformer Engine chooses anew for each length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import MistralConfig
 from model.config import UserError, head_dim, window_size
 from model.documents import Documents, attend, random_documents
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.modules import fp8_modules
+from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
@@ -25,6 +25,7 @@ from model.mistral_base import causal_attention
 from model.variants import VARIANTS
 
 PROBE_TOKENS = 256
+QUERIES_AT_A_TIME = 256  # of the attention that the run's is compared with
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
@@ -34,23 +35,42 @@ class ProofError(UserError):
 
 
 def prove(
-    model: nn.Module, precision: Precision, attention_backend: str = "auto", seed: int = 0
+    model: nn.Module,
+    precision: Precision,
+    attention_backend: str = "auto",
+    seed: int = 0,
+    seq_length: int = PROBE_TOKENS,
 ) -> list[str]:
     """Run the proof and return its lines for the log. Weights, gradients and FP8 state are left as they were before
     the first step.
 
-    attention_backend: what the user asked for (only "unfused" allows an unfused attention on a GPU).
-    Raises ProofError: a module meant to run FP8 did not; no module did; Transformer Engine loaded another cuDNN than
-    torch; an unfused attention; an attention that differs from SDPA.
+    attention_backend: what the user asked for (only "unfused" allows an unfused attention on a GPU). seq_length: tokens
+    of the run's samples, at which its attention is proven.
+    Raises ProofError: a module meant to run FP8 did not, forward or backward; no module did; Transformer Engine loaded
+    another cuDNN than torch; an unfused attention; an attention that differs from SDPA.
     """
-    if not VARIANTS[model.variant].te:
-        return _prove_transformers(model, precision, seed)
-    lines = []
-    if precision.te.name == "transformer_engine":
-        lines.append(_prove_cudnn())
-    _probe(model, seed)
-    lines += _prove_fp8(model, precision)
-    lines.append(_prove_attention(model, precision, attention_backend))
+    te = VARIANTS[model.variant].te
+    lines = [_prove_cudnn()] if te and precision.te.name == "transformer_engine" else []
+    # of the compiled variants the probe is not: a graph for its shape would cost a minute
+    stance = "default" if te else "force_eager"
+    with torch.compiler.set_stance(stance), count_gemms(model, precision) as gemms:
+        _probe(model, seed)
+    reset_fp8_state(model, precision)
+    if problem := gemms.problem():
+        raise ProofError(problem)
+    lines += gemms.lines()
+    if gemms.ran:
+        lines.append(f"FP8 GEMMs of the probe: {gemms.forward.total()} forward, {gemms.backward} backward")
+    if te:
+        return [*lines, _prove_attention(model, precision, attention_backend, seq_length)]
+    lines.append("attention: transformers with torch SDPA")
+    if model.compiled:
+        lines.append("torch.compile: each decoder layer, in the first step")
+    elif precision.torchao and not precision.emulated:
+        lines.append(
+            "warning: torchao's FP8 without torch.compile is slower than bf16, since scaling and rounding take kernels "
+            "of their own; remove model.compile false"
+        )
     return lines
 
 
@@ -68,37 +88,15 @@ def attention_of(model: nn.Module, precision: Precision) -> str:
     return te_backend.attention_backend_in_use(precision.te)
 
 
-def _prove_transformers(model: nn.Module, precision: Precision, seed: int) -> list[str]:
-    """The variants hf and torchao. Their probe is not compiled: counting GEMMs needs that, and a graph for the probe's
-    shape would cost a minute."""
-    attention = "attention: transformers with torch SDPA"
-    if precision.torchao:
-        with torchao_fp8.observe(model, precision.emulated) as gemms:
-            _probe(model, seed)
-        lines = [*_prove_fp8(model, precision), _prove_torchao_backward(gemms, precision), attention]
-    else:
-        with torch.compiler.set_stance("force_eager"):
-            _probe(model, seed)
-        lines = [f"{attention}; FP8: none (variant hf)"]
-    if model.compiled:
-        lines.append("torch.compile: each decoder layer, in the first step")
-    elif precision.torchao and not precision.emulated:
-        lines.append(
-            "warning: torchao's FP8 without torch.compile is slower than bf16, since scaling and rounding take kernels "
-            "of their own; remove model.compile false"
+def check_attention(model: nn.Module, precision: Precision, proven: str) -> None:
+    """To be called after the first step, whose batch is another one than that of the proof. Raises ProofError: another
+    attention than the one that was `proven`."""
+    if (ran := attention_of(model, precision)) != proven:
+        raise ProofError(
+            f"attention {proven} was proven, and the first step ran {ran}: Transformer Engine chooses by the batch, "
+            f"too. Set model.attention_backend to {ran.split()[0]}, which is proven then, or change "
+            "per_device_train_batch_size"
         )
-    return lines
-
-
-def _prove_torchao_backward(gemms: torchao_fp8.Gemms, precision: Precision) -> str:
-    forward, backward = len(gemms.forward), gemms.backward
-    # the gradients of input and weight
-    if backward != 2 * forward:
-        raise ProofError(f"the backward of {forward} FP8 modules ran {backward} FP8 GEMMs, not {2 * forward}")
-    return (
-        f"FP8 GEMMs of the probe: {forward} forward, {backward} backward; "
-        f"{torchao_fp8.version(precision.emulated)}"
-    )
 
 
 def _prove_cudnn() -> str:
@@ -135,27 +133,14 @@ def _probe(model: nn.Module, seed: int) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def _prove_fp8(model: nn.Module, precision: Precision) -> list[str]:
-    report = fp8_modules(model, precision)
-    reset_fp8_state(model, precision)
-    if precision.fp8 and not report.ran:
-        raise ProofError(
-            "FP8 was asked for and no module ran FP8; set precision.compute to bf16 if that is meant"
-        )
-    if sorted(report.ran) != sorted(report.planned):
-        wrong = sorted(set(report.planned) ^ set(report.ran))
-        raise ProofError(
-            f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]}; "
-            "check precision.bf16_modules"
-        )
-    return report.lines(precision.config.recipe if precision.fp8 else None)
-
-
-def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> str:
+def _prove_attention(model: nn.Module, precision: Precision, asked_for: str, seq_length: int) -> str:
+    error_out, error_grad = attention_errors(
+        model.config, precision, seq_length, document_mask=model.document_mask
+    )
     backend = attention_of(model, precision)
     if backend == te_backend.NO_ATTENTION_YET:
         raise ProofError(
-            "the probe ran and Transformer Engine reports no attention: a version that this was not written for; "
+            "attention ran and Transformer Engine reports no attention: a version that this was not written for; "
             "pip install -r requirements-gpu.txt"
         )
     if backend == "unfused" and asked_for != "unfused":
@@ -163,7 +148,6 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str) -> 
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
             "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it"
         )
-    error_out, error_grad = attention_errors(model.config, precision, document_mask=model.document_mask)
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
         raise ProofError(
@@ -205,35 +189,55 @@ def random_attention(
 
 
 def attention_errors(
-    c: MistralConfig, precision: Precision, seed: int = 0, document_mask: bool = False
+    c: MistralConfig,
+    precision: Precision,
+    tokens: int = PROBE_TOKENS,
+    seed: int = 0,
+    document_mask: bool = False,
 ) -> tuple[float, float]:
     """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
-    random inputs of its head counts, head dimension and window, with document_mask within random documents;
-    |a - b| / |b| in the Frobenius norm."""
-    tokens = probe_tokens(c)
-    # a window longer than the probe would not be tested, so it is cut to half of it
+    two random inputs of so many tokens with its head counts, head dimension and window, with document_mask within
+    random documents; |a - b| / |b| in the Frobenius norm."""
+    # a window longer than the input would not be tested, so it is cut to half of it
     window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
     generator = torch.Generator().manual_seed(seed)
     forward, inputs, upstream, documents = random_attention(
         c, precision, (2, tokens), window, tokens / 4 if document_mask else None, generator
     )
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    with precision.te.autocast(enabled=False):
+        out = forward(*leaves)
+        ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+    truth = sdpa([t.float() for t in inputs], upstream.float(), window, documents)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
+    return errors[0], max(errors[1:])
 
-    def run(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        out = function(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
-    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        age = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)[None, :]
+def sdpa(
+    qkv: list[torch.Tensor], upstream: torch.Tensor, window: tuple[int, int], documents: Documents | None
+) -> list[torch.Tensor]:
+    """torch's attention of q [B, T, N, D], k and v [B, T, K, D]: what it returns, [B, T, N * D], and the gradients of
+    the three where `upstream` is its own. By pieces of the queries: its scores would not fit into memory."""
+    q, k, v = (t.transpose(1, 2) for t in qkv)
+    outputs, grad_q = [], []
+    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    positions = torch.arange(q.shape[2], device=q.device)
+    for rows in positions.split(QUERIES_AT_A_TIME):
+        age = rows[:, None] - positions[None, : int(rows[-1]) + 1]
         visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
         # a key is in the query's document where it is not older than the query's position
         if documents is not None:
-            visible = visible & (age <= documents.positions[:, None, :, None])
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True).transpose(1, 2).flatten(2)
-
-    with precision.te.autocast(enabled=False):
-        ours = run(forward, inputs)
-    truth = run(sdpa, [t.float() for t in inputs])
-    errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
-    return errors[0], max(errors[1:])
+            visible = visible & (age <= documents.positions[:, None, rows, None])
+        seen = slice(0, age.shape[1])
+        leaves = [t.detach().requires_grad_() for t in (q[:, :, rows], k[:, :, seen], v[:, :, seen])]
+        out = F.scaled_dot_product_attention(
+            leaves[0], leaves[1], leaves[2], attn_mask=visible, enable_gqa=True
+        )
+        out = out.transpose(1, 2).flatten(2)
+        grads = torch.autograd.grad(out, leaves, upstream[:, rows])
+        outputs.append(out.detach())
+        grad_q.append(grads[0])
+        grad_k[:, :, seen] += grads[1]
+        grad_v[:, :, seen] += grads[2]
+    gradients = torch.cat(grad_q, 2), grad_k, grad_v
+    return [torch.cat(outputs, 1), *(t.transpose(1, 2) for t in gradients)]

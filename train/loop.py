@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from model.config import UserError, flops_per_token
-from model.fp8.modules import fp8_modules
+from model.fp8.gemms import Gemms, count_gemms
+from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, snapshot_fp8_state
+from model.proof import check_attention
 from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
@@ -48,6 +51,7 @@ class Run:
     engine: Any  # deepspeed.DeepSpeedEngine
     micro_step: MicroStep
     precision: Precision
+    attention: str  # that was proven
     train_stream: SampleStream
     eval_stream: SampleStream
     metrics: MetricsLogger
@@ -101,6 +105,7 @@ class Step:
     loss: torch.Tensor  # of this rank, the mean over its micro-batches; float32 scalar on the device
     share: torch.Tensor | None  # of tokens with a label, where not all have one
     skipped: bool
+    gemms: Gemms | None  # FP8 GEMMs that ran, where the step is logged
     record: dict[str, Any] = field(default_factory=dict)  # for the metrics
     last: bool = False
     stops: bool = False
@@ -139,8 +144,11 @@ class Loop:
 
     def to_the_end(self) -> Path | None:
         run, state = self.run, self.state
+        first = state.step + 1
         while state.step < self.args.max_steps:
             step = self._take_step()
+            if state.step == first:
+                check_attention(self.engine.module, run.precision, run.attention)
             self._judge_skip(step)
             self._meet(step)
             if self._goes_back(step):
@@ -161,6 +169,9 @@ class Loop:
         self.batches.close()
         return run.checkpoint
 
+    def _logs(self, number: int) -> bool:
+        return number == self.args.max_steps or number % self.args.logging_steps == 0
+
     def _take_step(self) -> Step:
         """Forward and backward of all micro-batches, and the optimizer; nothing waits for the GPU."""
         run, state, engine = self.run, self.state, self.engine
@@ -173,20 +184,23 @@ class Loop:
         loss_sum = torch.zeros((), device=engine.device)
         share_sum = torch.zeros((), device=engine.device)
         self.health.before_step()
-        for index in range(self.accumulation):
-            run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
-            self.slow_ranks.begin()
-            batch = self.batches.get(state.consumed_samples, index).to(engine.device)
-            loss_sum += run.micro_step(batch, index)
-            if batch.documents is not None:
-                share_sum += batch.labelled()
+        # torchao's compiled layers cannot be counted: what they run was fixed when they were proven
+        counts = self._logs(state.step + 1) and of_transformer_engine(engine.module)
+        with count_gemms(engine.module, run.precision) if counts else nullcontext() as gemms:
+            for index in range(self.accumulation):
+                run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
+                self.slow_ranks.begin()
+                batch = self.batches.get(state.consumed_samples, index).to(engine.device)
+                loss_sum += run.micro_step(batch, index)
+                if batch.documents is not None:
+                    share_sum += batch.labelled()
         first_sample, loss = state.consumed_samples, loss_sum / self.accumulation
         share = share_sum / self.accumulation if self.args.data.document_mask else None
         state.step += 1
         state.consumed_samples += self.samples
         state.consumed_tokens += self.tokens
         skipped = self.health.after_step(state.step, first_sample, loss, share)
-        return Step(learning_rate, loss, share, skipped)
+        return Step(learning_rate, loss, share, skipped, gemms)
 
     def _judge_skip(self, step: Step) -> None:
         """Tell of a step that was skipped. Raises TrainingError: it was the last that may be."""
@@ -217,10 +231,9 @@ class Loop:
         if run.saver.pending and not saving:
             settle(run)
         self.slow_ranks.step(number, run.metrics.message)
-        step.last = number == args.max_steps
-        step.logs, step.saves, step.evaluates = (
-            step.last or bool(n and number % n == 0)
-            for n in (args.logging_steps, args.save_steps, args.eval_steps)
+        step.last, step.logs = number == args.max_steps, self._logs(number)
+        step.saves, step.evaluates = (
+            step.last or bool(n and number % n == 0) for n in (args.save_steps, args.eval_steps)
         )
         if args.replica_check_steps and number % args.replica_check_steps == 0:
             check_replicas(self.engine, run.precision, number)
@@ -257,8 +270,8 @@ class Loop:
             raise TrainingError(
                 f"the loss of step {number} is {loss} and the step was not skipped; {_advice(run)}"
             )
-        if run.precision.fp8 and not fp8_modules(run.engine.module, run.precision).ran:
-            raise TrainingError(f"at step {number} no module runs FP8 any more")
+        if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
+            raise TrainingError(f"step {number}: {problem}")
         return loss
 
     def _log(self, step: Step, loss: float) -> None:

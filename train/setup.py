@@ -158,16 +158,18 @@ def announce(
     precision: Precision,
     stream: SampleStream,
     state: RunState,
-) -> None:
-    """Say what is about to run, and prove it, before the first step.
+) -> str:
+    """Say what is about to run, and prove it, before the first step; returns the attention that was proven.
 
     Raises ProofError: something else would run."""
     say(*_report(args, model, precision, stream, state))
-    say(*prove(model, precision, args.model.attention_backend, args.seed))
+    say(*prove(model, precision, args.model.attention_backend, args.seed, args.max_seq_length))
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, attention_of(model, precision))  # so that one odd node shows
+    proven = attention_of(model, precision)
+    dist.all_gather_object(every, proven)  # so that one odd node shows
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
     say("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
+    return proven
 
 
 def _report(

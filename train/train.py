@@ -102,7 +102,7 @@ def run_training(args: TrainingArguments) -> None:
     train_stream, eval_stream = setup.streams_for(args, model.config)
     ds_config = resolve_ds_config(args, world)
     state, resume_from = setup.starting_point(args, ds_config, model.config, train_stream)
-    setup.announce(args, model, precision, train_stream, state)
+    attention = setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     metrics = setup.open_folder(args, ds_config, tuned, state)
     folder = RunFolder(args.output_dir)
@@ -112,6 +112,7 @@ def run_training(args: TrainingArguments) -> None:
         engine=engine,
         micro_step=micro_step,
         precision=precision,
+        attention=attention,
         train_stream=train_stream,
         eval_stream=eval_stream,
         metrics=metrics,

@@ -112,7 +112,8 @@ def measure_attention(task: Task, precision: Precision, timer: Timer, deadline: 
         backend = result.choice["attention_backend"]
         te_backend.choose_attention_backend(backend)
         try:
-            error = max(attention_errors(task.config, precision, document_mask=task.document_mask))
+            c, within = task.config, task.document_mask
+            error = max(attention_errors(c, precision, task.seq_length, document_mask=within))
             used = te_backend.attention_backend_in_use(precision.te)
             if not used.startswith(backend):
                 result.note = f"Transformer Engine ran {used}"

@@ -1,4 +1,4 @@
-"""The GEMM modules of a model: which are meant to run FP8, which not and why, and which did."""
+"""The GEMM modules of a model: which are meant to run FP8, which not and why."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class FP8Report:
-    """What runs FP8. `planned`: GEMM modules meant to; `kept`: the others with the reason; `ran`: the modules whose
-    last forward really ran FP8."""
+    """`planned`: the GEMM modules meant to run FP8; `kept`: the others with the reason. What runs: see gemms.py."""
 
     planned: list[str]
     kept: dict[str, str]
-    ran: list[str]
 
-    def lines(self, recipe: str | None) -> list[str]:
+    def lines(self, recipe: str | None, ran: int) -> list[str]:
         """The log's statement: one line for FP8, one a reason for what stays in high precision."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
-        out = [f"FP8: {len(self.ran)} of {total} GEMM modules ran FP8{how}"]
+        out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
         for reason in dict.fromkeys(self.kept.values()):
             names = [name for name, why in self.kept.items() if why == reason]
             shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
@@ -51,25 +49,30 @@ def keep_out_of_fp8(module: nn.Module, te: Any) -> None:
     module.register_forward_hook(leave, always_call=True)
 
 
+def of_transformer_engine(model: nn.Module) -> bool:
+    """Whether the modules of `model`, a variant or a single module, are TE's or its reference's."""
+    variant = getattr(model, "variant", None)
+    return variant is None or VARIANTS[variant].te
+
+
 def gemm_modules(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
     """The modules that hold matrix products, by name: TE's, in transformers' own model torch's or torchao's Linear."""
     kinds: tuple[type, ...] = (nn.Linear,)
-    variant = getattr(model, "variant", None)
-    if variant is None or VARIANTS[variant].te:
+    if of_transformer_engine(model):
         kinds = (precision.te.Linear, precision.te.LayerNormLinear, precision.te.LayerNormMLP)
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of the GEMMs of one module: [outputs, inputs] each."""
-    return [p for p in module.parameters(recurse=False) if p.dim() == 2]
+    """The weights of the GEMMs of one module: [outputs, inputs] each, at ZeRO 3 partitioned."""
+    names = ("weight", "fc1_weight", "fc2_weight")
+    return [p for name, p in module.named_parameters(recurse=False) if name in names]
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Which GEMM modules of `model` are meant to run FP8, which not and why, and which ran FP8 last time; with torchao,
-    the last time that `torchao_fp8.observe` watched."""
-    report = FP8Report([], {}, [])
-    for name, module in gemm_modules(model, precision).items():
+    """Which GEMM modules of `model` are meant to run FP8, and which not and why."""
+    report = FP8Report([], {})
+    for name in gemm_modules(model, precision):
         reason = None
         if not precision.fp8:
             reason = f"precision.compute is {precision.config.compute}"
@@ -83,6 +86,4 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             report.planned.append(name)
         else:
             report.kept[name] = reason
-        if getattr(module, "fp8", False):
-            report.ran.append(name)
     return report

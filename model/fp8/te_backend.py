@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
@@ -141,7 +141,12 @@ def _prefer_torchs_cudnn() -> None:
 
 
 def require_fp8(te: SimpleNamespace, recipe: str) -> None:
-    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`."""
+    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`, gradients included."""
+    if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
+        raise BackendError(
+            f"the environment variable NVTE_BACKWARD_OVERRIDE ({override}) has Transformer Engine compute gradients "
+            "without FP8; unset it"
+        )
     if te.name == "reference":
         return
     capability = torch.cuda.get_device_capability()
@@ -179,6 +184,32 @@ def cudnn_versions() -> tuple[int, int]:
     """(the cuDNN that Transformer Engine loaded, the one torch uses), as cuDNN encodes versions (91900 = 9.19.0)."""
     extension: Any = importlib.import_module("transformer_engine_torch")
     return int(extension.get_cudnn_version()), int(torch.backends.cudnn.version() or 0)
+
+
+@contextmanager
+def noted_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]:
+    """A block that calls `note` at each GEMM of `te` whose two operands are FP8. Forward and backward, all of them go
+    through one function, whose first and third arguments are the operands."""
+    if te.name == "reference":
+        module: Any = importlib.import_module("model.te_reference.quantize")
+        name, is_fp8 = "accumulate", lambda operand: operand.dtype in module.FP8_MAX
+    else:
+        module, name = importlib.import_module("transformer_engine_torch"), "generic_gemm"
+        storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
+        kinds = (storage.Float8TensorStorage, storage.Float8BlockwiseQTensorStorage)
+        is_fp8 = lambda operand: isinstance(operand, kinds)  # noqa: E731
+    gemm = getattr(module, name)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        if is_fp8(arguments[0]) and is_fp8(arguments[2]):
+            note()
+        return gemm(*arguments, **options)
+
+    setattr(module, name, noted)
+    try:
+        yield
+    finally:
+        setattr(module, name, gemm)
 
 
 _ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version as installed_version
@@ -94,57 +93,26 @@ def convert(model: nn.Module, names: Collection[str], config: Any) -> None:
     _torchao().convert(model, module_filter_fn=lambda _, name: name in names, config=config)
 
 
-class Gemms(TorchDispatchMode):
-    """Counts the FP8 GEMMs that run while it is active: `forward` by module, `backward` in all.
+class _NotedGemms(TorchDispatchMode):
+    """Calls `note` at each FP8 GEMM: aten._scaled_mm, or, emulated, aten.mm of two of torchao's FP8 tensors."""
 
-    What counts is that torch was called with FP8 operands: aten._scaled_mm, or, emulated, aten.mm of two of torchao's
-    FP8 tensors. The type of a module is no evidence.
-    """
-
-    def __init__(self, emulated: bool) -> None:
+    def __init__(self, emulated: bool, note: Callable[[], None]) -> None:
         super().__init__()
-        self.emulated = emulated
-        self.forward: Counter[str] = Counter()
-        self.backward = 0
-        self.module: str | None = None  # in whose forward we are
+        self.emulated, self.note = emulated, note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fp8_operands = any(issubclass(t, _torchao().tensor) for t in types)
         mm, scaled_mm = torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
         if func is scaled_mm or (self.emulated and fp8_operands and func is mm):
-            if self.module is None:
-                self.backward += 1
-            else:
-                self.forward[self.module] += 1
+            self.note()
         if fp8_operands:
             return NotImplemented  # torchao's tensors do it, by operations that pass here again
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def observe(model: nn.Module, emulated: bool) -> Iterator[Gemms]:
-    """Run what is inside without torch.compile and count its FP8 GEMMs. Afterwards the attribute `fp8` of each Linear
-    of `model`, which TE's modules have too, says whether its forward ran FP8."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    gemms = Gemms(emulated)
-
-    def enter(name: str) -> Any:
-        def hook(*_: Any) -> None:
-            gemms.module = name
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        gemms.module = None
-
-    hooks = [module.register_forward_pre_hook(enter(name)) for name, module in linears.items()]
-    hooks += [module.register_forward_hook(leave, always_call=True) for module in linears.values()]
-    try:
-        # compiled code would pass the mode by
-        with torch.compiler.set_stance("force_eager"), gemms:
-            yield gemms
-    finally:
-        for handle in hooks:
-            handle.remove()
-        for name, module in linears.items():
-            module.fp8 = gemms.forward[name] > 0
+def noted_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
+    """A block that runs without torch.compile, since compiled code would pass the mode by, and calls `note` at each
+    GEMM with FP8 operands."""
+    with torch.compiler.set_stance("force_eager"), _NotedGemms(emulated, note):
+        yield

@@ -145,7 +145,7 @@ def test_fp8_without_fp8_modules_is_an_error(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         generator.precision, "autocast", lambda: generator.precision.te.autocast(enabled=False)
     )
-    with pytest.raises(generation.DemoError, match="no module ran it"):
+    with pytest.raises(generation.DemoError, match="no module ran FP8"):
         generation.answer(generator, "def", 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import MistralForCausalLM
 
 from model.build import build_model
 from model.config import load_config
-from model.conversion import ConversionError
+from model.conversion import ConversionError, to_hf_state_dict
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.hf_baseline import load_hf_folder
@@ -157,3 +158,37 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str)
     ids = random_ids(config, 1, 16).to(precision.device)
     logits = MistralForCausalLM.from_pretrained(tmp_path)(ids.cpu()).logits
     torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1])
+def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
+    """Of initializer_range, and no two matrices alike: not of one shape, of one layer, nor parts of one parameter."""
+    precision = Precision(PrecisionConfig(compute="fp32"))
+    config = small_config(num_key_value_heads=4, initializer_range=spread, intermediate_size=128)
+    weights = to_hf_state_dict(build_model(config, "te_layer", precision, seed=2))
+    matrices = {name: w.flatten() for name, w in weights.items() if w.dim() == 2}
+    assert len(matrices) == 2 * 7 + 2
+    for name, weight in matrices.items():
+        assert float(weight.std()) == pytest.approx(spread, rel=0.03), name
+        assert abs(float(weight.mean())) < 0.03 * spread, name
+    for (a, x), (b, y) in itertools.combinations(matrices.items(), 2):
+        n = min(len(x), len(y))
+        # the product of independent ones is 0 with a standard deviation of 1 / sqrt(n), at most 0.008 here
+        assert abs(float(x[:n] @ y[:n])) < 0.04 * n * spread**2, (a, b)
+    assert all(bool((w == 1).all()) for w in weights.values() if w.dim() == 1)
+
+
+@pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
+def test_the_embedding_of_the_pad_token_is_trained(variant: str) -> None:
+    """It is a token as any other; transformers would leave it as it began."""
+    gradients = []
+    for pad in (3, None):
+        keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
+        precision = Precision(PrecisionConfig(backend="reference", **keys))
+        model = build_model(small_config(pad_token_id=pad), variant, precision, seed=2).train()
+        ids = random_ids(model.config, 2, 65)
+        ids[:, 5:9] = 3
+        model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert float(gradients[0][3].norm()) > 0
+    assert torch.equal(*gradients)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.modules import fp8_modules
+from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import random_ids, small_config
@@ -35,10 +35,10 @@ def test_cache_equals_the_whole_sequence(window: int | None, prompt: int) -> Non
 def test_one_token_at_a_time_runs_fp8(recipe: str) -> None:
     model = model_of(recipe=recipe)
     cache = model.new_cache(1, 4)
-    for token in range(4):
-        model(torch.tensor([[token]]), cache=cache)
-    report = fp8_modules(model, model.precision)
-    assert report.ran and report.ran == report.planned
+    with count_gemms(model, model.precision) as gemms:
+        for token in range(4):
+            model(torch.tensor([[token]]), cache=cache)
+    assert len(gemms.ran) == 14 and not gemms.problem(passes=4, backward=False)
 
 
 @torch.no_grad()

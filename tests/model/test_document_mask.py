@@ -243,7 +243,7 @@ def test_the_proof_at_start_sees_the_mask(kind: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Documents, "attention_arguments", lambda self: whole)
     assert max(attention_errors(model.config, model.precision, document_mask=True)) > 0.1
     monkeypatch.setattr("model.proof._probe", lambda model, seed: None)
-    monkeypatch.setattr("model.proof._prove_fp8", lambda model, precision: [])
+    monkeypatch.setattr("model.fp8.gemms.Gemms.problem", lambda gemms: "")
     with pytest.raises(ProofError, match="differs from SDPA"):
         prove(model, model.precision)
 

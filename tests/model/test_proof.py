@@ -1,15 +1,21 @@
-"""model/proof.py: the probe fits every valid configuration, and an attention that never ran is no proof."""
+"""model/proof.py: the probe fits every valid configuration; attention is what was asked for, at the length of a run."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.proof import ProofError, probe_tokens, prove
+from model.proof import ProofError, attention_errors, probe_tokens, prove
 from tests.conftest import small_config
+
+
+def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
+    precision = Precision(PrecisionConfig(backend="reference"))
+    return build_model(small_config(**config), "te_linear", precision), precision
 
 
 @pytest.mark.parametrize(("positions", "tokens"), [(5, 16), (16, 16), (100, 96), (255, 240), (4096, 256)])
@@ -21,12 +27,102 @@ def test_probe_tokens_are_what_fp8_takes(positions: int, tokens: int) -> None:
 def test_positions_that_are_no_multiple_of_16_pass(recipe: str) -> None:
     precision = Precision(PrecisionConfig(recipe=recipe, backend="reference"))
     model = build_model(small_config(max_position_embeddings=100), "te_linear", precision)
-    assert any("14 of 15 GEMM modules ran FP8" in line for line in prove(model, precision))
+    lines = prove(model, precision, seq_length=100)
+    assert any("14 of 15 GEMM modules ran FP8" in line for line in lines)
+    assert "FP8 GEMMs of the probe: 14 forward, 28 backward" in lines
 
 
-def test_an_attention_that_did_not_run_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    precision = Precision(PrecisionConfig(backend="reference"))
-    model = build_model(small_config(), "te_linear", precision)
-    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: te_backend.NO_ATTENTION_YET)
-    with pytest.raises(ProofError, match="reports no attention"):
+@pytest.mark.parametrize(
+    ("ran", "asked_for", "problem"),
+    [
+        (te_backend.NO_ATTENTION_YET, "auto", "reports no attention"),
+        ("unfused", "auto", "unfused attention, about five times slower.*model.attention_backend unfused allows it"),
+        ("unfused", "flash", "unfused attention"),
+        ("unfused", "unfused", None),
+        ("fused (cuDNN, F16)", "auto", None),
+    ],
+)  # fmt: skip
+def test_attention_is_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, ran: str, asked_for: str, problem: str | None
+) -> None:
+    model, precision = model_of()
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
+    if problem is None:
+        assert any(f"attention: {ran}; against SDPA" in line for line in prove(model, precision, asked_for))
+    else:
+        with pytest.raises(ProofError, match=problem):
+            prove(model, precision, asked_for)
+
+
+@pytest.mark.parametrize(("theirs", "same"), [(91900, True), (91400, False)])
+def test_two_cudnns_are_refused(monkeypatch: pytest.MonkeyPatch, theirs: int, same: bool) -> None:
+    model, precision = model_of()
+    monkeypatch.setattr(te_backend, "cudnn_versions", lambda: (theirs, 91900))
+    monkeypatch.setattr(precision.te, "name", "transformer_engine")
+    # what else is asked by that name is answered as on a GPU
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: "fused (cuDNN)")
+    noted = te_backend.noted_gemms
+    monkeypatch.setattr(
+        te_backend, "noted_gemms", lambda te, note: noted(type(te)(**{**vars(te), "name": "reference"}), note)
+    )
+    if same:
+        assert prove(model, precision)[0] == "cuDNN 91900, the same in Transformer Engine and torch"
+    else:
+        with pytest.raises(ProofError, match="loaded cuDNN 91400 and torch 91900.*CUDNN_HOME"):
+            prove(model, precision)
+
+
+def attention_that(monkeypatch: pytest.MonkeyPatch, precision: Precision, change: type) -> None:
+    """All that attention returns goes through the autograd function `change`."""
+    right = precision.te.DotProductAttention
+
+    class Attention(right):  # type: ignore[misc, valid-type]
+        def forward(self, *qkv: torch.Tensor, **options: object) -> torch.Tensor:
+            return change.apply(super().forward(*qkv, **options))
+
+    monkeypatch.setattr(precision.te, "DotProductAttention", Attention)
+
+
+def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward is right."""
+
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+            return gradient * 1.05
+
+    model, precision = model_of()
+    right = attention_errors(model.config, precision)
+    attention_that(monkeypatch, precision, WrongGradient)
+    forward, backward = attention_errors(model.config, precision)
+    assert forward == right[0] and backward == pytest.approx(0.05, rel=0.1)
+    with pytest.raises(ProofError, match=r"relative error \d\.\de-03 forward, 5\.\de-02 backward"):
         prove(model, precision)
+
+
+@pytest.mark.parametrize("tokens", [256, 300, 520])
+def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""
+
+    class WrongWhenLong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+            return x * 1.05 if x.shape[1] > 500 else x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+            return gradient
+
+    model, precision = model_of(sliding_window=128, num_hidden_layers=1)
+    assert max(attention_errors(model.config, precision, tokens)) < 1e-2
+    assert any("against SDPA" in line for line in prove(model, precision, seq_length=tokens))
+    attention_that(monkeypatch, precision, WrongWhenLong)
+    if tokens > 500:
+        with pytest.raises(ProofError, match="differs from SDPA"):
+            prove(model, precision, seq_length=tokens)
+    else:
+        prove(model, precision, seq_length=tokens)

@@ -1,0 +1,118 @@
+"""Proof of FP8: the FP8 GEMMs that ran, counted by their operands, forward and backward.
+
+Neither the type of a module nor a switch that was on is evidence: with recipes current and block, for example,
+NVTE_BACKWARD_OVERRIDE makes Transformer Engine compute all gradients in bf16, and its modules still say `fp8`. Each
+weight has three GEMMs: the output's, the input's gradient and the weight's gradient.
+
+    with count_gemms(model, precision) as gemms:
+        model(ids, labels=labels).loss.backward()
+    if problem := gemms.problem():
+        raise ...
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.fp8 import te_backend, torchao_fp8
+from model.fp8.modules import fp8_modules, gemm_modules, matrices, of_transformer_engine
+from model.fp8.precision import Precision
+
+_counting: list[Gemms] = []  # the innermost counts
+
+
+class Gemms:
+    """FP8 GEMMs that ran. forward: by the module in whose forward; backward: of all gradients. What a recomputation in
+    a backward repeats does not count."""
+
+    def __init__(self, model: nn.Module, precision: Precision):
+        self.report = fp8_modules(model, precision)
+        modules = gemm_modules(model, precision)
+        self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
+        self.recipe = precision.config.recipe if precision.fp8 else None
+        self.forward: Counter[str] = Counter()
+        self.backward = 0
+        self._module: str | None = None  # in whose forward we are
+
+    def add(self, forward: Counter[str], backward: int = 0) -> None:
+        self.forward.update(forward)
+        self.backward += backward
+
+    def _note(self) -> None:
+        if _counting[-1] is self:
+            in_backward = torch._C._current_graph_task_id() != -1
+            if self._module is None:
+                self.backward += 1
+            elif not in_backward:
+                self.forward[self._module] += 1
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._module = name
+
+    def _leave(self, *_: Any) -> None:
+        self._module = None
+
+    @property
+    def ran(self) -> list[str]:
+        """The modules of which a forward GEMM ran FP8."""
+        return [name for name, count in self.forward.items() if count]
+
+    def problem(self, passes: int = 1, backward: bool = True) -> str:
+        """What ran otherwise than planned in that many passes, with the next thing to do; empty where nothing did.
+        backward: whether each forward had one."""
+        if self.weights and not self.ran:
+            return "FP8 was asked for and no module ran FP8; set precision.compute to bf16 if that is meant"
+        planned = {name: weights * passes for name, weights in self.weights.items()}
+        wrong = sorted(name for name in {*planned, *self.ran} if self.forward[name] != planned.get(name, 0))
+        if wrong:
+            return (
+                f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]} "
+                f"({self.forward[wrong[0]]} FP8 GEMMs, not {planned.get(wrong[0], 0)}); check precision.bf16_modules"
+            )
+        expected = 2 * sum(planned.values()) if backward else 0
+        if self.backward != expected:
+            return (
+                f"the backward of {len(planned)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; look for "
+                "environment variables (NVTE_...) that change what Transformer Engine computes in, and for a version "
+                "that requirements-gpu.txt does not name"
+            )
+        return ""
+
+    def lines(self) -> list[str]:
+        """For the log."""
+        return self.report.lines(self.recipe, len(self.ran))
+
+
+@contextmanager
+def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
+    """Count the FP8 GEMMs of `model` (also a single module) while what is inside runs: without torch.compile where
+    FP8 is torchao's. Where it is inside another one, that one does not count meanwhile."""
+    gemms = Gemms(model, precision)
+    with ExitStack() as stack:
+        for name, module in gemm_modules(model, precision).items():
+            hooks = (
+                module.register_forward_pre_hook(partial(gemms._enter, name)),
+                module.register_forward_hook(gemms._leave, always_call=True),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        if of_transformer_engine(model):
+            stack.enter_context(te_backend.noted_gemms(precision.te, gemms._note))
+        elif precision.torchao:
+            stack.enter_context(torchao_fp8.noted_gemms(precision.emulated, gemms._note))
+        _counting.append(gemms)
+        stack.callback(_counting.remove, gemms)
+        yield gemms
+
+
+def count_replay(forward: Counter[str], backward: int = 0) -> None:
+    """A CUDA graph launched again what was counted when it was captured."""
+    if _counting:
+        _counting[-1].add(forward, backward)

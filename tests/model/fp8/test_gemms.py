@@ -1,0 +1,193 @@
+"""model/fp8/gemms.py: FP8 is what ran with FP8 operands, forward and backward; nothing else counts."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.fp8 import te_backend
+from model.fp8.gemms import count_gemms, count_replay
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import PrecisionConfig
+from model.proof import ProofError, prove
+from model.te_reference import gemm, quantize
+from tests.conftest import random_ids, small_config
+
+RECIPES = ["delayed", "current", "block"]
+
+
+def model_of(variant: str = "te_layer", checkpointing: bool = False, **keys: object) -> tuple:
+    precision = Precision(PrecisionConfig(backend="reference", **keys))
+    model = build_model(small_config(), variant, precision, gradient_checkpointing=checkpointing).train()
+    return model, precision
+
+
+def step(model: torch.nn.Module) -> None:
+    ids = random_ids(model.config, 2, 65)
+    model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
+
+
+def without_fp8(monkeypatch: pytest.MonkeyPatch, *layouts: str) -> None:
+    """The reference's GEMMs of these layouts ("nt" forward, "nn" and "tn" gradients of input and weight) in bf16, as
+    Transformer Engine computes gradients where backward_override is set."""
+    fp8 = gemm.fp8_matmul
+
+    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
+        if layout not in layouts:
+            return fp8(left, right, dtype, layout=layout, fast=fast)
+        a, b = (quantize.dequantize(*operand, torch.bfloat16) for operand in (left, right))
+        return ((a.t() if layout[0] == "t" else a) @ (b.t() if layout[1] == "t" else b)).to(dtype)
+
+    monkeypatch.setattr(gemm, "fp8_matmul", matmul)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layouts,ran", [(("nn", "tn"), 0), (("nn",), 8), (("tn",), 8)])
+def test_gradients_without_fp8_are_no_proof(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, layouts: tuple[str, ...], ran: int
+) -> None:
+    model, precision = model_of(recipe=recipe)
+    without_fp8(monkeypatch, *layouts)
+    with pytest.raises(
+        ProofError, match=f"the backward of 6 FP8 modules ran {ran} FP8 GEMMs, not 16; look .*NVTE_"
+    ):
+        prove(model, precision)
+
+
+def test_a_forward_without_fp8_operands_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules ran under an autocast and say `fp8`."""
+    model, precision = model_of()
+    without_fp8(monkeypatch, "nt")
+    with pytest.raises(ProofError, match="no module ran FP8"):
+        prove(model, precision)
+
+
+def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, precision = model_of()
+    real = gemm.fp8_gemm
+
+    def second_in_bf16(module, call, x, weight, first, *, gemm=0, **options):  # type: ignore[no-untyped-def]
+        if gemm == 1:
+            gate, up = x.chunk(2, -1)
+            return torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
+        return real(module, call, x, weight, first, gemm=gemm, **options)
+
+    monkeypatch.setattr("model.te_reference.linear.fp8_gemm", second_in_bf16)
+    with pytest.raises(
+        ProofError, match=r"2 modules did not run.*layers\.0\.layernorm_mlp \(1 FP8 GEMMs, not 2\)"
+    ):
+        prove(model, precision)
+
+
+def test_what_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 in a run that did not ask for it, or in a module that was kept out of it."""
+    model, precision = model_of()
+    model.lm_head._forward_pre_hooks.clear()
+    model.lm_head._forward_hooks.clear()
+    with pytest.raises(ProofError, match=r"1 modules did not run.*lm_head \(1 FP8 GEMMs, not 0\)"):
+        prove(model, precision)
+    model, precision = model_of(compute="bf16")
+    fp8 = model_of()[1]
+    monkeypatch.setattr(precision, "autocast", fp8.autocast)
+    with pytest.raises(ProofError, match="7 modules did not run"):
+        prove(model, precision)
+
+
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+def test_a_recomputation_does_not_count(variant: str) -> None:
+    counts = []
+    for checkpointing in (False, True):
+        model, precision = model_of(variant, checkpointing)
+        with count_gemms(model, precision) as gemms:
+            step(model)
+            step(model)
+        assert not gemms.problem(passes=2)
+        assert "did not run" in gemms.problem(passes=1)
+        counts.append((gemms.forward, gemms.backward))
+    assert counts[0] == counts[1]
+
+
+def test_a_single_module_is_counted() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", bf16_modules=[]))
+    linear = precision.te.Linear(32, 16, bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    with count_gemms(linear, precision) as gemms:
+        with precision.autocast():
+            linear(x).sum().backward()
+    assert gemms.ran == [""] and gemms.backward == 2 and not gemms.problem()
+    with count_gemms(linear, precision) as gemms:
+        linear(x).sum().backward()
+    assert gemms.problem().startswith("FP8 was asked for and no module ran FP8")
+
+
+def test_an_inner_count_is_its_own_and_a_replay_counts_again() -> None:
+    model, precision = model_of()
+    with count_gemms(model, precision) as outer:
+        with count_gemms(model, precision) as inner:
+            step(model)
+        assert outer.ran == [] and outer.backward == 0
+        count_replay(inner.forward)
+        count_replay(type(inner.forward)(), inner.backward)
+        step(model)
+    assert not outer.problem(passes=2) and not inner.problem()
+    count_replay(inner.forward)  # nobody counts
+    assert not outer.problem(passes=2)
+
+
+def test_nothing_stays_behind() -> None:
+    model, precision = model_of()
+    before = quantize.accumulate
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(RuntimeError), count_gemms(model, precision):
+        raise RuntimeError
+    assert quantize.accumulate is before
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+def test_transformer_engines_gemms_are_told_by_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the function that all its GEMMs go through and for the kinds of its FP8 tensors."""
+
+    class Float8TensorStorage: ...
+
+    class Float8BlockwiseQTensorStorage: ...
+
+    def generic_gemm(
+        a: object, transa: bool, b: object, transb: bool, out: object, **others: object
+    ) -> tuple:
+        return a, b, others
+
+    kernels = SimpleNamespace(generic_gemm=generic_gemm)
+    kinds = SimpleNamespace(
+        Float8TensorStorage=Float8TensorStorage, Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.storage", kinds)
+    noted: list[str] = []
+    per_tensor, blocks, bf16 = Float8TensorStorage(), Float8BlockwiseQTensorStorage(), torch.zeros(1)
+    te = SimpleNamespace(name="transformer_engine")
+    with te_backend.noted_gemms(te, lambda: noted.append("")):
+        for a, b, fp8 in (
+            (per_tensor, per_tensor, True),
+            (blocks, blocks, True),
+            (bf16, per_tensor, False),
+            (per_tensor, bf16, False),
+            (bf16, bf16, False),
+        ):
+            noted.clear()
+            assert kernels.generic_gemm(a, True, b, False, per_tensor, beta=0.0) == (a, b, {"beta": 0.0})
+            assert bool(noted) == fp8
+    assert kernels.generic_gemm is generic_gemm
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_that_the_environment_takes_out_of_fp8_are_refused(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+    with pytest.raises(PrecisionError, match=r"NVTE_BACKWARD_OVERRIDE \(high_precision\).*unset it"):
+        model_of(recipe=recipe)
+    assert model_of(compute="bf16")
