@@ -19,10 +19,10 @@
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
 #
-# On SIGTERM or SIGUSR1 the run finishes its step, saves and stops: with status 75 here, requeued in a Slurm job (the
-# line with --signal asks Slurm for that signal 300 seconds before the time limit), where it goes on by itself. When a
-# process dies, the training is started again from the last checkpoint, as often as MAX_RESTARTS says and as long as
-# each start has come further than the one before.
+# On SIGTERM, SIGUSR1 or SIGHUP the run finishes its step, saves and stops: with status 75 here, requeued in a Slurm job
+# (the line with --signal asks Slurm for that signal 300 seconds before the time limit), where it goes on by itself. When
+# a process dies, the training is started again from the last checkpoint, as often as MAX_RESTARTS says and as long as
+# each start comes further than the one before; one that does not is repeated once, after 30 seconds.
 #
 # Exit status: 0 done; 75 stopped on request, the same command goes on; 2 it cannot be done as it is configured, or the
 # numbers went wrong; else it crashed.
@@ -56,4 +56,4 @@ esac
 if [[ "$CONFIG" == "$ROOT/train_args/train_config_tiny.json" ]]; then cd "$ROOT"; fi
 setup_env
 # in this process: the signals of Slurm's --signal=B: are for it
-exec "$PY" "$ROOT/train/job.py" "$CONFIG" "$@"
+exec "$PY" -u "$ROOT/train/job.py" "$CONFIG" "$@"

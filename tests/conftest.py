@@ -24,6 +24,7 @@ from transformers import MistralConfig
 
 from model.fp8 import te_backend
 from tests import programs
+from train.files import remove_dead_buffers
 
 
 def small_config(**changes: object) -> MistralConfig:
@@ -255,6 +256,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         time.sleep(0.1)
     for path in found:
         print(f"\nleft behind by this run: {path}")
+    remove_dead_buffers()
     if found and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,13 +1,14 @@
-"""Files that are whole or absent, also after a power cut, their hashes, and plots."""
+"""Files that are whole or absent, also after a power cut, their hashes, who has them open; the console, and plots."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -34,6 +35,29 @@ def sha256_file(path: str | Path) -> str:
     """The sha256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_files() -> set[str]:
+    """What the processes that this one may look at have open (Linux)."""
+    found = set()
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        with suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(descriptor))
+    return found
+
+
+def remove_dead_buffers() -> None:
+    """Remove the shared memory of ranks that were killed: DeepSpeed makes 66 MB a rank on a machine without a GPU, and
+    a living rank has its own open from the moment that there is such a file."""
+    if buffers := glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*"):
+        for path in set(buffers) - open_files():
+            Path(path).unlink(missing_ok=True)
+
+
+def tell(*lines: str, file: TextIO | None = None) -> None:
+    """For people, now. A console that is gone, or a file on a full disk, ends nothing."""
+    with suppress(OSError):
+        print(*lines, sep="\n", file=file, flush=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@
 prepare the embedded corpus, if it is used and not there -> train: start, start again after a crash, requeue the Slurm
 job that was asked to stop -> generate a few lines from the result
 
-The ranks are the launcher's (train/launch.py). This process starts it and passes signals on to it: SIGTERM or SIGUSR1
+The ranks are the launcher's (train/launch.py). This process starts it and passes signals on to it: a request to stop
 may come at any moment, also to Slurm's batch shell, in whose place this process runs. Nothing here needs torch.
 """
 
@@ -21,8 +21,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -30,16 +33,17 @@ sys.path[0] = str(ROOT)
 from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
+from train.files import tell
+from train.guard import signals
 from train.guard.signals import NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.run_folder import RunFolder
 
+# Before a start that came no further is repeated: for a port, a file system or a node to be well again.
+PAUSE_S = 30.0
 INTERRUPTED = 128 + signal.SIGINT
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
-
-
-say = functools.partial(print, flush=True)
 
 
 class JobError(RuntimeError):
@@ -49,14 +53,14 @@ class JobError(RuntimeError):
 def main(argv: list[str]) -> int:
     try:
         job = Job(argv)
-        for number in (*SIGNALS, signal.SIGINT):
-            signal.signal(number, job.pass_on)
+        signals.install(job.pass_on)
+        signal.signal(signal.SIGINT, job.pass_on)
         return job.run()
     except ConfigurationError as error:
-        say(str(error), file=sys.stderr)
+        tell(str(error), file=sys.stderr)
         return NOT_AS_IT_IS
     except JobError as error:
-        say(f"run_training.sh: {error}", file=sys.stderr)
+        tell(f"run_training.sh: {error}", file=sys.stderr)
         return 1
 
 
@@ -88,10 +92,10 @@ class Job:
         anew = "--resume_from_checkpoint never"
         if state == "finished":
             done = f"training: {self.folder.path} is finished ({checkpoint}), nothing to train"
-            say(f"{done}. To start anew: {anew}; elsewhere: --output_dir DIR")
+            tell(f"{done}. To start anew: {anew}; elsewhere: --output_dir DIR")
         else:
             if state == "resume":
-                say(f"training: {self.folder.path} goes on from {checkpoint} (to start anew: {anew})")
+                tell(f"training: {self.folder.path} goes on from {checkpoint} (to start anew: {anew})")
             if status := self.train(launch_command(processes)):
                 return status
         if self.first_node and self.arguments.save_strategy != "no":
@@ -112,9 +116,11 @@ class Job:
     def call(self, command: list[str]) -> int:
         """Run a program to its end, however many signals arrive; returns its status, 128 + n if signal n ended it."""
         try:
-            self.child = subprocess.Popen(command)
+            # killed itself, this process leaves nothing that trains on unwatched: it saves and stops
+            stops_with_it = functools.partial(signals.at_parents_end, signal.SIGUSR1)
+            self.child = subprocess.Popen(command, preexec_fn=stops_with_it)
         except OSError as error:
-            say(f"{command[0]}: {error}", file=sys.stderr)
+            tell(f"{command[0]}: {error}", file=sys.stderr)
             return 127
         if self.stop_asked or self.interrupted:  # before there was anybody to tell
             self.pass_on(signal.SIGINT if self.interrupted else signal.SIGUSR1, None)
@@ -131,18 +137,19 @@ class Job:
             return status  # a signal ends what has not yet begun: that is a stop, too
         at = f"training: stopped on request at {self.newest_name()}"
         if not self.slurm_job or not self.first_node or setting("REQUEUE", "1") == "0":
-            say(f"{at}; the same command goes on from there")
+            tell(f"{at}; the same command goes on from there")
         elif output_of(["scontrol", "requeue", self.slurm_job]) is not None:
-            say(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
+            tell(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
         else:
-            say(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", file=sys.stderr)
+            tell(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", file=sys.stderr)
         return STOPPED
 
     def train(self, launch: list[str]) -> int:
         """Start it until it is done, stopped, or another start would not help; returns the exit status."""
-        restarts = 0
+        restarts, once_more = 0, False
+        begins = self.mark()
         while True:
-            checkpoint, step = self.newest_checkpoint(), self.last_step()
+            mark, step = self.mark(), self.last_step()
             self.folder.stopped.unlink(missing_ok=True)
             status = self.call([*launch, str(ROOT / "train/train.py"), *self.argv])
             if status == 0:
@@ -152,20 +159,41 @@ class Job:
             if status in (STOPPED, NOT_AS_IT_IS) or self.stop_asked or self.interrupted:
                 return self.ended(status)
             how = f"training: ended with status {status}"
-            if self.newest_checkpoint() == checkpoint and self.last_step() <= step:
-                say(f"{how} and came no further than step {step}; not started again", file=sys.stderr)
-                return status
             if restarts == self.max_restarts:
-                say(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)", file=sys.stderr)
+                tell(f"{how}; not started again after {restarts} restarts (MAX_RESTARTS)", file=sys.stderr)
                 return status
             restarts += 1
-            self.go_on_from_own_checkpoint()
-            say(
-                f"{how}; restart {restarts} of {self.max_restarts} from {self.newest_name()}", file=sys.stderr
-            )
+            again = f"restart {restarts} of {self.max_restarts} from {self.newest_name()}"
+            if self.mark() != mark or self.last_step() > step:
+                once_more = False
+            elif once_more:
+                tell(f"{how} and came no further than step {step} again; not started again", file=sys.stderr)
+                return status
+            else:
+                once_more, how = True, f"{how} and came no further than step {step}"
+                again += f" in {PAUSE_S:g} s, once more"
+            tell(f"{how}; {again}", file=sys.stderr)
+            if not self.wait(PAUSE_S * once_more):
+                return self.ended(128 + signal.SIGUSR1)
+            if self.mark() != begins:
+                self.go_on_from_own_checkpoint()
+
+    def wait(self, seconds: float = math.inf, until: Callable[[], bool] = lambda: False) -> bool:
+        """For so long, or until something has come; False if this job is asked to stop first."""
+        ends = time.monotonic() + seconds
+        while not (self.stop_asked or self.interrupted):
+            if until() or time.monotonic() >= ends:
+                return True
+            time.sleep(0.5)
+        return False
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(committed(self.folder.checkpoints)), None)
+
+    def mark(self) -> str:
+        """Which checkpoint is the newest: another one of its name has another mark; "" without any."""
+        newest = self.newest_checkpoint()
+        return f" {newest} {identity(newest)}" if newest else ""
 
     def newest_name(self) -> str:
         newest = self.newest_checkpoint()
@@ -187,8 +215,7 @@ class Job:
     def go_on_if_requeued(self) -> None:
         """A requeued Slurm job has the command line of its first start. It goes on from what is new since then; an
         older checkpoint was there before this job, which may have ended before it began anew."""
-        newest, note = self.newest_checkpoint(), self.folder.slurm_job
-        mine = f"{self.slurm_job} {newest} {identity(newest)}" if newest else self.slurm_job
+        note, mine = self.folder.slurm_job, self.slurm_job + self.mark()
         noted = note.read_text() if note.is_file() else ""
         if setting("SLURM_RESTART_COUNT", "0") != "0" and noted.split()[:1] == [self.slurm_job]:
             if noted != mine:
@@ -210,10 +237,11 @@ class Job:
         prepare_data = python("train/prepare_data.py", *source, *folders, "--eval_fraction", "0.05")
         corpus.parent.mkdir(parents=True, exist_ok=True)
         with (corpus.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.wait(until=lambda: locks(lock)):
+                return 128 + signal.SIGUSR1
             if (corpus / "manifest.json").is_file():
                 return 0
-            say(f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}")
+            tell(f"data: preparing the embedded corpus (the Python standard library's own text) in {corpus}")
             os.environ.update(ROOT=str(ROOT), PY=sys.executable)  # what setup_env.sh goes by
             programs = [["bash", "-c", INSTALL], train_tokenizer, prepare_data]
             if (tokenizer / "tokenizer_config.json").is_file():
@@ -229,8 +257,17 @@ class Job:
         how = f"--precision {compute} --recipe {recipe} --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
         prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "), "--ignore_eos")
         demo = python("fp8_inference_demo/fp8_inference.py", "--model", folder, *how.split(), *prompt)
-        say(f"\ndemo: python fp8_inference_demo/fp8_inference.py --model {folder} --prompt ...")
+        tell(f"\ndemo: python fp8_inference_demo/fp8_inference.py --model {folder} --prompt ...")
         os.execv(demo[0], demo)
+
+
+def locks(file: TextIO) -> bool:
+    """Lock the file for this process, unless another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- what the configuration says of the run
@@ -309,7 +346,7 @@ def launch_command(processes: int) -> list[str]:
             raise JobError(f"scontrol does not name the nodes of Slurm job {job}")
         host, port = hosts.split()[0], port or str(20000 + int(job) % 20000)
         where = f"(Slurm job {job}, rank 0 at {host}:{port})"
-        say(f"training: {slurm_nodes} nodes x {processes} processes {where}")
+        tell(f"training: {slurm_nodes} nodes x {processes} processes {where}")
         srun = f"srun --nodes={slurm_nodes} --ntasks={slurm_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()
         return [*srun, *launch, "--nnodes", slurm_nodes, "--master_addr", host, "--master_port", port]
     if whole_number("NNODES", "1", least=1) > 1:
@@ -318,10 +355,10 @@ def launch_command(processes: int) -> list[str]:
             raise JobError("NNODES needs NODE_RANK too: 0 to NNODES - 1")
         if not host:
             raise JobError("NNODES needs MASTER_ADDR: the host of node 0")
-        say(f"training: node {rank} of {nodes}, {processes} processes")
+        tell(f"training: node {rank} of {nodes}, {processes} processes")
         mine = ["--nnodes", nodes, "--node_rank", rank, "--master_addr", host]
         return [*launch, *mine, "--master_port", port or "29500"]
-    say(f"training: {processes} processes")
+    tell(f"training: {processes} processes")
     return [*launch, "--master_port", port] if port else launch
 
 
@@ -347,7 +384,7 @@ def output_of(command: list[str]) -> str | None:
     try:
         return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        say(f"{command[0]}: {error}", file=sys.stderr)
+        tell(f"{command[0]}: {error}", file=sys.stderr)
         return None
 
 

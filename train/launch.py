@@ -7,8 +7,8 @@
 
 What it is for, beside deepspeed and torchrun, which start the same script: both exit with 1 whatever their ranks say,
 so that a stop on request, a wrong key and a crash look alike, and give the ranks that are left 30 seconds to end when
-one has died; deepspeed's kills its ranks 30 seconds after a SIGTERM. Here SIGTERM and SIGUSR1 go to every rank, which
-then has the time it needs to save; when a rank dies, the others end within seconds.
+one has died; deepspeed's kills its ranks 30 seconds after a SIGTERM. Here SIGTERM, SIGUSR1 and SIGHUP go to every rank,
+which then has the time it needs to save; when a rank dies, the others end within seconds.
 
 Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; else that of the rank which
 failed first, 128 + n if signal n killed it.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import functools
 import os
 import random
 import signal
@@ -32,6 +32,8 @@ from types import FrameType
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between
+from train.files import remove_dead_buffers, tell
+from train.guard import signals
 from train.guard.signals import SIGNALS, STOPPED
 
 POLL_S = 0.2
@@ -39,7 +41,6 @@ POLL_S = 0.2
 FAILED_GRACE_S = 4.0
 # Ranks that stop on request leave together, after their checkpoint is committed.
 STOPPED_GRACE_S = 60.0
-PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> int:
@@ -88,12 +89,6 @@ def free_port() -> int:
         return port
 
 
-def _die_with_the_launcher() -> None:
-    """In a rank, before it starts: no rank stays behind, holding a GPU, when the launcher is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class Launcher:
     """The ranks of this node."""
 
@@ -101,8 +96,8 @@ class Launcher:
         self.first_rank = options.node_rank * options.nproc
         self.asked_to_stop = self.interrupted = False
         self.processes: list[subprocess.Popen] = []
-        for number in (*SIGNALS, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+        signals.install(self._pass_on)
+        signal.signal(signal.SIGINT, self._pass_on)
         environment = dict(
             os.environ,
             WORLD_SIZE=str(options.nnodes * options.nproc),
@@ -111,15 +106,12 @@ class Launcher:
             MASTER_ADDR=options.master_addr,
             MASTER_PORT=str(options.master_port or free_port()),
         )
-        job = f"{os.getuid()}_{environment['MASTER_ADDR']}_{environment['MASTER_PORT']}"
-        self.buffers = [
-            Path(f"/dev/shm/deepspeed_allreduce_buffer_{job}_{self.first_rank + local}")
-            for local in range(options.nproc)
-        ]
         command = [sys.executable, "-u", options.script, *options.arguments]
         for local in range(options.nproc):
             mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
-            self.processes.append(subprocess.Popen(command, env=mine, preexec_fn=_die_with_the_launcher))
+            # no rank stays behind, holding a GPU, when the launcher is killed
+            dies_with_it = functools.partial(signals.at_parents_end, signal.SIGKILL)
+            self.processes.append(subprocess.Popen(command, env=mine, preexec_fn=dies_with_it))
             if self.asked_to_stop:
                 self.processes[-1].send_signal(signal.SIGTERM)
 
@@ -166,7 +158,7 @@ class Launcher:
             return STOPPED  # so early that the rank did not yet take signals: it had done nothing
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         also = f"; ranks {left} are ended with it" if left else ""
-        print(f"launch: rank {rank} {how}{also}", file=sys.stderr, flush=True)
+        tell(f"launch: rank {rank} {how}{also}", file=sys.stderr)
         return 128 - status if status < 0 else status
 
     def kill(self) -> None:
@@ -176,9 +168,7 @@ class Launcher:
                 process.kill()
         for process in self.processes:
             process.wait()
-        # DeepSpeed's shared memory on a machine without a GPU, 66 MB a rank: one that was killed leaves it there
-        for buffer in self.buffers:
-            buffer.unlink(missing_ok=True)
+        remove_dead_buffers()
 
 
 if __name__ == "__main__":

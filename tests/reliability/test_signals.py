@@ -26,7 +26,8 @@ from train.guard import signals
 
 
 @pytest.mark.parametrize(
-    "number", [signals.SIGNALS[0], pytest.param(signals.SIGNALS[1], marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGHUP))],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
@@ -54,7 +55,8 @@ def test_an_evaluation_is_left_and_made_up_for(
     evaluation: int,
     step: int,
 ) -> None:
-    """Also the last one, after which there is nothing left to train. Each has three batches here."""
+    """Also the last one, after which there is nothing left to train, and if a crash comes before the next save. Each
+    has three batches here."""
     settings["eval_steps"] = 2
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
@@ -64,7 +66,17 @@ def test_an_evaluation_is_left_and_made_up_for(
     folder = Path(settings["output_dir"])
     assert [m.get("eval_loss") for m in metrics(folder) if m["step"] == step] == [None]
     signals._received.clear()
-    run(settings)
+    right = loop.evaluate_late
+
+    def crashes(*arguments: Any) -> None:
+        right(*arguments)
+        raise RuntimeError("a crash")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a crash"):
+        patch.setattr(loop, "evaluate_late", crashes)
+        run(settings)
+    assert [m.get("eval_loss") is None for m in metrics(folder) if m["step"] == step] == [True, False]
+    run(settings)  # which makes up for it once more
     made_up = [(m["step"], m["eval_loss"]) for m in metrics(folder) if m.get("eval_loss") is not None]
     expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
     assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
@@ -112,6 +124,13 @@ def test_a_signal_when_nothing_is_noted_on_a_full_disk(
     monkeypatch.setattr(os, "write", full)
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals._received == ["SIGTERM"]
+
+
+def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(handlers: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals.install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals._received == []
 
 
 @pytest.mark.process
@@ -184,7 +203,8 @@ def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_p
         "time.sleep(1e6)\n"
     )
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py"]
-    for number, status in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
+    stops = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+    for number, status in (*((stop, 75) for stop in stops), (signal.SIGINT, 130)):
         with programs.Popen(command, cwd=tmp_path, env=clean_environment()) as process:
             ready = [tmp_path / f"ready-{rank}" for rank in range(2)]
             while not all(path.exists() for path in ready):

@@ -69,6 +69,28 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.process
+def test_a_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
+    """Whoever started them; what a living rank of another job has stays."""
+    left, held = (
+        Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_host_{os.getpid()}_{rank}")
+        for rank in (0, 1)
+    )
+    left.touch()
+    try:
+        with held.open("w"):
+            (tmp_path / "start.py").write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{START}")
+            command = [sys.executable, str(tmp_path / "start.py")]
+            done = programs.run(command, env=clean_environment(), capture_output=True, text=True)
+            assert "it has begun" in done.stdout, done.stderr
+            assert not left.exists() and held.exists()
+    finally:
+        held.unlink()
+        left.unlink(missing_ok=True)
+
+
 @pytest.mark.reliability
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("builds_s", [0.0, 1.0, 5.0])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Until the signal that was sent has come: a trap runs between two commands.
+AWAIT = "while [[ ! $got ]]; do read -rt 0.02 <> <(:) || true; done"
 STOPPED = "echo '{}' > run/stopped.json; exit 75"
 
 

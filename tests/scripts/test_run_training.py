@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.machine import ROOT, STOPPED, checkpoint, executable, launcher, progress
+from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, launcher, progress
 
 pytestmark = pytest.mark.process
 
@@ -67,6 +67,13 @@ def script(machine: dict[str, str], tmp_path: Path) -> Script:
     return Script(machine, tmp_path)
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 OPTIONS = ("--output_dir", "run", "--save_strategy", "no")
 
 
@@ -94,19 +101,32 @@ def test_a_wrong_key_stops_before_anything_starts(script: Script) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_signal_of_a_slurm_job_reaches_the_launcher(script: Script, number: signal.Signals) -> None:
     """Slurm sends it to the process that run_training.sh began as; its end is waited for, and the job requeued."""
-    trap = "trap 'n=$((n + 1))' USR1"
-    wait = "while ((n == 0)); do read -rt 0.02 <> <(:) || true; done"
-    script.plan(f"mkdir -p run; n=0; {trap}; : > ready; {wait}; {checkpoint(4)}; {STOPPED}")
+    script.plan(f"mkdir -p run; trap 'got=1' USR1; : > ready; {AWAIT}; {checkpoint(4)}; {STOPPED}")
     script.slurm()
     with script.start(str(script.config), *OPTIONS) as process:
-        deadline = time.monotonic() + 120
-        while not (script.folder / "ready").exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        wait_for(script.folder / "ready")
         os.kill(process.pid, number)
         assert process.wait(timeout=120) == 75
     assert (script.folder / "scontrol.txt").read_text() == "requeue 41234\n" and len(script.starts()) == 1
     assert (script.folder / "run/checkpoints/step-00000004/manifest.json").exists()
+
+
+def test_a_job_that_is_killed_leaves_nothing_that_trains_on(script: Script) -> None:
+    """Its launcher saves and stops, as on a signal."""
+    script.plan(f"trap 'got=1' USR1; : > ready; {AWAIT}; : > stopped; exit 75")
+    with script.start(str(script.config), *OPTIONS) as process:
+        wait_for(script.folder / "ready")
+        process.kill()
+        wait_for(script.folder / "stopped")
+
+
+def test_a_console_that_is_gone_does_not_change_how_it_ends(script: Script) -> None:
+    """A terminal that is closed sends SIGHUP and takes no more lines."""
+    script.plan(STOPPED)
+    command = [str(ROOT / "run_training.sh"), str(script.config), *OPTIONS]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=script.environment, cwd=script.folder, stdout=full, stderr=full)
+    assert done.returncode == 75
 
 
 def test_help() -> None:

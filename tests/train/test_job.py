@@ -6,27 +6,27 @@ the next entry of the plan says and writes its arguments down. tests/scripts has
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.scripts.machine import ROOT, STOPPED, checkpoint, executable, launcher, progress
+from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, launcher, progress
 from train import job
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments, load_arguments
 from train.guard.signals import SIGNALS
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # as torchrun, or srun of several nodes
-# Until the signal that was sent has come: a trap runs between two commands.
-AWAIT = "while [[ ! $got ]]; do read -rt 0.02 <> <(:) || true; done"
 NEVER = ("--resume_from_checkpoint", "never")
 
 pytestmark = pytest.mark.process
@@ -86,6 +86,7 @@ def config(tmp_path: Path) -> Path:
 def machine(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(job, "PAUSE_S", 0.1)
     settings = "SLURM_ NNODES NODE_RANK MASTER_ NPROC HAS_GPU MAX_RESTARTS REQUEUE DEMO_PROMPT OMP_".split()
     for name in [name for name in os.environ if name.startswith(tuple(settings))]:
         monkeypatch.delenv(name)
@@ -113,10 +114,32 @@ def test_a_crash_is_followed_by_another_start_as_long_as_it_helps(
     )
 
 
-def test_a_start_that_comes_no_further_is_the_last(machine: Machine, capfd: pytest.CaptureFixture) -> None:
-    machine.plan(f"{progress(7)}; exit 1", f"{progress(7)}; exit 9", "exit 0")
-    assert machine.run() == 9 and len(machine.starts()) == 2
-    assert "came no further than step 7" in capfd.readouterr().err
+def test_a_start_that_comes_no_further_is_repeated_once_after_a_pause(
+    machine: Machine, capfd: pytest.CaptureFixture
+) -> None:
+    fails = f"{progress(7)}; exit 9"
+    machine.plan(f"{progress(7)}; exit 1", fails, f"{progress(8)}; exit 9", "exit 0")
+    assert machine.run() == 0 and len(machine.starts()) == 4
+    once_more = "came no further than step 7; restart 2 of 3 from the beginning in 0.1 s, once more"
+    assert once_more in capfd.readouterr().err
+    machine.plan(*["exit 1"] * 4, fails, fails, "exit 0")
+    assert machine.run() == 9 and len(machine.starts()) == 6, "not a third time"
+    assert "came no further than step 8 again; not started again" in capfd.readouterr().err
+
+
+def test_a_pause_ends_when_the_job_is_stopped(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "PAUSE_S", 1000.0)
+    monkeypatch.setattr(job.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGUSR1))
+    machine.plan("exit 1", "exit 0")
+    assert machine.run() == 75 and len(machine.starts()) == 1
+
+
+def test_a_start_that_failed_before_it_began_anew_does_not_resume_what_was_there(machine: Machine) -> None:
+    """A new run moves the old checkpoints aside only when it is about to begin."""
+    subprocess.run(["bash", "-ec", checkpoint(9)], check=True)
+    machine.plan("exit 1", "exit 0")
+    assert machine.run(*NEVER) == 0
+    assert [start.endswith("--resume_from_checkpoint never") for start in machine.starts()] == [True, True]
 
 
 def test_restarts_are_bounded(machine: Machine, capfd: pytest.CaptureFixture) -> None:
@@ -139,7 +162,7 @@ def test_what_another_start_would_not_help_is_not_started_again(
 
 def test_the_mark_of_an_earlier_stop_does_not_hide_a_crash(machine: Machine) -> None:
     machine.plan(STOPPED, "exit 9")
-    assert [machine.run(), machine.run()] == [75, 9]
+    assert [machine.run(), machine.run(MAX_RESTARTS="0")] == [75, 9]
 
 
 # ---------------------------------------------------------------- Slurm
@@ -195,7 +218,7 @@ def test_a_requeued_job_that_never_began_begins_as_it_was_told(machine: Machine)
 # ---------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
+@pytest.mark.parametrize("name", ["TERM", "USR1", "HUP"])
 def test_signals_reach_the_launcher(machine: Machine, name: str) -> None:
     """It is waited for until its save is done, however many signals come."""
     twice = f"kill -{name} $PPID; {AWAIT}; got=; kill -{name} $PPID; {AWAIT}"
@@ -244,9 +267,9 @@ def test_an_interrupted_job_is_not_started_again(machine: Machine) -> None:
 
 def test_two_processes_on_a_cpu(machine: Machine) -> None:
     machine.plan(
-        'echo "$OMP_NUM_THREADS $TOKENIZERS_PARALLELISM $PYTHONUNBUFFERED" > environment.txt; exit 7'
+        'echo "$OMP_NUM_THREADS $TOKENIZERS_PARALLELISM $PYTHONUNBUFFERED" > environment.txt; exit 2'
     )
-    assert machine.run("--learning_rate", "1e-4") == 7
+    assert machine.run("--learning_rate", "1e-4") == 2
     words = machine.starts()[0].split()
     assert words[:4] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py"]
     assert words[4] == str(machine.config) and words[-2:] == ["--learning_rate", "1e-4"]
@@ -272,17 +295,17 @@ def test_wrong_settings(
 
 
 def test_process_count(machine: Machine) -> None:
-    machine.plan("exit 7", "exit 7")
-    assert machine.run(NPROC="3") == 7
+    machine.plan("exit 2", "exit 2")
+    assert machine.run(NPROC="3") == 2
     python = machine.folder / "python"
     executable(python, "[[ $1 == -c ]] && { echo 5; exit 0; }\n" + python.read_text())
-    assert machine.run(HAS_GPU="1") == 7
+    assert machine.run(HAS_GPU="1") == 2
     assert [start.split()[2] for start in machine.starts()] == ["3", "5"]
 
 
 def test_slurm_starts_one_launcher_a_node(machine: Machine) -> None:
-    machine.plan("exit 7")
-    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]", NPROC="8") == 7
+    machine.plan("exit 2")
+    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]", NPROC="8") == 2
     (command,) = machine.written("srun.txt")
     assert command.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ")
     assert "train/launch.py --nproc 8 --nnodes 2 --master_addr node-a --master_port 21234" in command
@@ -292,9 +315,9 @@ def test_slurm_starts_one_launcher_a_node(machine: Machine) -> None:
 
 @pytest.mark.parametrize("port", ["29500", "12345"])
 def test_nodes_without_slurm(machine: Machine, port: str) -> None:
-    machine.plan("exit 7")
+    machine.plan("exit 2")
     nodes = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "4", "MASTER_ADDR": "node-a"}
-    assert machine.run(**nodes, MASTER_PORT="" if port == "29500" else port) == 7
+    assert machine.run(**nodes, MASTER_PORT="" if port == "29500" else port) == 2
     (start,) = machine.starts()
     assert f"--nnodes 2 --node_rank 1 --master_addr node-a --master_port {port}" in start
 
@@ -327,10 +350,10 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     commit(10)
     assert state() == ("resume", "step-00000010"), "all steps done, but not exported"
     (run / "hf").mkdir()
-    (run / "hf" / "exported_from.json").write_text('{"manifest_sha256": "that of another run"}')
+    (run / "hf" / "exported_from.json").write_text('{"checkpoint": "", "manifest_sha256": "of another run"}')
     assert state() == ("resume", "step-00000010"), "exported from another checkpoint"
     digest = hashlib.sha256((run / "checkpoints/step-00000010/manifest.json").read_bytes()).hexdigest()
-    (run / "hf" / "exported_from.json").write_text(json.dumps({"manifest_sha256": digest}))
+    (run / "hf" / "exported_from.json").write_text(json.dumps({"checkpoint": "", "manifest_sha256": digest}))
     assert state() == ("finished", "step-00000010")
     assert state("--logging_steps", "3") == ("finished", "step-00000010")
     for change in (
@@ -404,6 +427,27 @@ def test_a_preparation_that_fails_or_is_stopped(machine: Machine) -> None:
         executable(machine.folder / "python", f'[[ "$*" == *train_tokenizer* ]] || exit 0\n{do}')
         assert machine.run(*option) == status
     assert not machine.starts()
+
+
+def test_a_signal_while_another_node_prepares_the_corpus_acts_at_once(machine: Machine) -> None:
+    folder = machine.folder / "data/python-stdlib"
+    folder.parent.mkdir()
+    ended, waited_out = threading.Event(), []
+    with (folder.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def stop() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            if not ended.wait(60):
+                waited_out.append(True)
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        thread = threading.Thread(target=stop)
+        with mock.patch.object(job, "locks", lambda file, locks=job.locks: locks(file) or thread.start()):
+            status = machine.run("--data.sources.text", str(folder))
+        ended.set()
+        thread.join()
+    assert status == 75 and not waited_out and not machine.programs()
 
 
 def test_missing_corpus(config: Path, tmp_path: Path) -> None:

@@ -12,10 +12,22 @@ import deepspeed
 import torch
 from torch.utils import cpp_extension
 
+from train.files import open_files, remove_dead_buffers
+
+# What describes a rank, by the names of torch; its launchers set all of them.
+DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 def init_distributed() -> None:
-    """Join the process group that deepspeed or torchrun describes; alone, make one of one process."""
-    if "RANK" not in os.environ:
+    """Join the process group that deepspeed or torchrun describes; alone, make one of one process.
+
+    Raises ValueError: it is described in part."""
+    if missing := [name for name in DESCRIBED if not os.environ.get(name)]:
+        if "RANK" not in missing:
+            raise ValueError(
+                f"RANK is set, {', '.join(missing)} not: start ranks with train/launch.py, deepspeed or torchrun, "
+                "which set all of these; to train with one process, unset RANK"
+            )
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -29,6 +41,8 @@ def init_distributed() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
     wait_out_a_dead_builder()
+    if os.environ["LOCAL_RANK"] == "0":
+        remove_dead_buffers()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
@@ -42,7 +56,7 @@ def wait_out_a_dead_builder() -> None:
         return
     lock = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve() / "lock"
     looks = 0
-    while lock.exists() and not is_open(lock):
+    while lock.exists() and str(lock) not in open_files():
         looks += 1
         # not at the first looks: torch closes the file just before it removes it
         if looks > 3 and os.environ["LOCAL_RANK"] == "0":
@@ -50,17 +64,6 @@ def wait_out_a_dead_builder() -> None:
             lock.unlink(missing_ok=True)
             looks = 0
         time.sleep(0.5)
-
-
-def is_open(path: Path) -> bool:
-    """Whether a process that this one may look at has the file open (Linux)."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if descriptor.readlink() == path:
-                return True
-        except OSError:  # closed meanwhile
-            continue
-    return False
 
 
 def make_deterministic() -> None:

@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM or SIGUSR1 on any rank ends the run after the running step, with a checkpoint.
+"""Stopping on request: SIGTERM, SIGUSR1 or SIGHUP on any rank ends the run after the running step, with a checkpoint.
 
 A signal handler only takes a note. After each step, and between the batches of an evaluation, the ranks ask each other
 whether anyone has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py exits
@@ -9,10 +9,13 @@ not pass it on: torchrun exits with 1 whatever its processes say.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import json
 import os
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +26,8 @@ from train.run_folder import RunFolder
 STOPPED = 75
 # What was asked for cannot be done, or the numbers went wrong: another start would end so again.
 NOT_AS_IT_IS = 2
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
 
 _received: list[str] = []
 
@@ -38,14 +42,6 @@ class Stopped(Exception):
         self.step, self.checkpoint = step, checkpoint
 
 
-def install() -> None:
-    """From now on a stop signal is noted instead of ending the process."""
-    for number in SIGNALS:
-        signal.signal(number, _note)
-        # a write of a checkpoint that is under way in C is not to see the signal either
-        signal.siginterrupt(number, False)
-
-
 def _note(number: int, frame: FrameType | None) -> None:
     name, first = signal.Signals(number).name, not _received
     _received.append(name)
@@ -54,6 +50,23 @@ def _note(number: int, frame: FrameType | None) -> None:
         # print would raise if the signal had arrived within another print, and this does on a full disk
         with contextlib.suppress(OSError):
             os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
+
+
+def install(handler: Callable[[int, FrameType | None], None] = _note) -> None:
+    """From now on a stop signal calls `handler`, which takes a note, instead of ending the process."""
+    for number in SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup: it goes on when its terminal is closed
+        signal.signal(number, handler)
+        # a write of a checkpoint that is under way in C is not to see the signal either
+        signal.siginterrupt(number, False)
+
+
+def at_parents_end(number: int) -> None:
+    """From now on this process is sent the signal `number` when the one that started it ends, however it ends (Linux);
+    for subprocess's preexec_fn."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class StopVote:
