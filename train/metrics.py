@@ -5,7 +5,6 @@ Only the main rank (rank 0) writes; on all others a logger does nothing.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -14,11 +13,12 @@ import re
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import drawing
+from train.files import drawing, tell
 from train.run_folder import RunFolder
 
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
@@ -54,12 +54,21 @@ class MetricsLogger:
     metrics.jsonl.discarded-<time>. wandb is online with a key (WANDB_API_KEY or netrc), offline without one.
 
     Lines that cannot be written, as on a full disk, are kept and written later, with a warning: whether the run goes
-    on is for its next save to say, which all ranks hear of.
+    on is for its next save to say, which all ranks hear of. What wandb raises is told once, and the run goes on.
+
+    `evaluates_again`: the evaluation of start_step is about to be made up for, and what is there of it goes, too.
 
     Raises ValueError: wandb is asked for and not installed. OSError: what is there cannot be read or rewritten.
     """
 
-    def __init__(self, folder: RunFolder, config: dict[str, Any], is_main: bool, start_step: int = 0):
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: dict[str, Any],
+        is_main: bool,
+        start_step: int = 0,
+        evaluates_again: bool = False,
+    ):
         to_wandb = config["report_to"] == "wandb"
         if to_wandb:
             check_wandb()  # on every rank, and before anything is written
@@ -68,7 +77,7 @@ class MetricsLogger:
             return
         self.total_steps = config["max_steps"]
         folder.path.mkdir(parents=True, exist_ok=True)
-        discarded = discard_after(folder.metrics, start_step)
+        discarded = discard_after(folder.metrics, start_step, evaluates_again)
         self._file = folder.metrics.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._failing = False
@@ -77,7 +86,10 @@ class MetricsLogger:
             self.message(
                 f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}"
             )
-        self._wandb = self._start_wandb(folder, config, start_step) if to_wandb else None
+        self._wandb: Any = None
+        self._wandb_failed = False
+        if to_wandb:
+            self._wandb = self._try_wandb(lambda: self._start_wandb(folder, config, start_step))
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Write one line, which must have "step" (optimizer steps done). In the file NaN becomes null."""
@@ -93,13 +105,12 @@ class MetricsLogger:
         self.message(f"step {step}/{self.total_steps}  {_brief(metrics)}{left}")
         if self._wandb is not None:
             # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines are
-            self._wandb.log(metrics)
+            self._try_wandb(lambda: self._wandb.log(metrics))
 
     def message(self, text: str) -> None:
-        """A line for people, not in metrics.jsonl. A console that is a file on a full disk does not end a run."""
+        """A line for people, not in metrics.jsonl."""
         if self.is_main:
-            with contextlib.suppress(OSError):
-                print(text, flush=True)
+            tell(text)
 
     def rewind(self, step: int) -> None:
         """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
@@ -126,7 +137,7 @@ class MetricsLogger:
             self.message(f"warning: {len(self._unwritten)} lines of {self._file.name} are lost")
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._try_wandb(self._wandb.finish)
 
     def _write(self) -> None:
         """Write what is not written, whole lines only."""
@@ -159,6 +170,18 @@ class MetricsLogger:
             return ""
         seconds = (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
         return f"  {timedelta(seconds=int(seconds))} left"
+
+    def _try_wandb(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, None if it fails; that is told once."""
+        try:
+            return call()
+        except Exception as error:
+            if not self._wandb_failed:
+                self._wandb_failed = True
+                self.message(
+                    f"warning: wandb: {type(error).__name__}: {error}; the run goes on, wandb may lack what "
+                    f"{self._file.name} has"
+                )
 
     def _start_wandb(self, folder: RunFolder, config: dict[str, Any], start_step: int) -> Any:
         import wandb  # slow to import, and not needed without report_to
@@ -193,8 +216,9 @@ def check_wandb() -> None:
         )
 
 
-def discard_after(path: Path, step: int) -> tuple[Path, int] | None:
-    """Take the lines of steps after `step` (0: all) out of the metrics `path`, and a line cut off by a crash.
+def discard_after(path: Path, step: int, evaluates_again: bool = False) -> tuple[Path, int] | None:
+    """Take the lines of steps after `step` (0: all) out of the metrics `path`, a line cut off by a crash and, if it
+    `evaluates_again`, an evaluation made up for at `step`. The last line left ends as one.
 
     Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
     for that file; nothing is changed.
@@ -203,21 +227,24 @@ def discard_after(path: Path, step: int) -> tuple[Path, int] | None:
         return None
     keep: list[str] = []
     discard: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        (keep if 0 < _step_of(line) <= step else discard).append(line)
-    if not discard:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        made_again = evaluates_again and '"eval_loss"' in line and _step_of(line) == step
+        (keep if 0 < _step_of(line) <= step and not made_again else discard).append(line)
+    if not discard and text.endswith("\n"):
         return None
     kept_in = path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
     temporary = path.with_suffix(".tmp")
     try:
-        kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
+        if discard:
+            kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
         temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         kept_in.unlink(missing_ok=True)
         temporary.unlink(missing_ok=True)
         raise
-    return kept_in, len(discard)
+    return (kept_in, len(discard)) if discard else None
 
 
 def plot_loss(folder: RunFolder) -> Path | None:

@@ -25,9 +25,14 @@ class RunFolder:
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on
         self.slurm_job = path / "slurm_job"  # which Slurm job began it, and what was there then
 
-    def is_exported(self, identity: str) -> bool:
-        """Whether hf/ is the export of exactly the checkpoint with this `identity` (train/checkpoint/files.py)."""
+    def exported(self) -> tuple[str, str]:
+        """Name and identity (train/checkpoint/files.py) of the checkpoint that hf/ is the export of; "" of none."""
         try:
-            return json.loads((self.hf / EXPORTED_FROM).read_text())["manifest_sha256"] == identity
+            origin = json.loads((self.hf / EXPORTED_FROM).read_text())
+            return origin["checkpoint"], origin["manifest_sha256"]
         except (OSError, ValueError, KeyError):
-            return False
+            return "", ""
+
+    def is_exported(self, identity: str) -> bool:
+        """Whether hf/ is the export of exactly this checkpoint."""
+        return self.exported()[1] == identity

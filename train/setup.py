@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import random
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.proof import attention_of, backend_of, prove
-from train.checkpoint.files import RunState, read_state
+from train.checkpoint.files import RunState, name_of, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.resume import resume_state
 from train.checkpoint.rollback import left_out_since
@@ -37,7 +38,7 @@ from train.config.arguments import TrainingArguments
 from train.data.stream import SampleStream, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.files import write_durably
+from train.files import tell, write_durably
 from train.metrics import MetricsLogger, peak_tflops
 from train.run_folder import RunFolder
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 def say(*lines: str) -> None:
     if lines and dist.get_rank() == 0:
-        print(*lines, sep="\n", flush=True)
+        tell(*lines)
 
 
 def seed(args: TrainingArguments) -> None:
@@ -259,7 +260,10 @@ def open_folder(
         aside = set_aside(folder.checkpoints, state.step)
         if aside is not None:
             say(f"checkpoints of later steps were moved to {aside}")
-    metrics = MetricsLogger(folder, args.to_dict(), main, state.step)
+        if folder.exported()[0] > name_of(state.step):  # of what this run is not going on from
+            aside = folder.hf.rename(f"{folder.hf}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+            say(f"the export of a later step was moved to {aside}")
+    metrics = MetricsLogger(folder, args.to_dict(), main, state.step, state.evaluation_due)
     if main:
         folder.stopped.unlink(missing_ok=True)
         for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config)):

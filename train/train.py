@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 
 from model.config import UserError
 from train.config.arguments import TrainingArguments, load_arguments
+from train.files import tell
 
 if TYPE_CHECKING:
     from train.loop import Run
@@ -71,14 +73,15 @@ def main(argv: list[str]) -> int:
 def fail(message: str, status: int) -> int:
     """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
     ends those. Rank 0 speaks first: what every rank finds is told once."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world = int(os.environ.get("RANK") or "0"), int(os.environ.get("WORLD_SIZE") or "1")
     if rank:
         # no step is left that a stop would have to wait for, and it does not change why this rank ends
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    print(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr, flush=True)
+    tell(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr)
     if world > 1:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         os._exit(status)
     return status
 
@@ -145,11 +148,16 @@ def export_last(run: Run, last: Path | None) -> None:
 
     folder = run.folder
     if last is None:
-        run.metrics.message(f"wrote {plot_loss(folder)}; save_strategy is no: the trained model is not saved")
-        return
-    if not folder.is_exported(identity(last)):
-        export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
-    run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder, and {plot_loss(folder)}")
+        run.metrics.message("save_strategy is no: the trained model is not saved")
+    else:
+        if not folder.is_exported(identity(last)):
+            export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
+        run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder")
+    try:
+        if plot := plot_loss(folder):
+            run.metrics.message(f"wrote {plot}")
+    except Exception as error:  # for want of a picture no trained model is a failure
+        run.metrics.message(f"warning: no loss plot: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_resume_moves_later_lines_aside(tmp_path):
     (aside,) = tmp_path.glob(f"{METRICS}.discarded-*")
     assert aside.read_text().splitlines()[-1] == '{"step": 50, "lo'
     assert len(aside.read_text().splitlines()) == 3
+
+
+def test_the_next_line_is_not_glued_to_one_without_an_end(tmp_path):
+    """A crash may leave a line that lacks nothing but its end."""
+    (tmp_path / METRICS).write_text('{"step": 10, "tokens": 640, "loss": 1.0}')
+    log = logger(tmp_path, start_step=10)
+    log.log({"step": 20, "tokens": 1280, "loss": 2.0})
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20]
+    assert plot_loss(RunFolder(tmp_path)) and not list(tmp_path.glob(f"{METRICS}.discarded-*"))
 
 
 def test_a_new_run_in_the_same_folder_starts_empty_and_loses_nothing(tmp_path):
@@ -204,6 +215,32 @@ def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monk
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
     assert "no API key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish"])
+def test_whatever_wandb_raises_is_told_once_and_the_run_goes_on(fails, tmp_path, capsys, monkeypatch):
+    class Failing:
+        dir = "wandb/run"
+
+        def __getattr__(self, name):
+            def call(*arguments, **options):
+                if name == fails:
+                    raise RuntimeError("the service has shut down")
+                return self
+
+            return call
+
+    module = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
+    module.init = Failing().init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    log = logger(tmp_path, report_to="wandb")
+    for step in (1, 2, 3):
+        log.log({"step": step, "loss": 1.0})
+    log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    out = capsys.readouterr().out
+    assert out.count("warning: wandb: RuntimeError: the service has shut down; the run goes on") == 1
 
 
 @pytest.mark.parametrize("is_main", [True, False])

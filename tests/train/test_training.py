@@ -20,6 +20,8 @@ from train import loop
 from train.checkpoint.files import CheckpointError, identity
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
+from train.engine import distributed
+from train.files import remove_dead_buffers
 from train.prepare_data import main as prepare_data
 from train.run_folder import RunFolder
 
@@ -182,8 +184,7 @@ def test_two_ranks_under_deepspeed(settings: dict, tmp_path: Path) -> None:
     assert refused.returncode != 0
     told = refused.stderr.count("is of a run that was configured differently")
     assert told == 1, "told once, not by each rank"
-    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{launcher[-1]}_*"):
-        buffer.unlink()  # of the rank that DeepSpeed's launcher kills
+    remove_dead_buffers()  # of the rank that DeepSpeed's launcher kills
 
 
 def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -286,6 +287,15 @@ def test_a_run_that_only_measures_saves_nothing(settings: dict, capsys: pytest.C
     assert curve(output_dir) == curve(run(settings, output_dir=f"{output_dir}-saving", save_steps=2))
 
 
+def test_a_plot_that_fails_does_not_end_a_trained_run(
+    settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.metrics.drawing", lambda *_, **__: 1 / 0)
+    output_dir = run(settings, max_steps=2)
+    assert "warning: no loss plot: ZeroDivisionError" in capsys.readouterr().out
+    assert (output_dir / "hf/config.json").exists()
+
+
 def test_a_finished_run_has_nothing_to_train(settings: dict, capsys: pytest.CaptureFixture) -> None:
     output_dir = run(settings)
     before = curve(output_dir)
@@ -295,8 +305,12 @@ def test_a_finished_run_has_nothing_to_train(settings: dict, capsys: pytest.Capt
 
 
 def test_starting_anew_keeps_what_was(settings: dict) -> None:
+    """And what was exported is not taken for the export of the new run."""
     output_dir = run(settings)
-    run(settings, resume_from_checkpoint="never", max_steps=2)
+    run(settings, resume_from_checkpoint="never", max_steps=2, save_strategy="no")
+    assert not (output_dir / "hf").exists()
+    (old,) = output_dir.glob("hf.discarded-*/exported_from.json")
+    assert json.loads(old.read_text())["checkpoint"] == "step-00000006"
     assert [m["step"] for m in metrics(output_dir)] == [1, 2]
     assert list(output_dir.glob("checkpoints.discarded-*/step-00000006/manifest.json"))
     assert list(output_dir.glob("metrics.jsonl.discarded-*"))
@@ -409,6 +423,14 @@ def test_the_export_command(settings: dict, tmp_path: Path) -> None:
     refused = export(path, tmp_path / "other")
     assert refused.returncode == 1 and "rank_00000.pt is altered" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("left", [["RANK"], ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]])
+def test_a_rank_that_is_described_in_part(left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in distributed.DESCRIBED:
+        monkeypatch.setenv(name, "") if name not in left else monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=r"RANK is set, LOCAL_RANK.* not: start ranks with train/launch\.py"):
+        distributed.init_distributed()
 
 
 @pytest.mark.parametrize(
