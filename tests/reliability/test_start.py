@@ -18,6 +18,7 @@ from torch.utils import cpp_extension
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
+from train.engine import distributed
 
 OP = "deepspeed_shm_comm"
 START = "from train.engine.distributed import init_distributed; init_distributed(); print('it has begun')"
@@ -67,6 +68,14 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
     assert count == "2", "DeepSpeed names or places its buffers differently"
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
+
+
+@pytest.mark.parametrize("left", [["RANK"], ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]])
+def test_a_rank_that_is_described_in_part(left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in distributed.DESCRIBED:
+        monkeypatch.setenv(name, "") if name not in left else monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=r"RANK is set, LOCAL_RANK.* not: start ranks with train/launch\.py"):
+        distributed.init_distributed()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")

@@ -20,13 +20,11 @@ from train import loop
 from train.checkpoint.files import CheckpointError, identity
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
-from train.engine import distributed
 from train.files import remove_dead_buffers
 from train.prepare_data import main as prepare_data
 from train.run_folder import RunFolder
 
 GPU = torch.cuda.is_available()
-
 
 TORCHAO = {"tensorwise": {"recipe": "tensorwise"}, "rowwise": {"recipe": "rowwise"}}
 
@@ -423,14 +421,6 @@ def test_the_export_command(settings: dict, tmp_path: Path) -> None:
     refused = export(path, tmp_path / "other")
     assert refused.returncode == 1 and "rank_00000.pt is altered" in refused.stderr
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("left", [["RANK"], ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]])
-def test_a_rank_that_is_described_in_part(left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in distributed.DESCRIBED:
-        monkeypatch.setenv(name, "") if name not in left else monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=r"RANK is set, LOCAL_RANK.* not: start ranks with train/launch\.py"):
-        distributed.init_distributed()
 
 
 @pytest.mark.parametrize(
