@@ -6,7 +6,8 @@
 #   ./run_tests.sh --reliability [arguments]   the tests of faults, with many trials of each
 #   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
 #
-# With several GPUs, --gpu also runs what needs them.
+# With several GPUs, --gpu also runs what needs them. Without arguments it writes what ran to
+# test_fp8/results/gpu_tests.json (one GPU: gpu_tests_one_gpu.json); commit that.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$ROOT"
@@ -16,7 +17,7 @@ source scripts/setup_env.sh
 mode="cpu"
 case "${1:-}" in
   -h | --help)
-    sed -n '2,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
   --gpu | --all | --reliability)
@@ -41,8 +42,10 @@ if [[ "$mode" == gpu ]]; then
   ((gpus > 0)) || die "--gpu needs a CUDA device and torch sees none"
   if has_module ruff && has_module mypy; then lint; else say "no ruff or mypy here: lint and types are not checked"; fi
   if ((gpus > 1)); then marks="gpu or multi_gpu"; else marks="gpu and not multi_gpu"; fi
-  export PYTHONPATH="$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH}"
-  exec "$PY" -m pytest -p pytest_fail_on_skip -m "$marks" -rs "$@"
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  # What ran is written down where all of it was asked for.
+  if (($# == 0)); then set -- --results test_fp8/results; fi
+  exec "$PY" -m pytest -p scripts.pytest_gpu_run -m "$marks" -rs "$@"
 fi
 
 setup_env dev

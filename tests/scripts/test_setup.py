@@ -1,8 +1,10 @@
-"""scripts/: set-up that says what is missing, what pip has to install, skipped tests that count as failed."""
+"""scripts/: set-up that says what is missing, what pip has to install, and what the GPU tests write down."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,24 +138,42 @@ def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.interpreter
-def test_skipped_gpu_tests_fail_the_run(tmp_path: Path) -> None:
-    test = tmp_path / "test_x.py"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "pytest_fail_on_skip",
-        "-p",
-        "no:cacheprovider",
-        str(test),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    for body, status in (("pass", 0), ('import pytest; pytest.skip("no device")', 1)):
-        test.write_text(f"def test_a():\n    {body}\n")
-        run = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> None:
+    test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
+    command = [sys.executable, *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider".split()]
+    command += ["--results", str(results.parent), str(test)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    body = "import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_a(n):\n    pass\n"
+    skip = "\ndef test_b():\n    pytest.skip('no device')\n"
+    fail = "\n@pytest.fixture\ndef broken():\n    raise OSError\n\ndef test_c(broken):\n    pass\n"
+    for more, status, skipped, failed in (
+        ("", 0, [], []),
+        (skip, 1, ["test_x.py::test_b"], []),
+        (skip + fail, 1, ["test_x.py::test_b"], ["test_x.py::test_c"]),
+    ):
+        test.write_text(body + more)
+        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == status, run.stdout + run.stderr
+        assert ("counts as failed" in run.stdout) is bool(skipped)
+        report = json.loads(results.read_text())
+        assert (report["status"], report["passed"], report["skipped"], report["failed"]) == (
+            status,
+            2,
+            skipped,
+            failed,
         )
-        assert run.returncode == status, run.stdout
-    assert "counts as failed" in run.stdout
+        assert [(r["file"], r["passed"]) for r in report["results"]] == [("test_x.py", 2)]
+        assert re.match(r"[0-9a-f]{40}|unknown", report["commit"])
+        assert {"date", "machine", "versions", "seconds"} <= report.keys()
+
+
+@pytest.mark.parametrize(("arguments", "written"), [([], True), (["tests/model"], False)])
+def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: bool, tmp_path: Path) -> None:
+    """run_tests.sh with stand-ins for the set-up and for Python."""
+    shutil.copy(ROOT / "run_tests.sh", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/setup_env.sh").write_text('setup_env() { PY="$ROOT/python"; }')
+    executable(tmp_path / "python", 'case "$*" in *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac')
+    command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ("--results test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout

@@ -1,0 +1,100 @@
+"""A pytest plugin for ./run_tests.sh --gpu: a skipped test is a failure there, and what ran is written down.
+
+Whoever asks for the GPU tests has the GPU; a skip would leave something unproven without anybody noticing. With
+--results FOLDER a report goes there, gpu_tests.json, on a machine with one GPU gpu_tests_one_gpu.json: commit, date,
+machine and versions, and what passed, failed and was skipped. It is committed, so that everybody sees how old the
+proof is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="folder for a report of what ran")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GPURun(config.getoption("--results")))
+
+
+class GPURun:
+    def __init__(self, folder: Path | None):
+        self.folder, self.start = folder, time.monotonic()
+        self.passed: Counter[str] = Counter()  # by file
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: list[str] = []
+        self.skipped: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file] += report.duration
+        if report.when == "call" and report.passed:
+            self.passed[file] += 1
+        self.pytest_collectreport(report)
+
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.append(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        yield
+        if self.skipped and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.folder and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self.write(self.folder, int(session.exitstatus))
+
+    def write(self, folder: Path, status: int) -> None:
+        import torch
+
+        from test_fp8.common import report
+
+        name = "gpu_tests_one_gpu.json" if torch.cuda.device_count() == 1 else "gpu_tests.json"
+        report.write_json(
+            folder / name,
+            "./run_tests.sh --gpu",
+            [
+                {"file": file, "passed": n, "seconds": round(self.seconds[file], 1)}
+                for file, n in self.passed.items()
+            ],
+            commit=commit(),
+            status=status,
+            seconds=round(time.monotonic() - self.start),
+            passed=self.passed.total(),
+            failed=self.failed,
+            skipped=self.skipped,
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.skipped:
+            terminalreporter.section("skipped, which counts as failed here", sep="=", red=True)
+            for nodeid in self.skipped:
+                terminalreporter.line(nodeid)
+
+
+def commit() -> str:
+    """The commit of the sources, and whether they have changed since; GIT_COMMIT names it where a copy has no git."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".", ":!test_fp8/results")
+        return git("rev-parse", "HEAD") + (", changed since" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_COMMIT", "unknown")
