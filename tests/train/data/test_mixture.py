@@ -51,6 +51,12 @@ def test_every_prefix_of_100_000_samples_is_within_one_sample(stages):
     assert worst_deviation(stages, 100_000) < bound + 0.1
 
 
+def test_weights_without_a_common_denominator_go_to_the_nearest_quotas():
+    """What is left after rounding down goes to the sources that lost most by it."""
+    assert Mixture([0.13, 0.29, 0.58], max_period=10).weights == [[0.1, 0.3, 0.6]]
+    assert Mixture([0.58, 0.29, 0.13], max_period=10).weights == [[0.6, 0.3, 0.1]]
+
+
 def random_stages(choice: random.Random) -> list[tuple[int, list[float]]]:
     count, stages, start = choice.randint(1, 6), [], 0
     for _ in range(choice.randint(1, 6)):
