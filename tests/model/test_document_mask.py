@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model.autotune import measure
 from model.autotune.task import Task
@@ -53,6 +54,27 @@ def test_packed_documents_equal_each_alone(kind: str, window: int | None) -> Non
     # and what is compared depends on the mask
     plain = packed(build(kind, window, **FP32), Documents.whole_rows(B, T, "cpu"))
     assert largest_error(plain, theirs) > 0.1
+
+
+@kinds
+def test_the_fused_loss_is_of_the_same_labels(kind: str) -> None:
+    """With torch in its place: the call is that of Transformer Engine's, which tests on a GPU compute."""
+
+    def fused(
+        logits: Tensor, labels: Tensor, *, reduce_loss: bool, ignore_idx: int, overwrite_input: bool
+    ) -> Tensor:
+        assert reduce_loss and overwrite_input
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=ignore_idx)
+
+    model = build(kind, None, document_mask=False, **FP32)
+    ids, labels = batch(model.config)
+    plain = model(ids, labels=labels)
+    model.fused_cross_entropy = fused
+    out = model(ids, labels=labels)
+    assert torch.equal(out.loss, plain.loss)
+    assert out.logits is None  # its gradient will overwrite them
+    with torch.no_grad():
+        assert torch.equal(model(ids, labels=labels).logits, plain.logits)
 
 
 @kinds
