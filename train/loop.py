@@ -227,7 +227,7 @@ class Loop:
         times whether they still have the same weights; and what is due now."""
         run, args, number = self.run, self.args, self.state.step
         step.stops, saving = run.stop_vote.ask(run.saver.busy)
-        run.watchdog.met(f"step {number} is done")
+        run.watchdog.met(f"step {number} is done", after_step=True)
         if run.saver.pending and not saving:
             settle(run)
         self.slow_ranks.step(number, run.metrics.message)
@@ -287,9 +287,9 @@ class Loop:
             torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         )
         record["skipped_steps"], record["spikes"] = health.skipped, health.spikes
-        if bad := health.mend_histories():
+        if bad := health.mended():
             run.metrics.message(
-                f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they are "
+                f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they were "
                 "taken out, for their scales could not have moved while they are in"
             )
         self._start_clock()

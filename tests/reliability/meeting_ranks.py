@@ -106,7 +106,7 @@ def main() -> int:
                 print(f"rank {rank} left after step {step}", flush=True)
                 dist.barrier()
                 return signals.STOPPED
-            watchdog.met(f"step {step} is done")
+            watchdog.met(f"step {step} is done", after_step=True)
             slow_ranks.step(step, print if rank == 0 else str)
             if fault == "slow" and step == 120:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 from tests.reliability.launching import run_cases
-from tests.train.runs import ROOT, metrics
+from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.rollback import past_skipped
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.data.stream import open_stream
@@ -121,24 +122,51 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
     precision = Precision(PrecisionConfig(recipe="delayed", amax_history_len=16))
     model = build_model(config, "te_layer", precision, seed=1)
     ids = random_ids(config, 2, 16)
-    engine: Any = SimpleNamespace(module=model, skipped_steps=0)
+    engine: Any = SimpleNamespace(module=model, skipped_steps=0, get_global_grad_norm=lambda: None)
+    health = Health(engine, precision, window=16, factor=10.0)
 
-    def step() -> None:
-        model(ids, labels=ids).loss.backward()
+    def step(number: int) -> None:
+        health.before_step()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        health.after_step(number, 0, loss.detach(), None)
 
-    step()
+    step(8)
     state = fp8_state(model, precision)
     name = next(key for key in state if key.endswith("scaling_fwd.amax_history"))
     scale = state[name.replace("amax_history", "scale")]
     state[name][-1, 0] = float("inf")
     scale[0] = 12345.0
-    step()
-    assert scale[0] == 12345.0  # stuck
-    health = Health(engine, precision, window=16, factor=10.0)
-    assert health.mend_histories() == 1
-    step()
+    step(9)
+    assert scale[0] == 12345.0 and health.mended() == 0  # stuck
+    step(10)
+    step(11)
     assert scale[0] != 12345.0 and state[name].isfinite().all()
-    assert health.mend_histories() == 0
+    assert [health.mended(), health.mended()] == [1, 0]
+
+
+def test_what_is_logged_changes_no_number(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an amax that is not finite, too: logging_steps may change on a resume."""
+    right, steps = Health.before_step, list[int]()
+
+    def inf_in_step_3(self: Health) -> None:
+        right(self)
+        steps.append(1)
+        if len(steps) == 3:
+            next(t for t in fp8_state(self.engine.module, self.precision).values() if t.ndim == 2)[-1] = (
+                math.inf
+            )
+
+    monkeypatch.setattr(Health, "before_step", inf_in_step_3)
+    losses = []
+    for logging_steps in (1, 12):
+        steps.clear()
+        folder = str(tmp_path / str(logging_steps))
+        output_dir = run(settings, max_steps=12, logging_steps=logging_steps, output_dir=folder)
+        losses.append(metrics(output_dir)[-1]["loss"])
+    assert losses[0] == losses[1]
 
 
 # ---------------------------------------------------------------- spikes

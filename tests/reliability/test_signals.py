@@ -23,6 +23,7 @@ from train import loop
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.guard import signals
+from train.guard.watchdog import FIRST_STEP_S, Watchdog
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,29 @@ def test_an_evaluation_is_left_and_made_up_for(
     expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
     assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
     assert (folder / "hf/config.json").exists()
+
+
+def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(
+    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled and graphs captured in the first step, whatever comes before it."""
+    settings["eval_steps"] = 2
+    with monkeypatch.context() as patch:
+        stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
+        with pytest.raises(signals.Stopped, match="after step 2;"):
+            run(settings)
+    signals._received.clear()
+    left_s: dict[str, float] = {}
+    right = Watchdog.met
+
+    def met(self: Watchdog, doing: str, *values: bool, **named: bool) -> None:
+        right(self, doing, *values, **named)
+        left_s.setdefault(doing, self._deadline - time.monotonic())
+
+    monkeypatch.setattr(Watchdog, "met", met)
+    run(settings, hang_timeout_s=600)
+    assert 1200 < left_s["evaluates step 2"] <= FIRST_STEP_S
+    assert left_s["step 3 is done"] <= 600 and left_s["evaluates step 4"] <= 600
 
 
 def test_signals_while_it_saves_change_nothing(

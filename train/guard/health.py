@@ -31,6 +31,8 @@ from train.data.stream import SampleStream
 SPREAD_OF_MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 SMALLEST_SPREAD = 0.02  # of the median: a flat stretch must not make noise an alarm
 LONGEST_WAIT = 1000  # steps that are kept on the device between two looks
+# Of the run, whatever else is due: what a step computes may depend on it.
+MEND_STEPS = 10
 NAMED_WINDOWS = 8  # of each source, in a message; metrics.jsonl has all
 
 
@@ -80,13 +82,15 @@ class SpikeDetector:
 
 
 class Health:
-    """Watches the steps of a run. Nothing but `look` waits for the GPU."""
+    """Watches the steps of a run. Nothing but `look` and `mended` waits for the GPU."""
 
     def __init__(self, engine: Any, precision: Precision, window: int, factor: float) -> None:
         self.engine, self.precision = engine, precision
         self.detectors = {"loss": SpikeDetector(window, factor), "grad_norm": SpikeDetector(window, factor)}
         self._live: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
+        self._histories: list[torch.Tensor] = []  # of the live ones
+        self._mended = torch.zeros((), dtype=torch.int64, device=precision.device)
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,8 +117,10 @@ class Health:
         (1024 passes by default), and one that is finite but enormous, of a step that is about to overflow, would make
         everything after it underflow as long."""
         if not self._live:  # allocated in the modules' first forward; from then on it stays where it is
-            self._live = list(fp8_state(self.engine.module, self.precision).values())
+            state = fp8_state(self.engine.module, self.precision)
+            self._live = list(state.values())
             self._kept = [torch.empty_like(t) for t in self._live]
+            self._histories = [t for key, t in state.items() if key.endswith(".amax_history")]
         if self._live:
             torch._foreach_copy_(self._kept, self._live)
 
@@ -132,6 +138,9 @@ class Health:
                 torch._foreach_copy_(self._live, self._kept)
             else:
                 reset_fp8_state(self.engine.module, self.precision)
+        if step % MEND_STEPS == 0 and self._histories:
+            self._mend_histories()
+        if skipped:
             return True
         norm = self.engine.get_global_grad_norm()
         of_rank = torch.stack([loss, torch.ones_like(loss) if share is None else share])
@@ -164,21 +173,22 @@ class Health:
         self.spikes += len({spike.step for spike in found})
         return found
 
-    def mend_histories(self) -> int:
-        """Take amaxes that are not finite out of the histories; returns how many there were. FP8 casts saturate, so
-        that an inf need not make a gradient infinite and its step need not be skipped. Waits for the GPU."""
-        histories = [
-            tensor
-            for key, tensor in fp8_state(self.engine.module, self.precision).items()
-            if key.endswith(".amax_history")
-        ]
-        if not histories:
-            return 0
-        bad = int((~torch.cat([h.flatten() for h in histories]).isfinite()).sum())
-        if bad:
-            for history in histories:
-                history.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        return bad
+    def _mend_histories(self) -> None:
+        """Take amaxes that are not finite out of the histories. FP8 casts saturate, so that an inf need not make a
+        gradient infinite and its step need not be skipped."""
+        amaxes = torch.cat([history.flatten() for history in self._histories])
+        bad = ~amaxes.isfinite()
+        self._mended += bad.sum()
+        right = amaxes.masked_fill(bad, 0.0).split([history.numel() for history in self._histories])
+        torch._foreach_copy_(
+            self._histories, [r.view_as(h) for r, h in zip(right, self._histories, strict=True)]
+        )
+
+    def mended(self) -> int:
+        """How many amaxes were taken out of the histories since the last call. Waits for the GPU."""
+        count = int(self._mended)
+        self._mended.zero_()
+        return count
 
 
 def ranks_without_finite_loss(loss: torch.Tensor) -> dict[int, float]:

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 HUNG = 1  # as any other crash: worth another start from the last checkpoint
-# Before the ranks first meet there are compilation, captured graphs and NCCL's connections.
+# In the first step there are compilation, captured graphs and NCCL's connections.
 FIRST_STEP_S = 1800.0
 GATHER_S = 3.0  # how long the others may take to say where they are
 # Python cannot run while C code holds its lock: then faulthandler's own thread writes the stacks, this much later,
@@ -46,7 +46,7 @@ class Watchdog:
         self._doing = "begins"
         self._progress = 0  # calls of met and doing, the same sequence on each rank
         self._deadline = float("inf")
-        self._met = False  # the first step is done
+        self._allowed_s = max(timeout_s, FIRST_STEP_S)  # until the first step is done
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._stderr: TextIO = sys.__stderr__ or sys.stderr
@@ -54,20 +54,21 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self.timeout_s:
             Watchdog._watches += 1
-            self._deadline = time.monotonic() + max(self.timeout_s, FIRST_STEP_S)
+            self._deadline = time.monotonic() + self._allowed_s
             self._main = threading.get_ident()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
-    def met(self, doing: str) -> None:
-        """All ranks have just met: the time begins anew. `doing`: what comes next."""
+    def met(self, doing: str, after_step: bool = False) -> None:
+        """All ranks have just met: the time begins anew. `doing`: what comes next. after_step: a step of training is
+        done; until the first of them there is more time, also for what may come before it."""
         self.doing(doing)
         if self._thread:
-            self._deadline = time.monotonic() + self.timeout_s
-            if not self._met:
-                self._met = True
+            if after_step and self._allowed_s > self.timeout_s:
+                self._allowed_s = self.timeout_s
                 self._dump_later(self.timeout_s)
+            self._deadline = time.monotonic() + self._allowed_s
 
     def doing(self, doing: str) -> None:
         """Where this rank is, for the report."""
