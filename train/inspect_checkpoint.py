@@ -23,6 +23,7 @@ from train.checkpoint.files import (
     CheckpointError,
     problems,
     read_state,
+    rolled_back,
     size_text,
     step_folders,
 )
@@ -32,7 +33,13 @@ from train.run_folder import RunFolder
 def report(path: Path, verify: bool) -> list[str] | None:
     """Print what is in one folder of a step; with `verify` all its hashes are computed. Returns what is wrong with it;
     None: it was never committed."""
-    damage = problems(path, hashes=verify) if (path / MANIFEST).is_file() else None
+    damage = None
+    if (path / MANIFEST).is_file():
+        damage = problems(path, hashes=verify)
+        try:
+            rolled_back(path)
+        except CheckpointError as error:  # a resume would be refused
+            damage.append(str(error))
     try:
         state = read_state(path)
         description = f"{state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}"

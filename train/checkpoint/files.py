@@ -30,6 +30,7 @@ from train.files import sha256_file, sync_folder, write_durably
 SCHEMA = 2
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
+ROLLBACK = "rollback.json"  # beside the checkpoints
 # What a machine keeps of a folder on a network file system, it keeps for so long at the most (NFS: acdirmax).
 SEEN_WITHIN_S = 60.0
 FOLDER = re.compile(r"step-(\d{8,})")
@@ -98,7 +99,7 @@ def write_manifest(path: Path, entries: list[dict[str, Any]]) -> None:
     wait_for_files(path, entries)
     try:
         sync_folder(path.parent)  # the folder itself is new there
-        write_durably(path / MANIFEST, _signed({"schema": SCHEMA, "step": step_of(path), "files": entries}))
+        write_signed(path / MANIFEST, {"step": step_of(path), "files": entries})
     except OSError:
         (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
         raise
@@ -119,31 +120,63 @@ def wait_for_files(path: Path, entries: list[dict[str, Any]]) -> None:
             time.sleep(0.1)
 
 
+def write_signed(file: Path, content: dict[str, Any]) -> None:
+    """`content` as JSON with the sha256 of itself as last value: a flipped bit shows, wherever it is."""
+    write_durably(file, _signed({"schema": SCHEMA, **content}))
+
+
 def _signed(content: dict[str, Any]) -> str:
-    """`content` as JSON with the sha256 of itself as last value: a bit flipped in a manifest shows as well."""
     digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1)
 
 
-def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """name -> (bytes, sha256) of every file of the checkpoint `path`.
+def read_signed(file: Path, *keys: str) -> list[Any]:
+    """The values of `keys` in what `write_signed` wrote; [] if there is no such file.
 
-    Raises CheckpointError: there is no manifest, it is damaged, or of a schema that this version does not read.
+    Raises CheckpointError: it is damaged, or of a schema that this version does not read.
     """
     try:
-        text = (path / MANIFEST).read_text()
+        text = file.read_text()
         content = json.loads(text)
-        files = {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in content["files"]}
+        values = [content[key] for key in keys]
         if (schema := content["schema"]) != SCHEMA:
-            raise CheckpointError(f"{path / MANIFEST} has schema {schema}; this version reads {SCHEMA}")
+            raise CheckpointError(f"{file} has schema {schema}; this version reads {SCHEMA}")
         del content["sha256"]
         if text != _signed(content):
-            raise CheckpointError(f"{path / MANIFEST} is altered: its sha256 is not the one in it")
+            raise CheckpointError(f"{file} is altered: its sha256 is not the one in it")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed") from None
+        return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {error!r}") from error
-    return files
+        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+    return values
+
+
+def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """name -> (bytes, sha256) of every file of the checkpoint `path`. Raises CheckpointError: there is no manifest; as
+    `read_signed`."""
+    found = read_signed(path / MANIFEST, "files")
+    if not found:
+        raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed")
+    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in found[0]}
+
+
+def rolled_back(path: Path) -> list[list[int]] | None:
+    """The samples that a run leaves out which was rolled back to the checkpoint `path`: RunState.skipped_samples as of
+    then. None: it was not. Raises CheckpointError: the note of it is damaged."""
+    note = path.parent / ROLLBACK
+    try:
+        checkpoint, ranges = read_signed(note, "checkpoint", "skipped_samples") or (None, None)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. It says which samples a rollback leaves out. Restore it, or remove it to go on with what the "
+            "checkpoint itself says"
+        ) from error
+    return ranges if checkpoint == identity(path) else None
+
+
+def note_rollback(path: Path, ranges: list[list[int]]) -> None:
+    """For `rolled_back`. Raises OSError."""
+    write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges})
 
 
 def identity(path: Path) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
-import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
     MANIFEST,
+    ROLLBACK,
     CheckpointError,
     committed,
     identity,
@@ -25,6 +27,7 @@ from train.checkpoint.files import (
     problems,
     rank_file,
     read_state,
+    rolled_back,
     step_folders,
     step_of,
 )
@@ -102,8 +105,11 @@ def set_aside(root: Path, after_step: int) -> Path | None:
     newer = [p for p in committed(root) if step_of(p) > after_step]
     if not newer:
         return None
-    aside = root.with_name(f"{root.name}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+    aside = root.with_name(f"{root.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
     aside.mkdir()
+    with contextlib.suppress(CheckpointError):  # a damaged note is for those to name who need it
+        if any(rolled_back(path) is not None for path in newer):
+            (root / ROLLBACK).rename(aside / ROLLBACK)
     for path in newer:
         path.rename(aside / path.name)
     return aside

@@ -7,8 +7,6 @@ crash.
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +15,21 @@ from typing import Any
 import torch.distributed as dist
 
 from model.fp8.precision import Precision
-from train.checkpoint.files import RunState, identity, read_state
+from train.checkpoint.files import (
+    ROLLBACK,
+    CheckpointError,
+    RunState,
+    note_rollback,
+    read_state,
+    rolled_back,
+)
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.data.stream import SampleStream
-from train.files import write_durably
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.metrics import MetricsLogger
 
 # From one checkpoint. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3
-NOTE = "rollback.json"
 
 
 def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
@@ -40,15 +43,19 @@ def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
 
 def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
     """The samples that a run leaves out which goes on from the checkpoint `path` (its state: `saved`): those it had
-    left out when it was saved, and those of rollbacks to it. The same on every rank, each of which calls it."""
-    ranges: list[Any] = [saved.skipped_samples]
+    left out when it was saved, and those of rollbacks to it. Every rank calls it, with the same result. Raises
+    CheckpointError: what is noted of a rollback is damaged."""
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
-        with contextlib.suppress(FileNotFoundError):
-            noted = json.loads((path.parent / NOTE).read_text())
-            if noted["checkpoint"] == identity(path):
-                ranges = [noted["skipped_samples"]]
-    dist.broadcast_object_list(ranges, src=0)
-    return ranges[0]
+        try:
+            noted = rolled_back(path)
+            found = [saved.skipped_samples if noted is None else noted]
+        except CheckpointError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], CheckpointError):
+        raise found[0]
+    return found[0]
 
 
 @dataclass
@@ -107,13 +114,12 @@ class Rollback:
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         if dist.get_rank() == 0:
             set_aside(self.root, saved.step)  # newer ones did not verify
-            note = {"checkpoint": identity(path), "skipped_samples": ranges}
             try:
-                write_durably(self.root / NOTE, json.dumps(note) + "\n")
+                note_rollback(path, ranges)
             except OSError as error:
                 self.metrics.message(
-                    f"warning: {self.root / NOTE} cannot be written: {error}. A start after a crash before the next "
-                    "save would take the samples that are left out"
+                    f"warning: {self.root / ROLLBACK} cannot be written: {error}. A start after a crash before the "
+                    "next save would take the samples that are left out"
                 )
         self.metrics.rewind(saved.step)
         load_checkpoint(self.engine, path, self.precision)

@@ -18,6 +18,7 @@ from train.checkpoint.files import (
     discard_old,
     make_room,
     name_of,
+    note_rollback,
     problems,
     read_manifest,
     read_state,
@@ -26,6 +27,7 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
+from train.checkpoint.rollback import left_out_since
 from train.checkpoint.save import SaveError
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -210,6 +212,50 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         (path / MANIFEST).write_bytes(changed)
         assert problems(path, hashes=False), bit
+
+
+def note(root: Path) -> Path:
+    """That of a rollback to the checkpoint of step 2."""
+    note_rollback(root / "step-00000002", [[34, 38]])
+    return root / "rollback.json"
+
+
+def resumed_ranges(path: Path) -> list[list[int]]:
+    return left_out_since(path, read_state(path))
+
+
+def test_every_bit_of_what_is_noted_of_a_rollback_counts(tmp_path: Path) -> None:
+    paths = [make(tmp_path, step) for step in (1, 2, 3)]
+    whole = note(tmp_path).read_bytes()
+    assert [resumed_ranges(path) for path in paths] == [[], [[34, 38]], []]
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "rollback.json").write_bytes(changed)
+        with pytest.raises(CheckpointError, match="rollback.json (is altered|is damaged|has schema)"):
+            resumed_ranges(paths[1])
+    (tmp_path / "rollback.json").unlink()
+    assert resumed_ranges(paths[1]) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"checkpoint": 1}', "\0" * 200])
+def test_a_note_of_a_rollback_that_is_cut_off_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
+    path = make(tmp_path, 2)
+    note(tmp_path).write_text(content)
+    with pytest.raises(CheckpointError, match="rollback.json is damaged.* Restore it, or remove it to go on"):
+        resumed_ranges(path)
+
+
+def test_the_note_of_a_rollback_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
+    """A run that starts anew comes to the same checkpoint, bit for bit, and has not been rolled back."""
+    for step in (1, 2, 3):
+        make(tmp_path / "checkpoints", step)
+    note(tmp_path / "checkpoints")
+    set_aside(tmp_path / "checkpoints", after_step=2)
+    assert resumed_ranges(tmp_path / "checkpoints/step-00000002") == [[34, 38]]
+    aside = set_aside(tmp_path / "checkpoints", after_step=1)
+    assert aside is not None and resumed_ranges(aside / "step-00000002") == [[34, 38]]
+    assert resumed_ranges(make(tmp_path / "checkpoints", 2)) == []
 
 
 def test_a_save_without_room_leaves_what_is_committed(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ import pytest
 
 from tests.train.runs import ROOT
 from train import inspect_checkpoint
-from train.checkpoint.files import MANIFEST, RUN_STATE, RunState, describe_file, name_of, write_manifest
+from train.checkpoint.files import (
+    MANIFEST,
+    RUN_STATE,
+    RunState,
+    describe_file,
+    name_of,
+    note_rollback,
+    write_manifest,
+)
 
 
 def make(root: Path, step: int) -> Path:
@@ -74,6 +82,14 @@ def test_damage_is_named_and_the_status_is_1(
     assert 'a resume with "auto" takes step-00000010' in out
     status, out = inspect(capsys, tmp_path)
     assert (status, message in out) == ((0, False) if needs_verify else (1, True))
+
+
+def test_a_damaged_note_of_a_rollback_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    note_rollback(make(tmp_path, 10), [[4, 8]])
+    assert inspect(capsys, tmp_path)[0] == 0
+    (tmp_path / "rollback.json").write_text("{")
+    status, out = inspect(capsys, tmp_path)
+    assert status == 1 and "rollback.json is damaged" in out and 'a resume with "auto" is refused' in out
 
 
 def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
