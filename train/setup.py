@@ -1,6 +1,6 @@
 """What a run consists of, built from its resolved arguments in the order in which train.py asks for it.
 
-model_for -> streams_for -> starting_point -> announce -> engine_for -> open_folder
+streams_for -> starting_point -> model_for -> announce -> engine_for -> open_folder
 
 Every rank calls all of it alike: some of it asks the other ranks.
 """
@@ -64,8 +64,9 @@ def seed(args: TrainingArguments) -> None:
 # ---------------------------------------------------------------- model and data
 
 
-def model_for(args: TrainingArguments) -> tuple[nn.Module, Precision]:
-    """The model, with the attention that the arguments name; nothing of it has run.
+def model_for(args: TrainingArguments, resume_from: Path | None = None) -> tuple[nn.Module, Precision]:
+    """The model, with the attention that the arguments name; nothing of it has run. Its weights are those of
+    model.init_from only in a run that begins.
 
     Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
     """
@@ -80,7 +81,7 @@ def model_for(args: TrainingArguments) -> tuple[nn.Module, Precision]:
         args.model.variant,
         precision,
         seed=args.seed,
-        init_from=args.model.init_from,
+        init_from=None if resume_from else args.model.init_from,
         gradient_checkpointing=args.gradient_checkpointing,
         compile=args.model.compile,
         speed=args.speed,

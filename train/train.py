@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a Mistral: arguments -> model -> data -> engine -> resume -> loop -> export.
+"""Train a Mistral: arguments -> data -> resume -> model -> engine -> loop -> export.
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
@@ -90,6 +90,7 @@ def run_training(args: TrainingArguments) -> None:
     """One run from its resolved arguments; every rank calls it."""
     import torch.distributed as dist
 
+    from model.config import load_config
     from train import setup
     from train.autotune import resolve_auto
     from train.checkpoint.save import Saver
@@ -101,10 +102,11 @@ def run_training(args: TrainingArguments) -> None:
     world = dist.get_world_size()
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
-    model, precision = setup.model_for(args)
-    train_stream, eval_stream = setup.streams_for(args, model.config)
+    config = load_config(args.model.config)
+    train_stream, eval_stream = setup.streams_for(args, config)
     ds_config = resolve_ds_config(args, world)
-    state, resume_from = setup.starting_point(args, ds_config, model.config, train_stream)
+    state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
+    model, precision = setup.model_for(args, resume_from)
     attention = setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     metrics = setup.open_folder(args, ds_config, tuned, state)
