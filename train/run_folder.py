@@ -23,6 +23,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on
+        self.lock = path / "run.lock"  # who runs in it; gone when the run ends (train/guard/lock.py)
         self.slurm_job = path / "slurm_job"  # which Slurm job began it, and what was there then
 
     def exported(self) -> tuple[str, str]:

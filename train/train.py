@@ -50,11 +50,15 @@ def main(argv: list[str]) -> int:
 
         from train import setup  # noqa: F401  (all that a run needs before its export)
         from train.engine.distributed import init_distributed
+        from train.guard.lock import held
+        from train.run_folder import RunFolder
 
         gc.freeze()
         gc.enable()
         init_distributed()
-        run_training(arguments.resolve(dist.get_world_size()))
+        arguments = arguments.resolve(dist.get_world_size())
+        with held(RunFolder(arguments.output_dir)):
+            run_training(arguments)
     except (ValueError, OSError, UserError) as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()

@@ -16,17 +16,25 @@ from train.files import open_files, remove_dead_buffers
 
 # What describes a rank, by the names of torch; its launchers set all of them.
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How many tasks there are, as srun, Open MPI and MPICH tell each that they start.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init_distributed() -> None:
     """Join the process group that deepspeed or torchrun describes; alone, make one of one process.
 
-    Raises ValueError: it is described in part."""
+    Raises ValueError: it is described in part, or there are several tasks of which none has a rank."""
     if missing := [name for name in DESCRIBED if not os.environ.get(name)]:
         if "RANK" not in missing:
             raise ValueError(
                 f"RANK is set, {', '.join(missing)} not: start ranks with train/launch.py, deepspeed or torchrun, "
                 "which set all of these; to train with one process, unset RANK"
+            )
+        if several := [f"{n}={os.environ[n]}" for n in TASKS if os.environ.get(n, "1") not in ("0", "1")]:
+            raise ValueError(
+                f"this is one of several tasks ({several[0]}) that have no RANK: each would train by itself. Start one "
+                "launcher a node (srun --ntasks-per-node=1 python train/launch.py --nproc GPUS ..., see its --help), "
+                "or use ./run_training.sh, which does that in a Slurm job"
             )
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

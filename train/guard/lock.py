@@ -1,0 +1,223 @@
+"""One run at a time in an output_dir: `run.lock` there says who runs in it, and is written anew every BEAT_S.
+
+Who finds the file looks for its process, on the same machine; from elsewhere it watches the file: if that changes, the
+run lives, and this one is refused; if it does not for LEASE_S, the run died, and the file is taken over. A run whose
+file was taken, because it was suspended for so long, ends. No lock of the operating system: a network file system may
+have none, or one that other machines do not see. The file is written in place, so that none of them sees an older one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from model.config import UserError
+from train.guard.signals import NOT_AS_IT_IS
+from train.run_folder import RunFolder
+
+BEAT_S, LOOK_S = 5.0, 1.0
+LEASE_S = 60.0  # far more than a beat takes where a file system or the interpreter's lock is busy
+# Of two who take over the same file at once the one has it whose content stands after this time.
+SETTLE_S = 1.0
+# A requeued job may begin while its former start still ends.
+FORMER_START_S = 300.0
+LENGTH = 1024  # bytes, always as many: what is written replaces all of what was
+
+
+class LockError(UserError):
+    """Another run holds the folder; the message says which."""
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder) -> Iterator[None]:
+    """Hold the folder of a run, made if need be, which rank 0 does for all; every rank enters and leaves it.
+
+    Raises LockError, OSError, on all ranks: another run holds it; it cannot be written.
+    """
+    lock, problem = Lock(folder.lock), list[Any]([None])
+    if dist.get_rank() == 0:
+        try:
+            lock.acquire()
+        except (LockError, OSError) as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class Lock:
+    """The file `path`, for this process. Only `acquire` and `release` are for others."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.mine: dict[str, Any] = {
+            "token": secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "job_restarts": os.environ.get("SLURM_RESTART_COUNT"),
+            "started": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+            "machine": machine(),
+            "process_started": process_started(os.getpid()),
+            "beats": 0,
+        }
+        self._made = False  # the folder, by `acquire`
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Raises LockError: another run holds it. OSError: it cannot be written."""
+        if not self.path.parent.is_dir():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._made = True
+        while not self._create():
+            if self._gone():
+                self._write()
+                time.sleep(SETTLE_S)
+                if self._is_mine():
+                    break
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Does nothing where it is not held."""
+        if self._thread is None:
+            return
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # whoever finds it looks for this process
+            if self._is_mine():
+                self.path.unlink()
+            if self._made:
+                self.path.parent.rmdir()  # unless something is in it
+
+    def _create(self) -> bool:
+        """Whether there was none."""
+        try:
+            with open(self.path, "xb"):
+                pass
+        except FileExistsError:
+            return False
+        try:
+            self._write()
+        except OSError:  # a full disk
+            self.path.unlink()
+            raise
+        return True
+
+    def _write(self) -> None:
+        with open(self.path, "r+b", buffering=0) as file:
+            file.write(json.dumps(self.mine).encode().ljust(LENGTH))
+
+    def _holder(self) -> dict[str, Any] | None:
+        """What is in the file; {} of one that cannot be read, as of one that is being made; None: there is none."""
+        try:
+            content = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _is_mine(self) -> bool:
+        return (self._holder() or {}).get("token") == self.mine["token"]
+
+    def _gone(self) -> bool:
+        """Wait until it is known whether the run that holds the file has ended. False: somebody else has it now, or
+        nobody. Raises LockError: it lives."""
+        first = found = self._holder()
+        if first is None or found is None:
+            return False
+        here = bool(self.mine["machine"]) and first.get("machine") == self.mine["machine"]
+        former_start = first.get("job") is not None and first["job"] == self.mine["job"]
+        former_start &= first.get("job_restarts") != self.mine["job_restarts"]
+        begun = beat = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if here:
+                gone = process_started(first.get("pid", 0)) != first.get("process_started")
+                lives = not gone
+            else:
+                gone, lives = now - beat > LEASE_S, found != first
+            if gone:
+                return True
+            if lives and not (former_start and now - begun < FORMER_START_S):
+                raise LockError(
+                    f"{self.path.parent} is in use by another run: {describe(first)}. Wait until it ends, stop it, or "
+                    f"choose another output_dir; its {self.path.name} goes with it"
+                )
+            if now == begun:
+                waits = (
+                    "waits for the end of this job's former start"
+                    if former_start
+                    else "looks whether it lives"
+                )
+                print(f"{self.path} is of another run, this one {waits}: {describe(first)}", flush=True)
+            time.sleep(LOOK_S)
+            before, found = found, self._holder()
+            if found is None or found.get("token") != first.get("token"):
+                return False
+            if found != before:
+                beat = time.monotonic()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a file system that is full, or away for a while
+                found = self._holder()
+                if found is None:  # removed by hand
+                    self._create()
+                elif found.get("token", self.mine["token"]) == self.mine["token"]:
+                    self.mine["beats"] += 1
+                    self._write()
+                else:
+                    print(
+                        f"error: {self.path} was taken by another run, which saw no sign of life of this one for "
+                        f"{LEASE_S:g} s: {describe(found)}. This one ends; its checkpoints are as they were",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os._exit(NOT_AS_IT_IS)
+
+
+def describe(holder: dict[str, Any]) -> str:
+    """Who that is, for people."""
+    if not holder:
+        return "the file is empty or damaged"
+    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
+    return f"process {holder.get('pid')} on {holder.get('host')}{job}, since {holder.get('started')}"
+
+
+def machine() -> str:
+    """This machine since its last boot, and whose processes can be seen (a container has its own); "" where there is no
+    /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    except OSError:
+        return ""
+
+
+def process_started(pid: int) -> str | None:
+    """When a process of this machine began, in ticks since the boot, so that another one of the same number is told
+    apart; None: it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]
