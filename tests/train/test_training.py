@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,22 +249,6 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
     again = run(settings, output_dir=str(tmp_path / "again"), gradient_checkpointing=True)
     assert curve(plain) == curve(again)
     check_export(plain, metrics(plain)[-1]["eval_loss"], settings)
-
-
-def test_from_a_pretrained_folder(settings: dict, tmp_path: Path) -> None:
-    """init_from starts where the exported model stopped."""
-    first = run(settings)
-    model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
-    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
-    assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.3
-    assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
-
-    # a resume takes its weights from the checkpoint
-    before = curve(second)
-    shutil.rmtree(first)
-    (second / "checkpoints/step-00000006/manifest.json").unlink()
-    run(settings, model=model, output_dir=str(second), learning_rate=1e-6, save_steps=3)
-    assert curve(second) == before
 
 
 def test_what_a_run_leaves(settings: dict) -> None:

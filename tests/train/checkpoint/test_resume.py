@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +223,19 @@ def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
     lines = metrics(output_dir)
     assert [m["tokens"] for m in lines] == [256 * step for step in range(1, 7)]
     assert curve(output_dir)[:2] == before[:2] and lines[3]["loss"] < lines[0]["loss"]
+
+
+def test_from_a_pretrained_folder(settings: dict, tmp_path: Path) -> None:
+    """init_from starts where the exported model stopped."""
+    first = run(settings)
+    model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
+    second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
+    assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.3
+    assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
+
+    # a resume takes its weights from the checkpoint
+    before = curve(second)
+    shutil.rmtree(first)
+    (second / "checkpoints/step-00000006/manifest.json").unlink()
+    run(settings, model=model, output_dir=str(second), learning_rate=1e-6, save_steps=3)
+    assert curve(second) == before
