@@ -80,13 +80,9 @@ def free_port() -> int:
     """A port that is free now, and below those which systems give to outgoing connections: rank 0 listens there only
     after its imports."""
     while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as s:
-            try:
-                s.bind(("", port))
-            except OSError:
-                continue
-        return port
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port := random.randrange(20000, 32000)))
+            return port
 
 
 class Launcher:

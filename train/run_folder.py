@@ -30,8 +30,8 @@ class RunFolder:
         """Name and identity (train/checkpoint/files.py) of the checkpoint that hf/ is the export of; "" of none."""
         try:
             origin = json.loads((self.hf / EXPORTED_FROM).read_text())
-            return origin["checkpoint"], origin["manifest_sha256"]
-        except (OSError, ValueError, KeyError):
+            return str(origin["checkpoint"]), str(origin["manifest_sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
             return "", ""
 
     def is_exported(self, identity: str) -> bool:
