@@ -67,7 +67,8 @@ def _key_value(text: str) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed (slurm: submitted), else 1 with the reason on stderr."""
+    """Run the command; 0 when the data was committed (slurm: submitted), else 1 with the reason on stderr,
+    or 130 after Ctrl-C."""
     args = parse_arguments(argv)
     from train.prepare.preparation import prepare
 
@@ -76,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)
+        return 130
     if manifest is not None:
         print(manifest.summary())
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.format import DataError, check_sizes, check_tokenizer, read_manifest
+from train.data.format import MANIFEST_NAME, DataError, check_sizes, check_tokenizer, read_manifest
 from train.data.index import open_index
 
 # File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
@@ -40,6 +40,7 @@ class TokenSource:
 
     def __init__(self, name: str, folder: str | Path, split: str, seq_length: int) -> None:
         self.name, self.folder, self.split, self.seq_length = name, Path(folder), split, seq_length
+        self._manifest_stat = self._stat_manifest()
         self.manifest = read_manifest(self.folder)
         self.shards = self.manifest.split_shards(split)
         for shard in self.shards:
@@ -55,8 +56,35 @@ class TokenSource:
             )
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._starts = list(itertools.accumulate((shard.tokens for shard in self.shards), initial=0))
-        self._file = lru_cache(OPEN_SHARDS)(lambda index: _ShardFile(self.folder / self.shards[index].name))
-        self._ends = lru_cache(OPEN_SHARDS)(lambda index: open_index(self.folder, self.shards[index]))
+        self._file = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._ends = lru_cache(OPEN_SHARDS)(self._open_index)
+
+    def _open_shard(self, index: int) -> _ShardFile:
+        file = _ShardFile(self.folder / self.shards[index].name)
+        self._check_not_replaced()
+        return file
+
+    def _open_index(self, index: int) -> np.ndarray:
+        ends = open_index(self.folder, self.shards[index])
+        self._check_not_replaced()
+        return ends
+
+    def _stat_manifest(self) -> tuple[int, int] | None:
+        try:
+            stat = os.stat(self.folder / MANIFEST_NAME)
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns
+
+    def _check_not_replaced(self) -> None:
+        """Raise DataError when the folder has got other data meanwhile, whose shards may have the same names."""
+        if (now := self._stat_manifest()) != self._manifest_stat:
+            if read_manifest(self.folder) != self.manifest:
+                raise DataError(
+                    f"{self.folder} has got other data since it was opened: it was prepared again while it was read; "
+                    "prepare into a folder of its own what a run shall not read"
+                )
+            self._manifest_stat = now
 
     def _tokens(self, index: int, offset: int, count: int) -> np.ndarray:
         """`count` tokens of a shard from `offset` on, or what there is of them until its end."""

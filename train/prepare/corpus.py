@@ -48,6 +48,18 @@ class Source:
     bytes: int
     mtime_ns: int
 
+    @classmethod
+    def at(cls, path: Path, kind: str) -> "Source":
+        stat = path.stat()
+        return cls(str(path.absolute()), kind, stat.st_size, stat.st_mtime_ns)
+
+    def is_changed(self) -> bool:
+        """Whether the file is another one by now, or gone."""
+        try:
+            return self != Source.at(Path(self.path), self.kind)
+        except FileNotFoundError:
+            return True
+
 
 def list_sources(inputs: Iterable[str]) -> list[Source]:
     """The files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
@@ -55,11 +67,18 @@ def list_sources(inputs: Iterable[str]) -> list[Source]:
     Files of other kinds inside a folder are left out, as are hidden ones; a file named itself must be of a known kind.
 
     Raises:
-        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, a
-            dataset of several splits without one of them named, or a package that an input needs is not installed.
+        ValueError: a path does not exist, has a name that is not UTF-8, is of an unknown kind or comes twice, a folder
+            has nothing to read, a dataset of several splits without one of them named, or a package that an input needs
+            is not installed.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"input {name!r}: its name is not UTF-8, which a manifest is; rename it"
+            ) from error
         found = _files_of(name)
         if not found:
             raise ValueError(f"input {name} holds nothing to read; allowed: {ALLOWED}")
@@ -69,8 +88,7 @@ def list_sources(inputs: Iterable[str]) -> list[Source]:
         if (real := os.path.realpath(file)) in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
-    stats = [(file.absolute(), kind, file.stat()) for file, kind in files]
-    return [Source(str(path), kind, stat.st_size, stat.st_mtime_ns) for path, kind, stat in stats]
+    return [Source.at(file, kind) for file, kind in files]
 
 
 def _files_of(name: str) -> list[tuple[Path, str]]:

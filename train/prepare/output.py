@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
@@ -162,6 +162,27 @@ def _flush_and_close(file: BinaryIO) -> None:
     file.close()
 
 
+def take_lock(path: Path) -> TextIO:
+    """Lock the file `path` in a folder, which is made, as long as what is returned is open.
+
+    Raises:
+        DataError: another process has it, or the folder is a file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DataError(f"--output {path.parent} is a file, or in one; give a folder") from error
+    lock = open(path, "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            raise FileNotFoundError  # its process has just ended
+    except (BlockingIOError, FileNotFoundError) as error:
+        lock.close()
+        raise DataError(f"another process is writing to {path.parent}; wait for it") from error
+    return lock
+
+
 class OutputFolder:
     """Context of one preparation: takes the folder, and puts new data in the place of what it has at `commit`.
 
@@ -184,16 +205,7 @@ class OutputFolder:
         self._keep = resumable
 
     def __enter__(self) -> "OutputFolder":
-        self.folder.mkdir(parents=True, exist_ok=True)
-        lock = self.folder / LOCK_NAME
-        self._lock = open(lock, "a")  # locked as long as it is open
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(self._lock.fileno()), os.stat(lock)):
-                raise FileNotFoundError  # its process has just ended
-        except (BlockingIOError, FileNotFoundError) as error:
-            self._lock.close()
-            raise DataError(f"another process is preparing data in {self.folder}; wait for it") from error
+        self._lock = take_lock(self.folder / LOCK_NAME)
         if (self.new / MANIFEST_NAME).exists():
             self._exchange()
             self._clear()

@@ -83,8 +83,9 @@ class Preparation:
 
     def identity(self) -> dict[str, Any]:
         """Everything that the output depends on, as JSON values."""
-        tokenizer = self.tokenizer / encoder_of(str(self.tokenizer)).files[0]
-        values = asdict(self) | {"tokenizer": sha256_file(tokenizer)}
+        encoder = encoder_of(str(self.tokenizer))
+        tokenizer = [sha256_file(self.tokenizer / encoder.files[0]), encoder.bos_id, encoder.eos_id]
+        values = asdict(self) | {"tokenizer": tokenizer}
         del values["output"]
         return json.loads(json.dumps(values))
 
@@ -124,8 +125,14 @@ class Preparation:
         """Commit what all tasks left. What was dropped and removed is told on stderr first.
 
         Raises:
-            DataError: more documents were dropped than allowed, or all, or a split is empty.
+            DataError: an input has changed meanwhile, more documents were dropped than allowed, or all, or a split is
+                empty.
         """
+        if changed := [source.path for source in self.sources if source.is_changed()]:
+            raise DataError(
+                f"{len(changed)} input files changed while they were read, the first is {changed[0]}; prepare them "
+                "with --overwrite when they are what they shall be"
+            )
         tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step:

@@ -5,16 +5,18 @@ import hashlib
 import heapq
 import io
 import json
+import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import sentencepiece
 
+from train.data.encoder import TOKENIZER_FILES
 from train.prepare.corpus import read_documents, text_key_option
+from train.prepare.output import take_lock
 from train.prepare.readers import MISSING_KEY, Dropped, Text
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
@@ -210,27 +212,37 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
     Raises:
-        ValueError: bad inputs, an impossible vocabulary size, or an output folder that holds a tokenizer.
+        ValueError: bad inputs, an impossible vocabulary size, or an output folder that holds a tokenizer, or is
+            written to by another process.
         RuntimeError: the check of the ids failed; nothing was written.
     """
     output = Path(args.output)
-    if (output / MODEL_NAME).exists() and not args.overwrite:
+    work = output / ".unfinished"  # of a run that was killed, if it is there
+    has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)
+    if has_tokenizer and not (args.overwrite or work.exists()):
         raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
                          "prepared with the old one will not fit the new one)")  # fmt: skip
     start = time.monotonic()
     texts = sample_texts(read_documents(args.input, args.text_key), args.max_bytes)
     size = sum(len(text.encode()) for text in texts)
     print(f"training on {len(texts):,} documents, {size / 1e6:.1f} MB", flush=True)
-    data = train_model(texts, args.vocab_size, args.character_coverage)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as name:
-        folder = Path(name)
-        (folder / MODEL_NAME).write_bytes(data)
-        some = [text[:10_000] for text in texts[:: max(1, len(texts) // 200)]]
-        write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), folder)
-        compared = check_identity(folder, [*HARD_STRINGS, *some])
-        # tokenizer.model commits
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == MODEL_NAME):
-            shutil.move(path, output / path.name)
+    with take_lock(output / "train_tokenizer.lock") as lock:
+        try:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir()
+            data = train_model(texts, args.vocab_size, args.character_coverage)
+            (work / MODEL_NAME).write_bytes(data)
+            some = [text[:10_000] for text in texts[:: max(1, len(texts) // 200)]]
+            write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
+            compared = check_identity(work, [*HARD_STRINGS, *some])
+            for (
+                name
+            ) in TOKENIZER_FILES:  # tokenizer.model goes first and comes last: with it the others are its own
+                (output / name).unlink(missing_ok=True)
+            for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
+                path.replace(output / path.name)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+            os.unlink(lock.name)
     print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
           f"sentencepiece on {compared} texts", flush=True)  # fmt: skip

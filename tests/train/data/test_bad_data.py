@@ -59,6 +59,25 @@ def test_a_shard_that_is_cut_off_while_training_reads_it_is_named(folder):
         stream.batch(0, stream.num_samples)
 
 
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_data_that_are_replaced_while_training_reads_them_are_noticed(
+    folder, tmp_path, monkeypatch, document_mask
+):
+    """Shards of the same names and sizes, of which not all are open."""
+    monkeypatch.setattr("train.data.source.OPEN_SHARDS", 1)
+    stream = open_stream({"a": folder}, None, T, seed=1, document_mask=document_mask)
+    before = stream.batch(0, 9)
+    (folder / "manifest.json").touch()
+    assert torch.equal(stream.batch(0, 9).input_ids, before.input_ids)
+    other = {"train": [tokens(1000, seed=s) for s in range(5, 8)], "eval": [tokens(500)]}
+    make_folder(tmp_path / "other", other)
+    for path in (tmp_path / "other").iterdir():
+        if path.is_file():
+            path.replace(folder / path.name)
+    with pytest.raises(DataError, match="data has got other data since it was opened"):
+        stream.batch(0, 9)
+
+
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])
 def test_a_flipped_bit_is_found_by_verify(folder, name):
     content = bytearray((folder / name).read_bytes())

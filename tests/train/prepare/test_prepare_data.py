@@ -1,8 +1,6 @@
 import gzip
 import json
 import os
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +9,11 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 
-from tests import programs
 from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of
-from train.prepare.output import WORK_NAME, unigram_loss
+from train.prepare.output import unigram_loss
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -281,106 +278,6 @@ def test_large_vocabularies_take_uint32():
     assert token_dtype(65536) == np.dtype("<u2") and token_dtype(65537) == np.dtype("<u4")
 
 
-def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, capsys):
-    assert prepare(tmp_path, corpus) == 0
-    (tmp_path / "notes.txt").write_text("mine")
-    before = contents(tmp_path)
-    assert prepare(tmp_path, corpus) == 1
-    assert "--overwrite" in capsys.readouterr().err and contents(tmp_path) == before
-    other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
-    assert prepare(tmp_path, other, overwrite=True, all_train=True) == 0
-    assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
-    assert decoded(tmp_path, "eval") == [HELD_OUT]
-
-
-@pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
-def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
-    (tmp_path / "held_out.txt").write_text(HELD_OUT)
-    inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count)) if count else tmp_path / "held_out.txt"
-    assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 1
-    error = capsys.readouterr().err
-    assert f"no document for the {split} split, which training needs" in error and "--overwrite" in error
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    with pytest.raises(SystemExit) as stop:
-        prepare(tmp_path / "out", inputs, eval_fraction=0)
-    assert stop.value.code == 2 and "allowed is 1e-06 to 0.5" in capsys.readouterr().err
-
-
-def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
-    inside = tmp_path / "tokenizer"
-    inside.mkdir()
-    for file in tokenizer_dir.iterdir():
-        (inside / file.name).write_bytes(file.read_bytes())
-    assert prepare(tmp_path, corpus, tokenizer=inside) == 0
-    assert prepare(tmp_path, corpus, tokenizer=inside, overwrite=True) == 0
-    assert contents(inside) == contents(tokenizer_dir)
-
-
-def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, capsys):
-    (tmp_path / "train_00007.ds").write_bytes(b"foreign")
-    assert prepare(tmp_path, corpus) == 1
-    assert "train_00007.ds may belong to something else" in capsys.readouterr().err
-    assert contents(tmp_path) == {"train_00007.ds": b"foreign"}
-
-
-def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys):
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
-    assert prepare(tmp_path, corpus) == 1
-    assert "added_tokens.json may belong to something else" in capsys.readouterr().err
-    assert contents(tmp_path) == {"tokenizer/added_tokens.json": b"{}"}
-
-
-def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):
-    """Whatever ends the preparation before: a document that cannot be read, or an error of the disk."""
-    out, bad = tmp_path / "out", tmp_path / "bad.txt"
-    assert prepare(out, corpus, eval_fraction=0.1) == 0
-    before = contents(out)
-
-    def unchanged() -> bool:
-        return {
-            name: data for name, data in contents(out).items() if not name.startswith("prepare_data.")
-        } == before
-
-    bad.write_bytes(b"caf\xe9")
-    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
-    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
-    assert unchanged() and decoded(out)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.prepare.output.write_manifest", None)
-        with pytest.raises(TypeError):
-            prepare(out, other, bad, eval_fraction=0.2, max_dropped=1)
-    assert unchanged()
-    assert prepare(out, other, bad, eval_fraction=0.2, max_dropped=1) == 0  # what was allowed once goes on
-    assert sorted(decoded(out) + decoded(out, "eval")) == sorted(corpus_texts(40))
-    assert not list(out.glob("prepare_data.*"))
-
-
-@pytest.mark.parametrize("moves", range(6))
-def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, corpus, capsys, moves):
-    """Of files that have the names of the old, and of others."""
-    out, fresh = tmp_path / "out", tmp_path / "fresh"
-    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
-    assert prepare(out, corpus, tasks=2) == 0
-    assert prepare(fresh, other, eval_fraction=0.2, shard_tokens=2000) == 0
-    replace, left = os.replace, [moves]
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(target).parent in (out, out / "tokenizer"):
-            if not left[0]:
-                raise OSError("pulled plug")
-            left[0] -= 1
-        replace(source, target)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", failing)
-        assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000, overwrite=True) == 1
-    assert not (out / "manifest.json").exists()
-    assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 1
-    assert "already holds prepared data" in capsys.readouterr().err
-    assert contents(out) == contents(fresh)
-
-
 def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
     for name, options in (("plain", {}), ("a", {"shuffle_seed": 1}), ("b", {"shuffle_seed": 2})):
         assert prepare(tmp_path / name, corpus, all_train=True, tasks=2, **options) == 0
@@ -393,43 +290,9 @@ def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):
     assert 15_000 < read_manifest(tmp_path).text_bytes <= 20_000
 
 
-def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, capsys):
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"caf\xe9")
-    out = tmp_path / "out"
-    assert prepare(out, corpus, bad, tasks=2) == 1  # one document dropped: unfinished
-    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 1
-    error = capsys.readouterr().err
-    assert "tasks: 2 -> 3" in error and "eval_fraction: 0.01 -> 0.5" in error and "--overwrite" in error
-    bad.write_text("mended")
-    assert prepare(out, corpus, bad, tasks=2) == 1
-    assert (
-        "1 input files are new, gone or changed" in (error := capsys.readouterr().err) and "bad.txt" in error
-    )
-    assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
-    assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
-
-
-@pytest.mark.process
-def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
-    """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
-    doing again what was done."""
-    code = (
-        "import os, signal, sys, train.prepare.preparation as p, train.prepare_data\n"
-        "p.OutputFolder.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "train.prepare_data.main(sys.argv[1:])"
-    )
-    out = tmp_path / "out"
-    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]
-    options = {"shard_tokens": 2000, "tasks": 2}
-    for name, value in {**options, "workers": 1}.items():
-        arguments += [f"--{name}", str(value)]
-    done = programs.run([sys.executable, "-c", code, *arguments], timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    assert (out / WORK_NAME / "new" / "train_00001_00001.ds").exists() and not (
-        out / "manifest.json"
-    ).exists()
-    assert prepare(tmp_path / "fresh", corpus, **options) == 0
-    monkeypatch.setattr("train.prepare.blocks.SplitWriter", None)
-    assert prepare(out, corpus, **options) == 0
-    assert contents(out) == contents(tmp_path / "fresh")
+def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp_path, prepare, capsys):
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("text")
+    assert prepare(tmp_path / "out", path) == 1
+    assert "caf\\udce9.txt': its name is not UTF-8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from tests.train.conftest import corpus_texts
 from tests.train.runs import ROOT
+from train.prepare.output import take_lock
 from train.prepare.readers import Text
 from train.prepare.tokenizer import HARD_STRINGS, check_identity, sample_texts, training_sentences
 from train.train_tokenizer import main
@@ -113,11 +114,44 @@ def test_a_python_without_the_packages_says_what_to_do():
     assert "pip install -r requirements.txt" in done.stderr
 
 
-def test_an_existing_tokenizer_is_kept(tokenizer_dir, corpus, capsys):
-    before = (tokenizer_dir / "tokenizer.model").read_bytes()
-    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tokenizer_dir)]) == 1
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_an_existing_tokenizer_is_kept(tmp_path, corpus, capsys, name):
+    (tmp_path / name).write_text("mine")
+    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tmp_path)]) == 1
     assert "already holds a tokenizer" in capsys.readouterr().err
-    assert (tokenizer_dir / "tokenizer.model").read_bytes() == before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+
+
+def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, tokenizer_dir):
+    """Nor of a run that was killed while it put its files there, in whichever order."""
+    (tmp_path / "added_tokens.json").write_text('{"<other>": 7}')
+    (tmp_path / "tokenizer.json").write_text("other")
+    (tmp_path / "README").write_text("mine")
+    arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]
+    replace, moves = Path.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        moves.append(target.name)
+        if len(moves) == 2:
+            raise OSError("pulled plug")
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", failing)
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        assert main([*arguments, "--overwrite"]) == 1
+    assert not (tmp_path / "tokenizer.model").exists()
+    assert main(arguments) == 0
+    (tmp_path / "README").unlink()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in tokenizer_dir.iterdir()
+    }
+
+
+def test_two_at_once_do_not_mix(tmp_path, corpus, capsys):
+    with take_lock(tmp_path / "train_tokenizer.lock"):
+        assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 1
+    assert f"another process is writing to {tmp_path}; wait for it" in capsys.readouterr().err
 
 
 def test_sample_is_spread_bounded_and_in_order():

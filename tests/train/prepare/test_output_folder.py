@@ -1,0 +1,221 @@
+"""The folder of a preparation: what is there stays until the new data are whole; what is stopped goes on."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
+from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
+from train.prepare.blocks import encoder_of
+from train.prepare.corpus import read_share
+from train.prepare.output import WORK_NAME
+
+
+def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, capsys):
+    assert prepare(tmp_path, corpus) == 0
+    (tmp_path / "notes.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert prepare(tmp_path, corpus) == 1
+    assert "--overwrite" in capsys.readouterr().err and contents(tmp_path) == before
+    other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
+    assert prepare(tmp_path, other, overwrite=True, all_train=True) == 0
+    assert decoded(tmp_path) == TEXTS and (tmp_path / "notes.txt").exists()
+    assert decoded(tmp_path, "eval") == [HELD_OUT]
+
+
+@pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
+def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
+    (tmp_path / "held_out.txt").write_text(HELD_OUT)
+    inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count)) if count else tmp_path / "held_out.txt"
+    assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 1
+    error = capsys.readouterr().err
+    assert f"no document for the {split} split, which training needs" in error and "--overwrite" in error
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path / "out", inputs, eval_fraction=0)
+    assert stop.value.code == 2 and "allowed is 1e-06 to 0.5" in capsys.readouterr().err
+
+
+def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
+    inside = tmp_path / "tokenizer"
+    inside.mkdir()
+    for file in tokenizer_dir.iterdir():
+        (inside / file.name).write_bytes(file.read_bytes())
+    assert prepare(tmp_path, corpus, tokenizer=inside) == 0
+    assert prepare(tmp_path, corpus, tokenizer=inside, overwrite=True) == 0
+    assert contents(inside) == contents(tokenizer_dir)
+
+
+def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, capsys):
+    (tmp_path / "train_00007.ds").write_bytes(b"foreign")
+    assert prepare(tmp_path, corpus) == 1
+    assert "train_00007.ds may belong to something else" in capsys.readouterr().err
+    assert contents(tmp_path) == {"train_00007.ds": b"foreign"}
+
+
+def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
+    assert prepare(tmp_path, corpus) == 1
+    assert "added_tokens.json may belong to something else" in capsys.readouterr().err
+    assert contents(tmp_path) == {"tokenizer/added_tokens.json": b"{}"}
+
+
+def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):
+    """Whatever ends the preparation before: a document that cannot be read, or an error of the disk."""
+    out, bad = tmp_path / "out", tmp_path / "bad.txt"
+    assert prepare(out, corpus, eval_fraction=0.1) == 0
+    before = contents(out)
+
+    def unchanged() -> bool:
+        return {
+            name: data for name, data in contents(out).items() if not name.startswith("prepare_data.")
+        } == before
+
+    bad.write_bytes(b"caf\xe9")
+    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
+    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
+    assert unchanged() and decoded(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.prepare.output.write_manifest", None)
+        with pytest.raises(TypeError):
+            prepare(out, other, bad, eval_fraction=0.2, max_dropped=1)
+    assert unchanged()
+    assert prepare(out, other, bad, eval_fraction=0.2, max_dropped=1) == 0  # what was allowed once goes on
+    assert sorted(decoded(out) + decoded(out, "eval")) == sorted(corpus_texts(40))
+    assert not list(out.glob("prepare_data.*"))
+
+
+@pytest.mark.parametrize("moves", range(6))
+def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, corpus, capsys, moves):
+    """Of files that have the names of the old, and of others."""
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
+    assert prepare(out, corpus, tasks=2) == 0
+    assert prepare(fresh, other, eval_fraction=0.2, shard_tokens=2000) == 0
+    replace, left = os.replace, [moves]
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(target).parent in (out, out / "tokenizer"):
+            if not left[0]:
+                raise OSError("pulled plug")
+            left[0] -= 1
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000, overwrite=True) == 1
+    assert not (out / "manifest.json").exists()
+    assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 1
+    assert "already holds prepared data" in capsys.readouterr().err
+    assert contents(out) == contents(fresh)
+
+
+def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, capsys):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"caf\xe9")
+    out = tmp_path / "out"
+    assert prepare(out, corpus, bad, tasks=2) == 1  # one document dropped: unfinished
+    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 1
+    error = capsys.readouterr().err
+    assert "tasks: 2 -> 3" in error and "eval_fraction: 0.01 -> 0.5" in error and "--overwrite" in error
+    bad.write_text("mended")
+    assert prepare(out, corpus, bad, tasks=2) == 1
+    assert (
+        "1 input files are new, gone or changed" in (error := capsys.readouterr().err) and "bad.txt" in error
+    )
+    assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
+    assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
+
+
+def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert prepare(output, corpus) == 1
+        assert f"--output {output} is a file, or in one; give a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("change", ["grows", "goes"])
+def test_an_input_that_changes_while_it_is_read_is_not_committed(
+    tmp_path, prepare, capsys, monkeypatch, change
+):
+    """What grew behind a task's share would be left out, what was replaced would be half old and half new."""
+    path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(100))
+
+    def changing(*arguments):
+        yield from read_share(*arguments)
+        if change == "goes":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes() + GOOD)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.prepare.blocks.read_share", changing)
+        assert prepare(tmp_path / "out", path, eval_fraction=0.2) == 1
+    error = capsys.readouterr().err
+    assert f"1 input files changed while they were read, the first is {path}; prepare them" in error
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    write_jsonl(path, corpus_texts(101))
+    assert prepare(tmp_path / "out", path, eval_fraction=0.2, overwrite=True) == 0
+
+
+def test_other_special_ids_are_another_preparation(tmp_path, prepare, corpus, tokenizer_dir, capsys):
+    """Which tokenizer_config.json chooses; the vocabulary's file is the same."""
+    tokenizer, bad = tmp_path / "tokenizer", tmp_path / "bad.txt"
+    shutil.copytree(tokenizer_dir, tokenizer)
+    (tokenizer / "tokenizer.model").unlink()
+    bad.write_bytes(b"caf\xe9")
+    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer) == 1
+    encoder_of.cache_clear()  # as in a process of its own
+    config = tokenizer / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "</s>"', '"eos_token": "<unk>"'))
+    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 1
+    assert "unfinished preparation of another kind:\n  tokenizer: [" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_in_a_sentence_and_the_same_command_goes_on(
+    tmp_path, prepare, corpus, capsys, monkeypatch
+):
+    def stopped(sources, text_key, rank, tasks):
+        if rank:
+            raise KeyboardInterrupt
+        return read_share(sources, text_key, rank, tasks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.prepare.blocks.read_share", stopped)
+        assert prepare(tmp_path / "out", corpus, tasks=2) == 130
+    assert capsys.readouterr().err.endswith("stopped; what is done is kept, and the same command goes on\n")
+    assert prepare(tmp_path / "out", corpus, tasks=2) == 0
+    assert prepare(tmp_path / "whole", corpus, tasks=2) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.process
+def test_rerun_after_a_kill_goes_on(tmp_path, prepare, corpus, tokenizer_dir, monkeypatch):
+    """A run killed between its shards and its manifest leaves no data; the next one commits the same bytes, without
+    doing again what was done."""
+    code = (
+        "import os, signal, sys, train.prepare.preparation as p, train.prepare_data\n"
+        "p.OutputFolder.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train.prepare_data.main(sys.argv[1:])"
+    )
+    out = tmp_path / "out"
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(out)]
+    options = {"shard_tokens": 2000, "tasks": 2}
+    for name, value in {**options, "workers": 1}.items():
+        arguments += [f"--{name}", str(value)]
+    done = programs.run([sys.executable, "-c", code, *arguments], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert (out / WORK_NAME / "new" / "train_00001_00001.ds").exists() and not (
+        out / "manifest.json"
+    ).exists()
+    assert prepare(tmp_path / "fresh", corpus, **options) == 0
+    monkeypatch.setattr("train.prepare.blocks.SplitWriter", None)
+    assert prepare(out, corpus, **options) == 0
+    assert contents(out) == contents(tmp_path / "fresh")
