@@ -20,7 +20,7 @@ from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from test_fp8.common import report
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row
-from test_fp8.common.same_model import LOGITS_TOLERANCE, LOSS_TOLERANCE, Reference
+from test_fp8.common.same_model import LOSS_TOLERANCE, Reference
 from test_fp8.model.results import EXPLAINED, Series, lines, plot, results_of
 from test_fp8.model.rows import MEASURES, Setting, Settings
 from test_fp8.model.visit import Visitor, free_memory, optimizer_ms
@@ -64,13 +64,16 @@ class Bench:
         print(
             f"{about}: {num_parameters(self.config) / 1e6:,.1f} M parameters, {self.flops / 1e9:.3f} GFLOP a token at "
             f"{options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "
-            f"deterministic kernels {'on' if options.deterministic else 'off'}\nthe same model: equal weights; "
-            f"relative errors up to {LOSS_TOLERANCE} in the loss, {LOGITS_TOLERANCE} in the logits",
-            flush=True,
+            f"deterministic kernels {'on' if options.deterministic else 'off'}"
         )
         if not torch.cuda.is_available():
             print("No GPU: small models and the CPU reference; these speeds mean nothing.")
         self.prepare()
+        print(
+            f"the same model: equal weights; relative errors up to {LOSS_TOLERANCE} in the loss, "
+            f"{self.visitor.reference.logits_tolerance()} in the logits",
+            flush=True,
+        )
         for _ in self.run():
             if options.output:  # what is known so far, should the run be ended before its end
                 results = self.results()
@@ -170,6 +173,6 @@ class Bench:
             **{key: getattr(self.options, key) for key in options},
             "rounds_finished": self.finished,
             "loss_tolerance": LOSS_TOLERANCE,
-            "logits_tolerance": LOGITS_TOLERANCE,
+            "logits_tolerance": self.visitor.reference.logits_tolerance(),
             "optimizer_ms": self.optimizer_ms,
         }
