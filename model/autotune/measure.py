@@ -19,6 +19,7 @@ from model.autotune.task import Task
 from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
 from model.config import GIB, window_size
 from model.fp8 import te_backend
+from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.fp8.recipes import Compute
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
@@ -176,7 +177,7 @@ def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[Way]:
                     step.capture()
                 ms = step.milliseconds(timer)
                 way.ms, way.peak_gib = ms if way.ms is None else (way.ms + ms) / 2, step.peak_gib()
-            except RuntimeError as error:  # out of memory, or something that cannot be captured
+            except RuntimeError as error:  # out of memory, something that cannot be captured or runs no FP8
                 way.ms, way.note = None, f"failed: {one_line(error)}"
                 step = None
             took_s[compute, graphs] = deadline.elapsed() - began
@@ -212,13 +213,17 @@ class _Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Of one pass: the median of up to ROUNDS windows of passes."""
+        """Of one pass: the median of up to ROUNDS windows of passes. Raises RuntimeError: they do not run FP8 where it
+        is planned."""
 
         def passes(count: int) -> None:
             for index in range(count):
                 self(index)
 
-        passes(WARMUP_STEPS)
+        with count_gemms(self.model, self.precision) as gemms:
+            passes(WARMUP_STEPS)
+        if problem := gemms.problem(WARMUP_STEPS):
+            raise RuntimeError(problem)
         cycle = self.cycle or 1
         once_ms = timer(lambda: passes(cycle))
         count = cycle * max(1, round(WINDOW_MS / once_ms))

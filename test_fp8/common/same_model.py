@@ -21,8 +21,9 @@ PROBE_TOKENS = 64
 # a model of two layers on 128 tokens, of which fewer errors cancel, 6.3e-5 and 2.9e-3.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
 # Of logits |a - b| / |b| in the Frobenius norm; of two models that have nothing in common it is 1.4. bf16 had at most
-# 3.1e-2. What FP8 makes depends on the model (0.10, 0.27, 0.37 in these three, fresh): it may be so many times what
-# rounding the operands of the same GEMMs to e4m3 makes in transformers' model, `Reference.fp8_error`.
+# 3.1e-2. What FP8 makes depends on the model: it may be so many times what rounding the operands of the same GEMMs to
+# e4m3 makes in transformers' model, `Reference.fp8_error`. That is 0.103, 0.274 and 0.381 in these three, fresh, where
+# FP8 with delayed scaling had 0.104, 0.273 and 0.372, and 0.072 in the tiny one, where all recipes had 0.070 to 0.084.
 BF16_LOGITS_TOLERANCE = 4e-2
 FP8_LOGITS_FACTOR = 1.25
 

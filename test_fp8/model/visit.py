@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from model.autotune.timing import release_memory
 from model.documents import random_documents
 from model.fp8 import te_backend
-from model.fp8.modules import fp8_modules
+from model.fp8.gemms import count_gemms
+from model.fp8.modules import fp8_modules, of_transformer_engine
 from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
-from model.proof import attention_of, prove
+from model.proof import ProofError, attention_of, prove
 from model.variants import VARIANTS, why_no_graphs
 from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
@@ -111,6 +113,19 @@ def prove_row(
     return Proof(error, ran, attention, lines)
 
 
+@contextmanager
+def proving_fp8(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """A block of one pass. Raises ProofError: it ran FP8 otherwise than planned. Compiled layers cannot be counted, so
+    that of torchao's only the proof before counts."""
+    if not of_transformer_engine(model):
+        yield
+        return
+    with count_gemms(model, precision) as gemms:
+        yield
+    if problem := gemms.problem():
+        raise ProofError(problem)
+
+
 class Visitor:
     """Visits to rows under the same conditions: a micro-batch is the first samples of `batch`; `seconds` of timed
     passes or steps. Rows with a document mask are timed within random documents of `document_length` tokens on
@@ -184,7 +199,8 @@ class Visitor:
             use_cuda_graphs(model, precision, batch.input_ids, batch.labels, cache_weights, batch.documents)
             capture_s = time.perf_counter() - start
         passes = Passes(model, cache_weights, batch)
-        loss = float(passes(0))
+        with proving_fp8(model, precision):
+            loss = float(passes(0))
         prepare_s = time.perf_counter() - start
         error = self._error(loss, model, batch, arguments)
         passes(1)
@@ -206,7 +222,8 @@ class Visitor:
         try:
             micro_step = MicroStep(engine, precision, arguments)
             start = time.perf_counter()
-            loss = float(micro_step(batch, 0))
+            with proving_fp8(engine.module, precision):
+                loss = float(micro_step(batch, 0))
             prepare_s = time.perf_counter() - start
             error = self._error(loss, engine.module, batch, arguments)
             start, others = time.perf_counter(), range(1, accumulation) or range(1)

@@ -26,6 +26,7 @@ from model.fp8.recipes import PrecisionConfig
 from model.proof import attention_errors
 from model.te_reference import quantize
 from tests.conftest import random_ids, small_config
+from tests.model.fp8.test_gemms import without_fp8
 from tests.scripted_timer import Script
 
 # ---------------------------------------------------------------- decisions
@@ -153,6 +154,14 @@ def test_what_is_timed_as_fp8_runs_fp8_and_what_is_timed_as_bf16_does_not(
     monkeypatch.setattr(quantize, "accumulate", counted)
     autotune(task_of(), lambda _: None, timer=timer)
     assert ran == [True] * 6 + [False] * 6 + [True] * 6
+
+
+def test_fp8_whose_gradients_are_not_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fp8(monkeypatch, "tn")
+    record = autotune(task_of(), lambda _: None, timer=Script(310.0))
+    fp8, bf16 = record.measured
+    assert fp8.ms is None and "FP8 GEMMs, not" in fp8.note and bf16.ms == 310.0
+    assert record.choice.compute == "bf16"
 
 
 SPOILED = "model.layers.0.self_attn.k_proj.weight"

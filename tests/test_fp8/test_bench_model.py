@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model import build, conversion
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.proof import ProofError
 from test_fp8 import bench_model
 from test_fp8.common.rows import Row, RowError, parse_rows
 from test_fp8.common.same_model import (
@@ -32,6 +33,7 @@ from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
 from test_fp8.model.visit import NotHere, Proof, Visit
 from tests import programs
 from tests.conftest import random_ids, small_config
+from tests.model.fp8.test_gemms import without_fp8
 from train import setup
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
@@ -346,6 +348,20 @@ def test_rows_within_documents_are_timed_and_proven(tmp_path: Path) -> None:
     assert set(losses) == {*(("bare", row) for row in ("hf_bf16", *rows)), ("step", rows[1])}
     # the same weights and tokens, with and without what is before a document
     assert losses["bare", rows[0]] != losses["bare", rows[1]] == pytest.approx(losses["step", rows[1]])
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("measure", ["bare", "step"])
+def test_what_is_timed_has_to_run_fp8(measure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only what was proven before."""
+    monkeypatch.setattr(bench_visit, "prove_row", lambda *_: Proof(0.0, 28, "torch SDPA"))
+    monkeypatch.setattr(bench_visit, "loss_error", lambda *_: 0.0)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    visitor = bench_visit.Visitor(Reference({}, torch.empty(0), []), Batch(ids, ids), 0.0)
+    visitor.visit(configured(PRESETS["te_layer_fp8_current"]), measure)
+    without_fp8(monkeypatch, "nn", "tn")
+    with pytest.raises(ProofError, match="ran 0 FP8 GEMMs"):
+        visitor.visit(configured(PRESETS["te_layer_fp8_current"]), measure)
 
 
 @pytest.mark.usefixtures("process_group")

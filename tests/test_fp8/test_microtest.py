@@ -15,6 +15,7 @@ from test_fp8.linear.cases import Case
 from test_fp8.linear.shapes import Shape, chosen_shapes, model_shapes
 from test_fp8.linear.summary import fp8_against_bf16, from_width, plot, summary_lines
 from tests import programs
+from tests.model.fp8.test_gemms import without_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ["delayed", "current", "block"]
@@ -127,6 +128,14 @@ def test_a_wrong_row_has_a_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) 
     assert "wgrad is off" in rows["fp8-current", "eager"]["reason"]
     assert "step" not in rows["fp8-current", "eager"]
     assert rows["bf16", "eager"]["step"]["ms_median"] > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_row_whose_gradients_are_not_fp8_has_no_speed(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured([f"fp8-{recipe}"])[0]["ran_fp8"] is True
+    without_fp8(monkeypatch, "tn")
+    row = measured([f"fp8-{recipe}"])[0]
+    assert "ran 1 FP8 GEMMs, not 2" in row["reason"] and "step" not in row
 
 
 def test_a_row_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
