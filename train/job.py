@@ -216,14 +216,15 @@ class Job:
         """A requeued Slurm job has the command line of its first start. It goes on from what is new since then; an
         older checkpoint was there before this job, which may have ended before it began anew."""
         note, mine = self.folder.slurm_job, self.slurm_job + self.mark()
-        noted = note.read_text() if note.is_file() else ""
-        if setting("SLURM_RESTART_COUNT", "0") != "0" and noted.split()[:1] == [self.slurm_job]:
-            if noted != mine:
+        lines = note.read_text().splitlines() if note.is_file() else []
+        others = [line for line in lines if line.split()[:1] != [self.slurm_job]]  # one of them may still run
+        if setting("SLURM_RESTART_COUNT", "0") != "0" and len(others) < len(lines):
+            if mine not in lines:
                 self.go_on_from_own_checkpoint()
                 self.arguments = load_arguments(self.argv)
         elif self.first_node:
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            note.write_text(mine)
+            note.write_text("\n".join([*others, mine]))
 
     def prepare(self, corpus: Path) -> int:
         """Prepare the embedded corpus; of several nodes that start on one shared folder, one does and the others

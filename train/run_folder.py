@@ -24,7 +24,7 @@ class RunFolder:
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on
         self.lock = path / "run.lock"  # who runs in it; gone when the run ends (train/guard/lock.py)
-        self.slurm_job = path / "slurm_job"  # which Slurm job began it, and what was there then
+        self.slurm_job = path / "slurm_job"  # which Slurm jobs began it, a line each, and what was there then
 
     def exported(self) -> tuple[str, str]:
         """Name and identity (train/checkpoint/files.py) of the checkpoint that hf/ is the export of; "" of none."""

@@ -194,12 +194,12 @@ def test_a_job_that_slurm_does_not_requeue(machine: Machine, capfd: pytest.Captu
 @pytest.mark.parametrize("before", [None, 9])
 def test_a_requeued_job_goes_on_from_its_own_checkpoint(machine: Machine, before: int | None) -> None:
     """And not from one that was there before it, which its first start may not have come to set aside."""
-    machine.plan(STOPPED, f"rm -rf run/checkpoints; {checkpoint(4)}; {STOPPED}", "exit 0")
+    machine.plan(STOPPED, f"rm -rf run/checkpoints; {checkpoint(4)}; {STOPPED}", "exit 2", "exit 0")
     if before:
         subprocess.run(["bash", "-ec", checkpoint(before)], check=True)
-    for restart in range(3):
-        machine.run(*NEVER, SLURM_RESTART_COUNT=str(restart), **SLURM)
-    first, second, third = machine.starts()
+    for restart, number in zip("0102", ("41234", "41234", "7", "41234"), strict=True):  # 7 is refused
+        machine.run(*NEVER, SLURM_JOB_ID=number, SLURM_RESTART_COUNT=restart)
+    first, second, _, third = machine.starts()
     assert first.endswith("never") and second.endswith("never")
     assert third.endswith("--resume_from_checkpoint never --resume_from_checkpoint auto")
 
