@@ -108,7 +108,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. The files with
-    the most whole runs come first, so that no worker ends long after the other."""
+    the most whole runs and programs come first, so that no worker ends long after the other."""
     devices = torch.cuda.device_count()
     hopper = devices > 0 and torch.cuda.get_device_capability() >= (9, 0)
     for item, (marker, have, what) in itertools.product(
@@ -117,10 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ):
         if item.get_closest_marker(marker) and not have:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
-    whole_runs = Counter(
-        i.path for i in items if "settings" in i.fixturenames or i.get_closest_marker("process")
+    long = Counter(
+        item.path
+        for item in items
+        if "settings" in item.fixturenames
+        or {"process", "interpreter"} & {m.name for m in item.iter_markers()}
     )  # type: ignore[attr-defined]
-    items.sort(key=lambda item: -whole_runs[item.path])
+    items.sort(key=lambda item: -long[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -5,7 +5,7 @@
 
 `run` and `Popen` are those of subprocess, with pids, signals, pipes and exit statuses that are real. What such a
 program itself starts through subprocess (train/launch.py its ranks) is forked too. Commands that are forked are
-`[sys.executable, "-u"?, FILE.py, ...]` and `[sys.executable, "-c", CODE, ...]`; all others are started as ever, and so
+`[sys.executable, "-u"?, FILE.py, ...]`, the same with `-c CODE` or `-m MODULE`; all others are started as ever, and so
 is everything where torch sees a GPU, which no fork can use, or where there is no /proc. Whoever proves what a start
 imports, or what a real interpreter does, uses subprocess itself, and the marker `interpreter` (tests/README.md).
 
@@ -154,7 +154,7 @@ def _program(given: dict[str, Any]) -> list[str] | None:
     args = [os.fspath(a) for a in args[1:]]
     if args[:1] == ["-u"]:
         args = args[1:]
-    return args if args and (args[0] == "-c" or args[0].endswith(".py")) else None
+    return args if args and (args[0] in ("-c", "-m") or args[0].endswith(".py")) else None
 
 
 def _connect() -> socket.socket:
@@ -272,6 +272,9 @@ def _run(args: list[str]) -> int:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
+    if args[0] == "-m":
+        runs = f"import runpy; runpy.run_module({args[1]!r}, run_name='__main__', alter_sys=True)"
+        args = ["-c", runs, *args[2:]]
     if args[0] == "-c":
         code, folder, sys.argv = compile(args[1], "<string>", "exec"), "", ["-c", *args[2:]]
     else:

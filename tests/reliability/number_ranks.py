@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model import mistral_base
+from model import mistral_base, te_reference
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
+from model.te_reference.recipe import DelayedScaling
 from train import setup, train
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -218,3 +219,22 @@ def a_matrix(module: torch.nn.Module) -> str:
     """The name of one in the middle of the model."""
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 2]
     return names[len(names) // 2]
+
+
+def reduce_amaxes() -> list[dict[str, list]]:
+    """Of the CPU reference with and without `reduce_amax`, after a step of two Linears, in which the second rank's
+    operands and gradients are twice the first's: the sizes of what was reduced, a scale of the forward, one of the
+    backward."""
+    calls, found, right, rank = list[int](), [], dist.all_reduce, dist.get_rank()
+    dist.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), right(*a, **k))[1]
+    for reduces in (True, False):
+        calls.clear()
+        linears = [te_reference.Linear(32, 32, bias=False, params_dtype=torch.float32) for _ in range(2)]
+        x = torch.full((16, 32), 1.0 + rank)
+        with te_reference.autocast(recipe=DelayedScaling(amax_history_len=4, reduce_amax=reduces)):
+            x = linears[1](linears[0](x))
+        (x * (2.0 if rank else 1.0)).sum().backward()
+        scales = [linears[0].fp8_meta["scaling_fwd"].scale, linears[1].fp8_meta["scaling_bwd"].scale]
+        found.append({"calls": calls.copy(), "scales": [scale[0].item() for scale in scales]})
+    dist.all_reduce = right
+    return found

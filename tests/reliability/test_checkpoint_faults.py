@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests import programs
+from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.files import MANIFEST, committed, newest_good, problems
 from train.checkpoint.save import SaveError
@@ -35,8 +36,7 @@ def ranks(scenario: str, folder: Path, *options: object, before: tuple[str, ...]
     """Run a scenario of save_ranks.py; its report, and in `log` what the ranks said. `before`: a command that starts
     it."""
     command = [sys.executable, str(ROOT / "tests/reliability/save_ranks.py"), scenario, str(folder)]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = clean_environment(CUDA_VISIBLE_DEVICES="")
     done = programs.run(
         [*before, *command, *map(str, options)], capture_output=True, text=True, env=environment
     )

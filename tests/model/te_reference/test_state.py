@@ -5,11 +5,11 @@ import gc
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from model import te_reference as te
 from model.te_reference import state
 from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from tests.reliability.launching import run_cases
 
 E4M3_MAX = torch.tensor(448.0)
 RECIPES = [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
@@ -208,40 +208,10 @@ def test_a_kept_weight_copy_records_no_amax():
     assert history[:, 1].count_nonzero() == 1 and history[:, 0].count_nonzero() == 2
 
 
-def _reduce_worker(rank, rendezvous, results):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    calls = []
-    all_reduce = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *a, **k: (calls.append(a[0].numel()), all_reduce(*a, **k))[1]
-    found = {}
-    for reduce_amax in (True, False):
-        modules = [linear(32, 32, seed) for seed in range(2)]
-        x = torch.full((16, 32), 1.0 + rank)
-        calls.clear()
-        with te.autocast(recipe=DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)):
-            for module in modules:
-                x = module(x)
-        (x * (2.0 if rank else 1.0)).sum().backward()
-        found[reduce_amax] = (
-            list(calls),
-            [scales(modules[0])[0].item(), scales(modules[1], "scaling_bwd")[0].item()],
-        )
-    results[rank] = found
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.interpreter
+@pytest.mark.process
 def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_reduce_worker, (str(tmp_path / "rendezvous"), results), nprocs=2)
-        for rank in range(2):
-            calls, (forward, backward) = results[rank][True]
-            assert calls == [6, 4], (
-                "one reduction for the forward tensors of both modules, one for the backward"
-            )
-            assert (forward, backward) == (448 / 2, 57344 / 2)
-            calls, (forward, backward) = results[rank][False]
-            assert calls == []
-            assert (forward, backward) == (448 / (1 + rank), 57344 / (1 + rank))
+    (ranks,) = run_cases(tmp_path / "ranks", [(2, "reduce_amaxes", {})])
+    for rank, (reduced, own) in enumerate(ranks):
+        # one reduction for the forward tensors of both modules, one for the backward
+        assert reduced == {"calls": [6, 4], "scales": [448 / 2, 57344 / 2]}
+        assert own == {"calls": [], "scales": [448 / (1 + rank), 57344 / (1 + rank)]}

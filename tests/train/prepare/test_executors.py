@@ -38,12 +38,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(tokenizer_dir: Path) -> Callable[..., list[str]]:
-    """command(output, input, **options) -> the command line of a preparation by two workers."""
+    """command(output, input, **options) -> the command line of a preparation, by two workers unless told."""
 
-    def line(output: Path, source: Path, **options: object) -> list[str]:
+    def line(output: Path, source: Path, workers: int = 2, **options: object) -> list[str]:
         parts = [sys.executable, PROGRAM, "--input", source, "--tokenizer", tokenizer_dir, "--output", output]
         flags = [part for key, value in options.items() for part in (f"--{key}", value)]
-        return [str(part) for part in [*parts, *flags, "--workers", 2]]
+        return [str(part) for part in [*parts, *flags, "--workers", workers]]
 
     return line
 
@@ -260,7 +260,9 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypat
 def test_ray_gives_the_same_bytes(tmp_path, command, corpus):
     pytest.importorskip("ray", reason="the package ray is not installed")
     for name in ("local", "ray"):
-        done = programs.run(command(tmp_path / name, corpus, tasks=3, executor=name), timeout=300)
+        environment = {**os.environ, "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "5"}  # it may wait for one in vain
+        line = command(tmp_path / name, corpus, 1, tasks=3, executor=name)
+        done = programs.run(line, env=environment, timeout=280)
         assert done.returncode == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     assert len(decoded(tmp_path / "ray")) == read_manifest(tmp_path / "ray").documents["out"] - len(
