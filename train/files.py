@@ -49,7 +49,8 @@ def open_files() -> set[str]:
 def remove_dead_buffers() -> None:
     """Remove the shared memory of ranks that were killed: DeepSpeed makes 66 MB a rank on a machine without a GPU, and
     a living rank has its own open from the moment that there is such a file."""
-    if buffers := glob.glob(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_*"):
+    shared = os.path.realpath("/dev/shm")  # as it is called in /proc
+    if buffers := glob.glob(f"{shared}/deepspeed_allreduce_buffer_{os.getuid()}_*"):
         for path in set(buffers) - open_files():
             Path(path).unlink(missing_ok=True)
 

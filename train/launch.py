@@ -65,7 +65,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node",
     )
     parser.add_argument("--master_addr", default="127.0.0.1", help="the host of node 0")
-    parser.add_argument("--master_port", type=int, help="a free port there; default, one node: any")
+    parser.add_argument(
+        "--master_port", type=between(1, 65535), help="a free port there; default, one node: any"
+    )
     parser.add_argument("script", help="what each rank runs, with the rest of the command line")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)

@@ -77,13 +77,13 @@ def main(argv: list[str]) -> int:
 def fail(message: str, status: int) -> int:
     """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
     ends those. Rank 0 speaks first: what every rank finds is told once."""
-    rank, world = int(os.environ.get("RANK") or "0"), int(os.environ.get("WORLD_SIZE") or "1")
-    if rank:
+    rank, several = os.environ.get("RANK") or "0", os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    if rank != "0":
         # no step is left that a stop would have to wait for, and it does not change why this rank ends
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    tell(f"rank {rank}: {message}" if world > 1 else message, file=sys.stderr)
-    if world > 1:
+    tell(f"rank {rank}: {message}" if several else message, file=sys.stderr)
+    if several:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)

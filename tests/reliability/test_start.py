@@ -70,11 +70,18 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
 
 
-@pytest.mark.parametrize("left", [["RANK"], ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]])
-def test_a_rank_that_is_described_in_part(left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in distributed.DESCRIBED:
-        monkeypatch.setenv(name, "") if name not in left else monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=r"RANK is set, LOCAL_RANK.* not: start ranks with train/launch\.py"):
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ("1,,,,", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("1,,2,host,29500", "LOCAL_RANK"),
+        ("a,0,2,host,b", "RANK, MASTER_PORT"),
+    ],
+)
+def test_a_rank_that_is_described_in_part(given: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(distributed.DESCRIBED, given.split(","), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"RANK=. is set, but {wrong} not, .* with train/launch\.py"):
         distributed.init_distributed()
 
 

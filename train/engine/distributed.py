@@ -24,11 +24,12 @@ def init_distributed() -> None:
     """Join the process group that deepspeed or torchrun describes; alone, make one of one process.
 
     Raises ValueError: it is described in part, or there are several tasks of which none has a rank."""
-    if missing := [name for name in DESCRIBED if not os.environ.get(name)]:
-        if "RANK" not in missing:
+    given = {name: os.environ.get(name, "") for name in DESCRIBED}
+    if wrong := [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]:
+        if given["RANK"]:
             raise ValueError(
-                f"RANK is set, {', '.join(missing)} not: start ranks with train/launch.py, deepspeed or torchrun, "
-                "which set all of these; to train with one process, unset RANK"
+                f"RANK={given['RANK']} is set, but {', '.join(wrong)} not, or to no number: start ranks with "
+                "train/launch.py, deepspeed or torchrun, which set all of these; to train with one process, unset RANK"
             )
         if several := [f"{n}={os.environ[n]}" for n in TASKS if os.environ.get(n, "1") not in ("0", "1")]:
             raise ValueError(
