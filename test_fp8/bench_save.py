@@ -67,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
     OPTIONS.settle(options)
     import torch.distributed as dist
 
-    from model.config import load_config, num_parameters
+    from model.config import UserError, load_config, num_parameters
     from test_fp8.model.saves import measure
-    from train.checkpoint.save import SaveError
     from train.engine.distributed import init_distributed
 
     init_distributed()
@@ -82,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
             dist.broadcast_object_list(shared, src=0)
             results = measure(options, Path(shared[0]), say)
             dist.barrier()
-    except (ValueError, SaveError, OSError) as error:
+    except (ValueError, UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     lost = ratio(results)

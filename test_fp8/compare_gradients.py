@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.config import UserError
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive
 from test_fp8.common.report import Result
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
                 flush=True,
             )
             results.append(r)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.output:

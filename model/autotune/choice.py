@@ -48,6 +48,10 @@ class Way:
     def __str__(self) -> str:
         return ", ".join(f"{key} {str(value).lower()}" for key, value in self.choice.items())
 
+    def mean_with(self, ms: float) -> None:
+        """Take the time of a visit, with that of one before."""
+        self.ms = ms if self.ms is None else (self.ms + ms) / 2
+
     def line(self) -> str:
         """For the log."""
         ms = "" if self.ms is None else f"{self.ms:.3f} ms"

@@ -43,7 +43,7 @@ STEP_MS = 3000.0  # after which the timing of one way to run a step ends
 # times as far from a launched pass as the largest difference of any gradient between two launched ones.
 GRAPH_NOISE = 4.0
 OUT_OF_TIME = "not measured: out of time"
-BEFORE_ONLY = "measured before bf16 only, on a cooler GPU: out of time"
+BEFORE_ONLY = "measured before the other only, on a cooler GPU: out of time"
 
 
 def autotune(
@@ -106,9 +106,11 @@ def measure_attention(task: Task, precision: Precision, timer: Timer, deadline: 
     offered = te_backend.document_backends() if task.document_mask else ATTENTION_CANDIDATES
     results = [Way({"attention_backend": name}) for name in ATTENTION_CANDIDATES if name in offered]
     allowed = ATTENTION_TOLERANCE["bf16"]
-    for result in results:
+    for result in [*results, *results[-2::-1]]:  # there and back: neither has the cooler GPU
+        if result.note:
+            continue
         if not deadline.allows((1 - ATTENTION_SHARE) * deadline.seconds):
-            result.note = OUT_OF_TIME
+            result.note = OUT_OF_TIME if result.ms is None else BEFORE_ONLY
             continue
         backend = result.choice["attention_backend"]
         te_backend.choose_attention_backend(backend)
@@ -121,7 +123,7 @@ def measure_attention(task: Task, precision: Precision, timer: Timer, deadline: 
             elif not error <= allowed:
                 result.note = f"differs from SDPA by {error:.1e}, allowed {allowed:.0e}"
             else:
-                result.ms = _milliseconds_of_attention(task, precision, timer)
+                result.mean_with(_milliseconds_of_attention(task, precision, timer))
         except (
             Exception
         ) as failure:  # each package has its own for what it cannot do here; then it is no candidate
@@ -175,8 +177,8 @@ def measure_steps(task: Task, timer: Timer, deadline: Deadline) -> list[Way]:
                 step = step or _Step(task, precision)
                 if graphs:
                     step.capture()
-                ms = step.milliseconds(timer)
-                way.ms, way.peak_gib = ms if way.ms is None else (way.ms + ms) / 2, step.peak_gib()
+                way.mean_with(step.milliseconds(timer))
+                way.peak_gib = step.peak_gib()
             except RuntimeError as error:  # out of memory, something that cannot be captured or runs no FP8
                 way.ms, way.note = None, f"failed: {one_line(error)}"
                 step = None

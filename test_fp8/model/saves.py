@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from model.proof import prove
 from test_fp8.common.report import Result
 from test_fp8.common.timing import synchronize
 from train.checkpoint.files import RunState, read_manifest
@@ -42,6 +43,7 @@ class Training:
         world = dist.get_world_size()
         args = TrainingArguments.from_dict(raw).resolve(world)
         model, self.precision = model_for(args)
+        prove(model, self.precision, seed=args.seed)
         self.engine = build_engine(model, args, resolve_ds_config(args, world))
         self.micro_step = MicroStep(self.engine, self.precision, args)
         self.accumulation = options.accumulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -19,6 +20,7 @@ from model.autotune import measure
 from model.autotune.choice import Choice, Record, Way, choose
 from model.autotune.measure import BEFORE_ONLY, OUT_OF_TIME, autotune
 from model.autotune.task import Task
+from model.autotune.timing import Deadline
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
@@ -126,6 +128,20 @@ def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
     assert record.choice.compute == "bf16"
     fp8, bf16 = record.measured
     assert fp8.ms is not None and bf16.ms is not None and bf16.ms / fp8.ms == pytest.approx(0.97, abs=1e-3)
+
+
+def test_no_attention_is_favoured_by_a_cool_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash is 3 % faster, and each measurement takes 2 % longer than the one before."""
+    chosen, calls = ["none"], itertools.count()
+    monkeypatch.setattr(te_backend, "choose_attention_backend", lambda name: chosen.append(name))
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda _: f"{chosen[-1]} 1.0")
+    monkeypatch.setattr(measure, "attention_errors", lambda *_, **__: (0.0, 0.0))
+    truth = {"fused": 100.0, "flash": 97.0}
+    timed = lambda *_: truth[chosen[-1]] * (1 + 0.02 * next(calls))  # noqa: E731
+    monkeypatch.setattr(measure, "_milliseconds_of_attention", timed)
+    precision: Any = SimpleNamespace(te=SimpleNamespace(name="transformer_engine"))
+    fused, flash = measure.measure_attention(task_of(), precision, Script(), Deadline(60.0))
+    assert (fused.ms, flash.ms) == (pytest.approx(102.0), pytest.approx(97 * 1.02))
 
 
 def test_fp8_measured_only_while_the_gpu_was_cool_is_said() -> None:

@@ -12,6 +12,7 @@ import torch
 from test_fp8 import compare_gradients
 from test_fp8.model import gradients
 from tests import programs
+from tests.model.fp8.test_gemms import without_fp8
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +35,16 @@ def test_chance_averages_out_in_the_sum() -> None:
     row = gradients.compare("noisy", noisy, exact)
     assert row["error_of_batch"] == pytest.approx(1.0, rel=0.05)
     assert row["error_of_sum"] == pytest.approx(0.25, rel=0.05)
+
+
+def test_a_row_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without_fp8(monkeypatch, "nn")
+    options = ["--rows", "bf16", "block", "--batches", "1", "--micro_batch", "1", "--seq_length", "32"]
+    assert compare_gradients.main(options) == 2
+    told = capsys.readouterr()
+    assert (
+        "\nbf16 " in told.out and "error: the backward of 12 FP8 modules ran 16 FP8 GEMMs, not 32" in told.err
+    )
 
 
 @pytest.mark.process
