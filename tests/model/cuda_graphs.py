@@ -4,7 +4,6 @@ memory. As on a GPU no Python runs in a replay, and what was a constant in the c
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,12 @@ class Tape:
                     old.copy_(new)
 
 
+class Stream:
+    """torch.cuda.Stream; a class, for others name it in their types."""
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -41,13 +46,12 @@ class _Recording(TorchDispatchMode):
 
 def use_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tapes in the place of CUDA graphs; there are no streams."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
     stand_ins = {
         "CUDAGraph": Tape,
         "graph": lambda tape, pool=None, capture_error_mode="global": _Recording(tape),
         "graph_pool_handle": lambda: None,
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
+        "Stream": Stream,
+        "current_stream": Stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "empty_cache": lambda: None,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from model.te_reference import gemm, quantize
 from train import train
 from train.config.arguments import TrainingArguments
 
@@ -38,3 +40,16 @@ PRECISIONS = {
     "current": {"recipe": "current"},
     "block": {"recipe": "block"},
 }
+
+
+def gradients_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's weight gradients in the type of the activations from now on; its forward is as before."""
+    fp8 = gemm.fp8_matmul
+
+    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
+        if layout != "tn":
+            return fp8(left, right, dtype, layout=layout, fast=fast)
+        a, b = (quantize.dequantize(*operand, dtype) for operand in (left, right))
+        return a.t() @ b
+
+    monkeypatch.setattr(gemm, "fp8_matmul", matmul)

@@ -9,8 +9,7 @@ import torch
 
 from model.fp8 import te_backend
 from model.proof import ProofError
-from model.te_reference import gemm, quantize
-from tests.train.runs import run
+from tests.train.runs import gradients_without_fp8, run
 from train.engine.step import MicroStep
 from train.loop import TrainingError
 
@@ -36,15 +35,7 @@ def test_gradients_that_leave_fp8_end_the_run(
     settings: dict, monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
     """One GEMM of a step in bf16 is enough; the forward is as before."""
-    fp8 = gemm.fp8_matmul
-
-    def matmul(left, right, dtype, *, layout, fast):  # type: ignore[no-untyped-def]
-        if layout != "tn":
-            return fp8(left, right, dtype, layout=layout, fast=fast)
-        a, b = (quantize.dequantize(*operand, dtype) for operand in (left, right))
-        return a.t() @ b
-
-    after_step(monkeypatch, 2, lambda: monkeypatch.setattr(gemm, "fp8_matmul", matmul))
+    after_step(monkeypatch, 2, lambda: gradients_without_fp8(monkeypatch))
     with pytest.raises(TrainingError, match="step 4: the backward of 6 FP8 modules ran .* FP8 GEMMs, not"):
         run(
             settings,

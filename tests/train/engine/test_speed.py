@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.te_reference import gemm
 from model.variants import SpeedConfig
-from tests.train.runs import PRECISIONS, curve, metrics, run
+from tests.model.cuda_graphs import use_tapes
+from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
 from train.config.arguments import ConfigurationError
+from train.engine import step
+from train.engine.step import MainGrads, MicroStep
+from train.loop import TrainingError
 
 OFF = dataclasses.asdict(SpeedConfig.off())
 GPU = torch.cuda.is_available()
@@ -79,6 +84,88 @@ def test_cuda_graphs_without_a_weight_cache_and_with_other_recipes(
     ]
     assert curves[0] == curves[1]
     assert metrics(tmp_path / "True")[-1]["loss"] < metrics(tmp_path / "True")[0]["loss"]
+
+
+def graphs_on_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """speed.cuda_graphs without a GPU."""
+    use_tapes(monkeypatch)
+    monkeypatch.setattr(step, "why_no_graphs", lambda *_, **__: None)
+
+
+class AddToMainGrad(torch.autograd.Function):
+    """A weight whose gradient is added to `main_grad`, and is None for whoever asks."""
+
+    @staticmethod
+    def forward(ctx, weight, main_grad):  # type: ignore[no-untyped-def, override]
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+        ctx.main_grad.add_(gradient)
+        return None, None
+
+
+def main_grads_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """speed.main_grad without a GPU: as Transformer Engine's, the reference's GEMMs give their weights no gradient and
+    add it into `main_grad`."""
+    real, begin = gemm.fp8_gemm, MicroStep.__init__
+
+    def fp8_gemm(module, call, x, weight, *others, **options):  # type: ignore[no-untyped-def]
+        if not getattr(module, "fuse_wgrad_accumulation", False):
+            return real(module, call, x, weight, *others, **options)
+        return real(module, call, x, AddToMainGrad.apply(weight, weight.main_grad), *others, **options)
+
+    def with_main_grads(self, engine, precision, arguments) -> None:  # type: ignore[no-untyped-def]
+        begin(self, engine, precision, arguments)
+        if arguments.speed.main_grad:
+            self.main_grads = MainGrads(engine, precision)
+            assert len(self.main_grads.buffers) == 2 * 4 + 1
+
+    monkeypatch.setattr("model.te_reference.linear.fp8_gemm", fp8_gemm)
+    monkeypatch.setattr(MicroStep, "__init__", with_main_grads)
+
+
+@pytest.mark.skipif(GPU, reason="the GPU forms of this test run there")
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ["cuda_graphs", "main_grad"],
+        pytest.param(["cuda_graphs"], marks=pytest.mark.slow),
+        pytest.param(["main_grad"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_graphs_and_main_grads_change_no_bit(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switches: list[str]
+) -> None:
+    """Through accumulation, clipping, evaluation and a resume."""
+    graphs_on_tapes(monkeypatch)
+    main_grads_of_the_reference(monkeypatch)
+    settings |= {"precision": {"amax_history_len": 4, "bf16_modules": []}, "save_steps": 3, "eval_steps": 2}
+    plain = curve(run(settings, speed=OFF, output_dir=str(tmp_path / "plain")))
+    fast = {**settings, "speed": {**OFF, **dict.fromkeys(switches, True)}}
+    folder = run(fast)
+    assert curve(folder) == plain
+    (folder / "checkpoints/step-00000006/manifest.json").unlink()
+    assert curve(run(fast)) == plain
+
+
+@pytest.mark.skipif(GPU, reason="takes the reference's GEMMs out of FP8")
+def test_a_graph_of_gradients_without_fp8_ends_the_run(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modules ran FP8 when they were proven; what was captured did not."""
+    graphs_on_tapes(monkeypatch)
+    begin = MicroStep.__init__
+
+    def without_fp8_from_here(self, *arguments) -> None:  # type: ignore[no-untyped-def]
+        begin(self, *arguments)
+        gradients_without_fp8(monkeypatch)
+
+    monkeypatch.setattr(MicroStep, "__init__", without_fp8_from_here)
+    with pytest.raises(TrainingError, match="step 1: the backward of 6 FP8 modules ran 16 FP8 GEMMs, not 32"):
+        run(settings, speed={"cuda_graphs": True})
 
 
 def test_cuda_graphs_and_what_excludes_them(settings: dict) -> None:
