@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +18,12 @@ from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling
 from model.te_reference.rotary import RotaryPositionEmbedding
 from model.te_reference.rotary import split_and_rotate as reference_split
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
+from tests.model.triton_stand_in import use_stand_in
 
 SWITCHES = [f.name for f in dataclasses.fields(SpeedConfig)]
 COMPUTES = [{"compute": "bf16"}, {"recipe": "delayed"}, {"recipe": "current"}, {"recipe": "block"}]
@@ -84,8 +90,6 @@ def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict) ->
 def test_the_gradient_of_swiglu_is_cast_once() -> None:
     """The fused cast is nearer to float32 than the way over bf16, and both copies of the gradient are the same."""
     passes(only("fused_swiglu"))  # registers the activation
-    import importlib
-
     kernels = importlib.import_module("transformer_engine_torch")
     tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     table = importlib.import_module(
@@ -113,26 +117,69 @@ def test_the_gradient_of_swiglu_is_cast_once() -> None:
     assert float(once_quantizer.amax) == pytest.approx(float(exact.abs().max()), rel=1e-3)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "heads,kv_heads,D,tokens", [(32, 8, 64, 256), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
-)
-def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int, tokens: int) -> None:
-    te = te_backend.load()
-    freqs = RotaryPositionEmbedding(D).cuda()(tokens)
+def check_split_and_rotate(
+    kernel: Callable[..., tuple], heads: int, kv_heads: int, D: int, tokens: int
+) -> None:
+    device = Precision(PrecisionConfig()).device
+    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
     torch.manual_seed(0)
-    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device="cuda", dtype=torch.bfloat16)
+    packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device=device, dtype=torch.bfloat16)
     results = []
-    for function in (te.split_and_rotate, reference_split):
+    for function in (kernel, reference_split):
         leaf = packed.clone().requires_grad_()
         parts = function(leaf, freqs, heads, kv_heads)
         assert [tuple(p.shape) for p in parts] == [(2, tokens, n, D) for n in (heads, kv_heads, kv_heads)]
         assert all(p.is_contiguous() for p in parts)
-        weights = [torch.linspace(-1, 1, p.numel(), device="cuda").view_as(p) for p in parts]
-        sum((p.float() * w).sum() for p, w in zip(parts, weights, strict=True)).backward()
+        turned = [p.transpose(1, 2) for p in parts]  # as attention's gradients are not contiguous either
+        weights = [torch.linspace(-1, 1, p.numel(), device=device).view(p.shape) for p in turned]
+        sum((p.float() * w).sum() for p, w in zip(turned, weights, strict=True)).backward()
         results.append([*parts, leaf.grad])
     for ours, theirs in zip(*results, strict=True):
         # the same float32 arithmetic but for the last bit of sine and cosine, then one rounding to bf16
         torch.testing.assert_close(ours, theirs, rtol=8e-3, atol=1e-2)
         assert float((ours == theirs).float().mean()) > 0.999
     assert torch.equal(results[0][2], results[1][2])  # v is only moved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "heads,kv_heads,D,tokens", [(32, 8, 64, 256), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
+)
+def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int, tokens: int) -> None:
+    check_split_and_rotate(te_backend.load().split_and_rotate, heads, kv_heads, D, tokens)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("heads,kv_heads,D,tokens", [(8, 2, 16, 40), (3, 1, 80, 17), (2, 2, 8, 16)])
+def test_the_arithmetic_of_split_and_rotate(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, D: int, tokens: int
+) -> None:
+    use_stand_in(monkeypatch)
+    kernel = importlib.import_module("model.qkv_rope").split_and_rotate
+    monkeypatch.delitem(sys.modules, "model.qkv_rope")
+    check_split_and_rotate(kernel, heads, kv_heads, D, tokens)
+
+
+def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for TE's private table and kernels: its own ways stay, the cast is there for delayed scaling only,
+    and a TE without the table keeps its own SwiGLU."""
+    table = {"swiglu": ("forward", "backward", None), "gelu": ("f", "b", "c")}
+    name = "transformer_engine.pytorch.module.layernorm_mlp"
+    module = SimpleNamespace(_get_act_func_supported_list=lambda recipe=None: dict(table))
+    kernels = SimpleNamespace(dswiglu=lambda dy, x, quantizer: ("cast", dy, x, quantizer))
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    assert te_backend._register_fused_swiglu() == "swiglu"
+    monkeypatch.setitem(sys.modules, name, module)
+    fused = te_backend._register_fused_swiglu()
+    assert fused == te_backend.FUSED_SWIGLU
+    for recipe, casts in ((None, False), (DelayedScaling(), True), (Float8CurrentScaling(), False)):
+        found = module._get_act_func_supported_list(recipe)
+        assert {key: found[key] for key in table} == table
+        forward, backward, cast = found[fused]
+        assert (forward, backward, cast is not None) == ("forward", "backward", casts)
+    cast = module._get_act_func_supported_list(DelayedScaling())[fused][2]
+    usage: dict[str, bool] = {}
+    quantizer = SimpleNamespace(set_usage=usage.update)
+    assert cast("dy", "x", quantizer) == (None, ("cast", "dy", "x", quantizer))
+    assert usage == {"columnwise": False}
