@@ -1,7 +1,7 @@
 """How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
 
 `option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config). `between` is a number of other command lines.
+resume may change (train/config). `between` and `unicode` are types of other command lines.
 """
 
 from __future__ import annotations
@@ -47,3 +47,12 @@ def between(low: float, high: float = math.inf, kind: Callable[[str], float] = i
         return value
 
     return number
+
+
+def unicode(text: str) -> str:
+    """An argparse type: text that a file in UTF-8 can hold, unlike a path of other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; rename it") from error
+    return text

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.keys import between
+from model.keys import between, unicode
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,7 +26,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PREFIX", help="datasets: PREFIX.bin and PREFIX.idx")
+    text = "datasets: PREFIX.bin and PREFIX.idx"
+    add("--input", type=unicode, nargs="+", required=True, metavar="PREFIX", help=text)
     add("--tokenizer", required=True, help="a folder with the tokenizer.model or tokenizer.json of the ids")
     add("--output", required=True, help="the folder to write")
     add("--eod_id", type=between(0), help="the id that ends documents in the datasets (the tokenizer's EOS)")
@@ -38,7 +39,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed, else 1 with the reason on stderr."""
+    """Run the command; 0 when the data was committed, else 1 with the reason on stderr, or 130
+    after Ctrl-C."""
     args = parse_arguments(argv)
     from train.prepare.megatron import import_datasets
 
@@ -47,6 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; --output is as it was", file=sys.stderr)
+        return 130
     counts = manifest.documents
     for name in ("bos", "eos"):
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]

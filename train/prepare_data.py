@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
-from model.keys import between
+from model.keys import between, unicode
 from train.prepare.corpus import ALLOWED
 from train.prepare.steps import add_arguments
 
@@ -30,10 +30,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
+    add("--input", type=unicode, nargs="+", required=True, help=f"files and folders of {ALLOWED}")
     add("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
     add("--output", required=True, help="the folder to write")
-    add("--text_key", default="text", help="key or column of the text (default: text)")
+    add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
     text = "held-out share of documents (0.01)"
     add("--eval_fraction", type=between(1e-6, 0.5, float), default=0.01, help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")

@@ -30,7 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    add("--vocab_size", type=int, required=True, help="pieces, with special ids and the 256 bytes")
+    add("--vocab_size", type=between(260), required=True, help="pieces, with special ids and the 256 bytes")
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
     add("--max_bytes", type=between(1), help="train on a sample of at most this many bytes of text")
@@ -41,7 +41,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr."""
+    """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr, or 130
+    after Ctrl-C."""
     args = parse_arguments(argv)
     from train.prepare.tokenizer import train_tokenizer
 
@@ -50,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; --output is as it was", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -67,9 +67,8 @@ def list_sources(inputs: Iterable[str]) -> list[Source]:
     Files of other kinds inside a folder are left out, as are hidden ones; a file named itself must be of a known kind.
 
     Raises:
-        ValueError: a path does not exist, has a name that is not UTF-8, is of an unknown kind or comes twice, a folder
-            has nothing to read, a dataset of several splits without one of them named, or a package that an input needs
-            is not installed.
+        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, a
+            dataset of several splits without one of them named, or a package that an input needs is not installed.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:

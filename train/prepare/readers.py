@@ -140,7 +140,7 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of over 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")

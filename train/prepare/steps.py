@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from model.keys import unicode
 from train.data.format import DataError
 from train.files import sha256_file
 from train.prepare.corpus import list_sources
@@ -61,19 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optional steps").add_argument
 
     def add_list(name: str, text: str, **kind: Any) -> None:
-        add(name, nargs="+", default=[], help=text, **kind)
+        add(name, type=unicode, nargs="+", default=[], help=text, **kind)
 
     add_list("--languages", "keep the documents in these languages, such as en de", metavar="CODE")
     add("--language_threshold", type=float, default=0.65, help="score that one of them must exceed (0.65)")
     text = "a fastText model such as lid.176.bin; needed without a network, else downloaded once"
-    add("--language_model", metavar="FILE", help=text)
+    add("--language_model", type=unicode, metavar="FILE", help=text)
     text = "remove documents by these heuristics, in this order, at datatrove's defaults (c4 also removes lines, and "
     add_list("--quality", text + "documents with a curly bracket in a whole sentence)", choices=QUALITY)
     text = "splits words and sentences (en); gopher_quality's stop words are English and not asked of another"
     add("--quality_language", default="en", metavar="CODE", help=text)
     text = "remove documents that share an n-gram of words with a text of these: a line of .txt, a record of .jsonl "
     add_list("--decontaminate", text + "or of whatever else --input takes", metavar="FILE")
-    add("--decontaminate_key", default="text", metavar="KEY", help="key of the texts in the records (text)")
+    add(
+        "--decontaminate_key",
+        type=unicode,
+        default="text",
+        metavar="KEY",
+        help="key of the texts in the records (text)",
+    )
     text = "words of the n-gram (13); shorter texts are counted, not found"
     add("--decontaminate_ngram", type=int, default=13, help=text)
     text = "keep the first of equal documents (exact), or of those that share about 0.7 or more of their 5-grams of "

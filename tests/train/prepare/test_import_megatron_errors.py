@@ -185,6 +185,21 @@ def test_output_folder_is_protected(tmp_path, run_import):
     assert content_of(tmp_path / "killed") == content_of(tmp_path / "begun")
 
 
+def test_ctrl_c_leaves_what_was_there(tmp_path, run_import, monkeypatch):
+    prefix = write_dataset(tmp_path / "a", random_documents(20))
+    assert run_import(tmp_path / "out", prefix)[0] == 0
+    before = content_of(tmp_path / "out")
+
+    def stopped(dataset):
+        yield from read_documents(dataset)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.prepare.megatron.read_documents", stopped)
+    status, _, errors = run_import(tmp_path / "out", prefix, shard_tokens=300, overwrite=True)
+    assert status == 130 and errors.endswith("stopped; --output is as it was\n")
+    assert content_of(tmp_path / "out") == before
+
+
 def test_no_document_for_the_train_split(tmp_path, run_import):
     prefix = write_dataset(tmp_path / "a", [[[EOS]], [[BOS, EOS]]])
     status, _, errors = run_import(tmp_path / "out", prefix)

@@ -119,6 +119,7 @@ BAD = {
     "utf8.jsonl": (GOOD + b'{"text": "\xff"}\n', "bad UTF-8", "utf8.jsonl:2"),
     "surrogate.jsonl": (GOOD + b'{"text": "\\ud800"}\n', "bad UTF-8", "surrogate.jsonl:2"),
     "json.jsonl": (GOOD + b'{"text": \n', "invalid JSON", "json.jsonl:2"),
+    "digits.jsonl": (GOOD + b'{"text": "x", "n": ' + b"1" * 5000 + b"}\n", "invalid JSON", "digits.jsonl:2"),
     "list.jsonl": (GOOD + b'["text"]\n', "invalid JSON", "list.jsonl:2"),
     "key.jsonl": (GOOD + b'{"content": "x"}\n', "missing key", "key.jsonl:2"),
     "null.jsonl": (GOOD + b'{"text": null}\n', "null text", "null.jsonl:2"),
@@ -293,6 +294,11 @@ def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):
 def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp_path, prepare, capsys):
     path = tmp_path / os.fsdecode(b"caf\xe9.txt")
     path.write_text("text")
-    assert prepare(tmp_path / "out", path) == 1
-    assert "caf\\udce9.txt': its name is not UTF-8" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for inputs, options in (
+        ([path], {}),
+        (["a.txt"], {"decontaminate": path}),
+        (["a.txt"], {"text_key": path.name}),
+    ):
+        with pytest.raises(SystemExit):
+            prepare(tmp_path / "out", *inputs, **options)
+        assert "caf\\udce9.txt' is not UTF-8; rename it" in capsys.readouterr().err

@@ -93,6 +93,9 @@ def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, c
 def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
     assert main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "270"]) == 1
     assert "270 is too small" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "0"])
+    assert "0: allowed is 260 or more" in capsys.readouterr().err
 
 
 def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
@@ -146,6 +149,18 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         path.name: path.read_bytes() for path in tokenizer_dir.iterdir()
     }
+
+
+def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, capsys, monkeypatch):
+    (tmp_path / "tokenizer.model").write_text("mine")
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.prepare.tokenizer.check_identity", stopped)
+    arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
+    assert main(arguments) == 130 and capsys.readouterr().err == "stopped; --output is as it was\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"tokenizer.model": "mine"}
 
 
 def test_two_at_once_do_not_mix(tmp_path, corpus, capsys):
