@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.checkpoint.files import CheckpointError, identity, problems, read_state
+from train.checkpoint.files import CheckpointError, RunState, identity, problems, read_state
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.run_folder import EXPORTED_FROM
@@ -95,17 +95,29 @@ def main() -> None:
 
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
             raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
-        tokenizer, state = arguments.tokenizer, read_state(arguments.checkpoint)
-        if tokenizer is None:
-            tokenizer = tokenizer_of(state.train_config["data"]["sources"])
-        elif (size := TextEncoder(tokenizer).vocab_size) > (allowed := state.model_config["vocab_size"]):
-            raise DataError(
-                f"--tokenizer {tokenizer} has a vocabulary of {size}, the model one of {allowed}: it is another model's"
-            )
-        export(arguments.checkpoint, arguments.out, tokenizer)
+        state = read_state(arguments.checkpoint)
+        tokenizer = arguments.tokenizer or tokenizer_of(state.train_config["data"]["sources"])
+        check_tokenizer(tokenizer, state, arguments.tokenizer is None)
+        export(arguments.checkpoint, arguments.out.absolute(), tokenizer)
     except (CheckpointError, DataError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
     print(f"wrote {arguments.out}")
+
+
+def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:
+    """Raise DataError: the tokenizer in `folder` has more ids than the model, or is not the one of its training."""
+    encoder = TextEncoder(folder)
+    if encoder.vocab_size > (allowed := state.model_config["vocab_size"]):
+        raise DataError(
+            f"--tokenizer {folder} has a vocabulary of {encoder.vocab_size}, the model one of {allowed}: it is another "
+            "model's"
+        )
+    trained = {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
+    if must_be_the_same and encoder.sha256() not in trained:
+        raise DataError(
+            f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
+            "that tokenizer as --tokenizer DIR"
+        )
 
 
 def tokenizer_of(sources: dict[str, str]) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.format import DataError
+from train.files import sha256_file
 
 # What a tokenizer consists of; the first that is there defines the ids.
 TOKENIZER_FILES = (
@@ -46,6 +47,10 @@ class TextEncoder:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(f"{path} cannot be read: {error}") from error
+
+    def sha256(self) -> str:
+        """The hash of the defining file."""
+        return sha256_file(self.folder / self.files[0])
 
     def _load_sentencepiece(self, path: Path) -> None:
         import sentencepiece

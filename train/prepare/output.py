@@ -27,7 +27,7 @@ from train.data.format import (
     token_dtype,
     write_manifest,
 )
-from train.files import sha256_file, sync_folder
+from train.files import sync_folder
 
 WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
 LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
@@ -268,7 +268,7 @@ class OutputFolder:
             vocab_size=encoder.vocab_size,
             bos_id=encoder.bos_id,
             eos_id=encoder.eos_id,
-            tokenizer_sha256=sha256_file(encoder.folder / encoder.files[0]),
+            tokenizer_sha256=encoder.sha256(),
             tokenizer_files=encoder.files,
             unigram_loss=unigram_loss(counts["train"], counts["eval"]),
             shards=shards,

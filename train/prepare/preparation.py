@@ -15,7 +15,7 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from train.data.format import DataError, Manifest
-from train.files import sha256_file, write_durably
+from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
@@ -84,8 +84,7 @@ class Preparation:
     def identity(self) -> dict[str, Any]:
         """Everything that the output depends on, as JSON values."""
         encoder = encoder_of(str(self.tokenizer))
-        tokenizer = [sha256_file(self.tokenizer / encoder.files[0]), encoder.bos_id, encoder.eos_id]
-        values = asdict(self) | {"tokenizer": tokenizer}
+        values = asdict(self) | {"tokenizer": [encoder.sha256(), encoder.bos_id, encoder.eos_id]}
         del values["output"]
         return json.loads(json.dumps(values))
 

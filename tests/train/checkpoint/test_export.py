@@ -84,17 +84,36 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
 def test_a_tokenizer_of_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "problems", lambda path: [])
-    monkeypatch.setattr(export, "read_state", lambda path: SimpleNamespace(model_config={"vocab_size": 4}))
-    message = refusal(monkeypatch, capsys, tmp_path, "--tokenizer", str(tmp_path))
-    assert f"--tokenizer {tmp_path}: no tokenizer.model or tokenizer.json there" in message
-    model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="a")
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    message = refusal(monkeypatch, capsys, tmp_path, "--tokenizer", str(tmp_path))
-    assert (
-        f"--tokenizer {tmp_path} has a vocabulary of 5, the model one of 4: it is another model's" in message
+    """Given, or that of the training's folder, which was prepared again since."""
+    folder = tmp_path / "tokenizer"
+    state = SimpleNamespace(
+        model_config={"vocab_size": 4},
+        train_config={"data": {"sources": {"text": str(tmp_path)}}},
+        data_fingerprint={"sources": {"text": {"tokenizer_sha256": "1234"}}},
     )
+    monkeypatch.setattr(export, "problems", lambda path: [])
+    monkeypatch.setattr(export, "read_state", lambda path: state)
+    option = ("--tokenizer", str(folder))
+    message = refusal(monkeypatch, capsys, tmp_path, *option)
+    assert f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there" in message
+    folder.mkdir()
+    model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    message = refusal(monkeypatch, capsys, tmp_path, *option)
+    assert f"--tokenizer {folder} has a vocabulary of 5, the model one of 4: it is another model's" in message
+    state.model_config["vocab_size"] = 5
+    message = refusal(monkeypatch, capsys, tmp_path)
+    assert f"{folder} is not the tokenizer that the model was trained with" in message
+    (tmp_path.parent / "out").mkdir(
+        exist_ok=True
+    )  # what it may be otherwise, and where it may not be written
+    assert "out exists and is no export" in refusal(monkeypatch, capsys, tmp_path, *option)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path), ".", *option])
+    with pytest.raises(SystemExit):
+        export.main()
+    assert f"{tmp_path} exists and is no export" in capsys.readouterr().err
 
 
 @pytest.mark.interpreter
