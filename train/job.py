@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import math
 import os
 import re
@@ -117,8 +116,7 @@ class Job:
         """Run a program to its end, however many signals arrive; returns its status, 128 + n if signal n ended it."""
         try:
             # killed itself, this process leaves nothing that trains on unwatched: it saves and stops
-            stops_with_it = functools.partial(signals.at_parents_end, signal.SIGUSR1)
-            self.child = subprocess.Popen(command, preexec_fn=stops_with_it)
+            self.child = subprocess.Popen(command, preexec_fn=signals.at_parents_end(signal.SIGUSR1))
         except OSError as error:
             tell(f"{command[0]}: {error}", file=sys.stderr)
             return 127

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -108,7 +107,7 @@ class Launcher:
         for local in range(options.nproc):
             mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
             # no rank stays behind, holding a GPU, when the launcher is killed
-            dies_with_it = functools.partial(signals.at_parents_end, signal.SIGKILL)
+            dies_with_it = signals.at_parents_end(signal.SIGKILL)
             self.processes.append(subprocess.Popen(command, env=mine, preexec_fn=dies_with_it))
             if self.asked_to_stop:
                 self.processes[-1].send_signal(signal.SIGTERM)

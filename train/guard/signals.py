@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import json
 import os
 import signal
@@ -62,11 +63,12 @@ def install(handler: Callable[[int, FrameType | None], None] = _note) -> None:
         signal.siginterrupt(number, False)
 
 
-def at_parents_end(number: int) -> None:
-    """From now on this process is sent the signal `number` when the one that started it ends, however it ends (Linux);
-    for subprocess's preexec_fn."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+def at_parents_end(number: int) -> Callable[[], object] | None:
+    """A preexec_fn of subprocess: the process is sent the signal `number` when the one that starts it ends, however it
+    ends (Linux)."""
+    if sys.platform != "linux":
+        return None
+    return functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, number)
 
 
 class StopVote:
