@@ -43,9 +43,11 @@ if [[ "$mode" == gpu ]]; then
   if has_module ruff && has_module mypy; then lint; else say "no ruff or mypy here: lint and types are not checked"; fi
   if ((gpus > 1)); then marks="gpu or multi_gpu"; else marks="gpu and not multi_gpu"; fi
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  # Files without such a test are not imported: what they need, a GPU node may lack.
+  files="$(grep -rlE 'pytest\.mark\.(multi_)?gpu\b' tests --include='test_*.py' | tr '\n' ' ')"
   # What ran is written down where all of it was asked for.
   if (($# == 0)); then set -- --results test_fp8/results; fi
-  exec "$PY" -m pytest -p scripts.pytest_gpu_run -m "$marks" -rs "$@"
+  exec "$PY" -m pytest -p scripts.pytest_gpu_run -o "testpaths=$files" -m "$marks" -rs "$@"
 fi
 
 setup_env dev

@@ -173,7 +173,36 @@ def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: boo
     shutil.copy(ROOT / "run_tests.sh", tmp_path)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/setup_env.sh").write_text('setup_env() { PY="$ROOT/python"; }')
+    for name, mark in (("a", "gpu"), ("b", "multi_gpu"), ("c", "slow")):
+        executable(tmp_path / f"tests/test_{name}.py", f"@pytest.mark.{mark}")
     executable(tmp_path / "python", 'case "$*" in *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac')
     command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("--results test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
+    # other files are not imported; what they need, a GPU node may lack
+    assert set(re.findall(r"tests/test_\w+\.py", run.stdout)) == {"tests/test_a.py", "tests/test_b.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+def test_the_gpu_tests_need_no_optional_package() -> None:
+    requirements = [
+        r for file in ROOT.glob("requirements*.txt") for r in check_requirements.parse(file.read_text())
+    ]
+    missing = [r["name"].partition("-")[0] for r in requirements if r["optional"]]
+    assert {"datasets", "fasttext", "ray"} <= set(missing)
+    (pattern,) = re.findall(r"grep -rlE '(.*?)' ", (ROOT / "run_tests.sh").read_text())
+    files = [
+        str(path) for path in (ROOT / "tests").rglob("test_*.py") if re.search(pattern, path.read_text())
+    ]
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({missing}))
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu or multi_gpu", *sys.argv[1:]]))
+"""
+    run = subprocess.run([sys.executable, "-c", code, *files], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    # and no GPU test is anywhere else
+    marked = {path.split("::")[0] for path in run.stdout.split() if "::" in path}
+    assert {str(Path(file).relative_to(ROOT)) for file in files} == marked
