@@ -165,7 +165,19 @@ def test_without_a_sign_of_life_it_is_taken_over_after_a_while(
     assert taken(path) and LEASE_S < time_s.now_s < LEASE_S + 5
 
 
+def test_where_processes_cannot_be_looked_for_all_machines_are_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "machine", lambda: "")
+    time_s = clock(monkeypatch)
+    left(path, pid=DEAD)
+    assert taken(path) and time_s.now_s > LEASE_S
+
+
 def test_with_one_it_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within one job: two commands of an allocation."""
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     there = left(path, machine=ELSEWHERE)
     beats = lambda now_s: left(path, **{**there, "beats": now_s // 5})  # noqa: E731
     time_s = clock(monkeypatch, beats)
