@@ -8,6 +8,7 @@ has been seen (a window of (-1, 0) taken literally), and Transformer Engine choo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,8 @@ def prove(
     te = VARIANTS[model.variant].te
     lines = [_prove_cudnn()] if te and precision.te.name == "transformer_engine" else []
     # of the compiled variants the probe is not: a graph for its shape would cost a minute
-    stance = "default" if te else "force_eager"
-    with torch.compiler.set_stance(stance), count_gemms(model, precision) as gemms:
+    eager = nullcontext() if te else torch.compiler.set_stance("force_eager")
+    with eager, count_gemms(model, precision) as gemms:
         _probe(model, seed)
     reset_fp8_state(model, precision)
     if problem := gemms.problem():
@@ -91,7 +92,9 @@ def attention_of(model: nn.Module, precision: Precision) -> str:
 def check_attention(model: nn.Module, precision: Precision, proven: str) -> None:
     """To be called after the first step, whose batch is another one than that of the proof. Raises ProofError: another
     attention than the one that was `proven`."""
-    if (ran := attention_of(model, precision)) != proven:
+    ran = attention_of(model, precision)
+    # of cuDNN, which of its kernels follows a comma: that depends on how q, k and v lie in memory, too
+    if ran.split(",")[0] != proven.split(",")[0]:
         raise ProofError(
             f"attention {proven} was proven, and the first step ran {ran}: Transformer Engine chooses by the batch, "
             f"too. Set model.attention_backend to {ran.split()[0]}, which is proven then, or change "

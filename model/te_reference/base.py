@@ -121,14 +121,13 @@ class FP8Call:
 class FP8Module(nn.Module):
     """Base of the modules with GEMMs.
 
-    fp8: whether the last forward ran in FP8. fp8_meta: "num_gemms", "recipe", and after an FP8 forward (or
+    fp8_meta: "num_gemms", "recipe", and after an FP8 forward (or
     `init_fp8_meta_tensors`) "scaling_fwd" and "scaling_bwd", which with delayed scaling hold `scale` and
     `amax_history`.
     """
 
     def __init__(self, num_gemms: int) -> None:
         super().__init__()
-        self.fp8 = False
         self.fp8_meta: dict[str, Any] = {"num_gemms": num_gemms}
         self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
@@ -159,7 +158,6 @@ class FP8Module(nn.Module):
             raise ValueError(
                 f"{name}: the input is {inp.dtype} and the weights are {weight.dtype}; they must have the same dtype."
             )
-        self.fp8 = running.enabled
         if not running.enabled:
             return None
         assert running.recipe is not None

@@ -42,8 +42,8 @@ def check_first_backward() -> None:
 
     lost = errors(first_gradients(recipe="delayed", calibration_passes=0))
     kept = errors(first_gradients(recipe="delayed"))
-    # measured: 1.00 each with 1 as a scale, 0.064 to 0.097 with calibration, 0.062 to 0.097 with scales of the tensors at
-    # hand, which is what FP8 leaves at best; after 2 passes in place of 4 it is 0.19
+    # measured: 1.00 each with 1 as a scale, 0.064 to 0.097 with calibration, 0.062 to 0.097 with scales of the tensors
+    # at hand, which is what FP8 leaves at best; after 2 passes in place of 4 it is 0.19
     best = errors(first_gradients(recipe="current"))
     assert min(lost) > 0.99
     assert all(a < 1.05 * b for a, b in zip(kept, best, strict=True))
