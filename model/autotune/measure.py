@@ -249,7 +249,7 @@ class _Step:
         before = snapshot_fp8_state(self.model, self.precision)
         launched, replayed = self.forward, self.model.forward
         for index in range(2 if cached else 1):  # each kind of pass is a graph of its own
-            expected = self._results(launched, before, index)
+            expected = {name: t.clone() for name, t in self._results(launched, before, index).items()}
             noise = max(_differences(expected, self._results(launched, before, index)).values())
             for name, error in _differences(expected, self._results(replayed, before, index)).items():
                 if not error <= GRAPH_NOISE * noise:
@@ -264,7 +264,8 @@ class _Step:
     def _results(
         self, forward: Callable[..., Any], before: dict[str, torch.Tensor], index: int
     ) -> dict[str, torch.Tensor]:
-        """Loss and gradients of pass `index` of a step that begins with the FP8 state `before`."""
+        """Loss and gradients of pass `index` of a step that begins with the FP8 state `before`; they stay until the
+        next pass."""
         load_fp8_state(self.model, self.precision, before)
         self.forward = forward
         parameters = dict(self.model.named_parameters())
@@ -274,7 +275,7 @@ class _Step:
                 buffer.zero_()
             loss = self(number)
         found = {"the loss": loss} | {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        return found | {f"{name}, the float32 buffer": buffer.clone() for name, buffer in buffers.items()}
+        return found | {f"{name}, the float32 buffer": buffer for name, buffer in buffers.items()}
 
 
 def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
