@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -205,6 +206,9 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A folder for the temporary files of this run and all that it starts; the server of programs listens there."""
+    if hasattr(config, "workerinput") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        # what nohup does, but not for the programs that tests start
+        signal.signal(signal.SIGHUP, lambda *_: None)
     sys.addaudithook(starts)
     spawn = multiprocessing_util.spawnv_passfds
 

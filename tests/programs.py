@@ -4,10 +4,11 @@
     done = programs.run([sys.executable, str(ROOT / "train/export.py"), *arguments], capture_output=True, text=True)
 
 `run` and `Popen` are those of subprocess, with pids, signals, pipes and exit statuses that are real. What such a
-program itself starts through subprocess (train/launch.py its ranks) is forked too. Commands that are forked are
-`[sys.executable, "-u"?, FILE.py, ...]`, the same with `-c CODE` or `-m MODULE`; all others are started as ever, and so
-is everything where torch sees a GPU, which no fork can use, or where there is no /proc. Whoever proves what a start
-imports, or what a real interpreter does, uses subprocess itself, and the marker `interpreter` (tests/README.md).
+program itself starts through subprocess (train/launch.py its ranks) is forked too; `python_at` makes a file that starts
+programs so, for scripts. Commands that are forked are `[sys.executable, "-u"?, FILE.py, ...]`, the same with `-c CODE`
+or `-m MODULE`; all others are started as ever, and so is everything where torch sees a GPU, which no fork can use, or
+where there is no /proc. Whoever proves what a start imports, or what a real interpreter does, uses subprocess itself,
+and the marker `interpreter` (tests/README.md).
 
 This file is also the server: `python tests/programs.py SOCKET OWNER` imports, then forks what it is asked for until the
 process OWNER or the file SOCKET is gone. All workers of a test run share one (`socket_path`); the first who needs it
@@ -25,6 +26,7 @@ import inspect
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,7 +41,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 SOCKET = "TESTS_PROGRAMS_SOCKET"  # of the environment: "<path>:<pid of the owner>"
-RealPopen = subprocess.Popen
+RealPopen, RealExecv = subprocess.Popen, os.execv
 SIGNATURE = inspect.signature(RealPopen._execute_child)  # type: ignore[attr-defined]
 
 # What programs import, early or late. A module that is missing here is imported by each program for itself.
@@ -135,6 +137,14 @@ def can_fork() -> bool:
     return sys.platform == "linux" and not torch.cuda.is_available()
 
 
+def python_at(path: Path, *before: str) -> None:
+    """Make an executable that is Python to who starts it, forked if it can be; `before` comes before its arguments."""
+    command = [sys.executable, *(["-S", __file__, "--as"] if can_fork() else []), *before]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/bash\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o755)
+
+
 def stop() -> None:
     """End the server if there is one, and all that it started."""
     path = Path(os.environ[SOCKET].rsplit(":", 1)[0])
@@ -192,6 +202,25 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return content
 
 
+def _stand_in(arguments: list[str]) -> NoReturn:
+    """Be `python arguments...` in the eyes of who started this process: its fork gets the signals that come here."""
+    global can_fork
+    can_fork = lambda: True  # noqa: E731  (who made this executable knew)
+    process = Popen([sys.executable, *arguments])
+
+    def pass_on(number: int, _: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, pass_on)
+    status = process.wait()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
 # ---------------------------------------------------------------- in programs
 
 
@@ -218,6 +247,13 @@ class NestedPopen(RealPopen):
         self._child_created = True
         names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in names))  # type: ignore[attr-defined]
+
+
+def _execv(path: str, args: list[str]) -> NoReturn:
+    """os.execv in a forked program: it goes on as another one, if that is a program that can be."""
+    if _program({"args": args, "shell": False}) is None:
+        RealExecv(path, args)
+    _become(args, os.getcwd(), dict(os.environ), [])
 
 
 def _become(
@@ -318,7 +354,7 @@ def serve(path: str, owner: int) -> None:
     listening.listen(64)
     os.rename(path + ".new", path)
     sys.path[0] = str(ROOT)
-    subprocess.Popen = NestedPopen  # type: ignore[misc]
+    subprocess.Popen, os.execv = NestedPopen, _execv  # type: ignore[misc,assignment]
     for name in IMPORTS:
         try:
             importlib.import_module(name)
@@ -388,4 +424,6 @@ def _fork(connection: socket.socket) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--as":
+        _stand_in(sys.argv[2:])
     serve(sys.argv[1], int(sys.argv[2]))

@@ -56,15 +56,19 @@ def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
 
 
 class Job:
-    """run_training.sh with a configuration, in a Slurm that has only scontrol."""
+    """run_training.sh with a configuration, in a Slurm that has only scontrol. Its Python is forked, unless it is to
+    be found by what /proc says of it."""
 
-    def __init__(self, folder: Path, settings: dict, ranks: int):
+    def __init__(self, folder: Path, settings: dict, ranks: int, forked: bool = True):
         self.folder, self.ranks = folder, ranks
         self.config = folder / "config.json"
         self.config.write_text(json.dumps(settings))
         executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/requeues.txt"')
         environment = clean_environment(SLURM_JOB_ID="77", DEMO_PROMPT="x", NPROC=str(ranks))
         self.environment = environment | {"PATH": f"{folder}/bin:{environment['PATH']}"}
+        if forked:
+            programs.python_at(folder / "bin/python")
+            self.environment["VIRTUAL_ENV"] = str(folder)
 
     def requeued(self) -> int:
         path = self.folder / "requeues.txt"
@@ -162,7 +166,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_p
     settings |= {"max_steps": 30, "gradient_accumulation_steps": 1, "save_steps": 5}
     settings |= {"per_device_train_batch_size": 1}
     whole = uninterrupted(tmp_path, settings, 4)
-    job = Job(tmp_path, settings, 4)
+    job = Job(tmp_path, settings, 4, forked=False)
 
     def kill(process: subprocess.Popen, log: Path) -> None:
         wait_for(process, log, A_STEP, 8)

@@ -138,6 +138,7 @@ if failed:
     (folder / f"{{job}}.failed").touch()
 print("Submitted batch job", job)
 """
+TASK = "from datatrove.tools.launch_pickled_pipeline import main; main()"
 TOOLS = {"scontrol": "echo node", "squeue": "cat {folder}/queue 2>/dev/null"}
 
 
@@ -156,6 +157,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
         for name, text in scripts.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
+        programs.python_at(folder / "launch_pickled_pipeline", "-c", TASK)
         if not os.environ["PATH"].startswith(str(folder)):
             monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         return folder
