@@ -174,15 +174,13 @@ class SampleStream:
             DataError: document ends that do not increase.
         """
         T = self.seq_length
-        # of the batch in a row, the token after each document; increasing, for those of a row are above row * T
-        after = np.concatenate(
-            [
-                self.sources[source].document_ends(window) + row * T
-                for row, (source, window) in enumerate(samples)
-            ]
-        )
-        if (after[1:] <= after[:-1]).any():
-            source, window = samples[(after[np.argmax(after[1:] <= after[:-1])] - 1) // T]
+        rows = [self.sources[source].document_ends(window) for source, window in samples]
+        ends, begin = np.concatenate(rows), np.repeat(np.arange(len(rows)) * T, [len(row) for row in rows])
+        after = begin + ends  # of the batch in a row, the token after each document
+        wrong = (ends < 1) | (ends > T)
+        wrong[1:] |= after[1:] <= after[:-1]
+        if wrong.any():
+            source, window = samples[begin[np.argmax(wrong)] // T]
             raise DataError(
                 f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
                 "increase: the content of an index changed; prepare or copy the data again"

@@ -89,6 +89,26 @@ def test_micro_batches_carry_positions(folder: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("bit", [5, 13, 63])
+def test_a_flipped_bit_of_an_index_gives_samples_or_an_error_that_names_it(folder: Path, bit: int) -> None:
+    """Ends that are far away, or before the ones before them, wherever the search for a sample's ends comes by."""
+    shard = read_manifest(folder).split_shards("train")[0]
+    path = folder / f"{shard.name}.index"
+    ends = np.fromfile(path, "<u8")
+    refused = 0
+    for at in range(0, len(ends) - 1, 3):
+        flipped = ends.copy()
+        flipped[at] ^= np.uint64(1 << bit)
+        flipped.tofile(path)
+        stream = open_stream({"a": folder}, None, T, seed=1, document_mask=True)
+        try:
+            stream.batch(0, stream.num_samples)
+        except DataError as error:
+            assert "do not increase: the content of an index changed" in str(error)
+            refused += 1
+    assert refused > 0
+
+
 def test_a_corrupt_index_is_named(folder: Path) -> None:
     stream = open_stream({"a": folder}, None, T, seed=1, document_mask=True)
     shard = read_manifest(folder).split_shards("train")[0]
