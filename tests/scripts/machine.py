@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Until the signal that was sent has come: a trap runs between two commands.
-AWAIT = "while [[ ! $got ]]; do read -rt 0.02 <> <(:) || true; done"
+# Until the signal that was sent has come: a trap runs between two commands. Nothing in it is parsed anew in each turn:
+# bash takes a trap that comes meanwhile for the end of what it parses, and never runs it.
+AWAIT = "while [[ ! $got ]]; do read -rt 0.02 -u 9 || true; done"
 STOPPED = "echo '{}' > run/stopped.json; exit 75"
 
 
 def executable(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
+    quiet = "exec 9<> <(:)\n" if AWAIT in text else ""  # for AWAIT to read from
+    path.write_text(f"#!/bin/bash\n{quiet}{text}\n")
     path.chmod(0o755)
     return path
 
