@@ -7,7 +7,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from model import te_reference as te
-from model.te_reference.recipe import DelayedScaling
+from model.fp8.gemms import count_gemms
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from tests.conftest import MISTRAL_LAYER
 
 
@@ -171,8 +173,11 @@ def test_the_layer_is_a_mistral_layer():
 
 
 def test_every_gemm_of_the_layer_runs_in_fp8():
-    module = layer()
-    with te.autocast(recipe=DelayedScaling()):
+    module, precision = layer(), Precision(PrecisionConfig(backend="reference"))
+    with count_gemms(module, precision) as gemms, precision.autocast():
         module(torch.randn(2, 16, 64), rotary_pos_emb=te.RotaryPositionEmbedding(16)(16))
-    ran = [name for name, child in module.named_modules() if getattr(child, "fp8", False)]
-    assert ran == ["self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp"]
+    assert gemms.forward == {
+        "self_attention.layernorm_qkv": 1,
+        "self_attention.proj": 1,
+        "layernorm_mlp": 2,
+    }
