@@ -7,8 +7,8 @@ has been seen (a window of (-1, 0) taken literally), and Transformer Engine choo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from model.config import UserError, head_dim, window_size
 from model.documents import Documents, attend, random_documents
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.gemms import count_gemms
+from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.fp8.state import reset_fp8_state
@@ -73,6 +74,19 @@ def prove(
             "of their own; remove model.compile false"
         )
     return lines
+
+
+@contextmanager
+def proving_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iterator[None]:
+    """A block of so many forwards, each with its backward, of a model or a module. Raises ProofError: they ran FP8
+    otherwise than planned. torchao's layers may be compiled and cannot be counted then: of them nothing is asked."""
+    if not of_transformer_engine(model):
+        yield
+        return
+    with count_gemms(model, precision) as gemms:
+        yield
+    if problem := gemms.problem(passes):
+        raise ProofError(problem)
 
 
 def backend_of(model: nn.Module, precision: Precision) -> str:

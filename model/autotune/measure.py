@@ -19,12 +19,11 @@ from model.autotune.task import Task
 from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
 from model.config import GIB, window_size
 from model.fp8 import te_backend
-from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
 from model.fp8.recipes import Compute
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.proof import ATTENTION_TOLERANCE, attention_errors, random_attention
+from model.proof import ATTENTION_TOLERANCE, attention_errors, proving_fp8, random_attention
 
 SECONDS = 60.0
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
@@ -215,17 +214,14 @@ class _Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Of one pass: the median of up to ROUNDS windows of passes. Raises RuntimeError: they do not run FP8 where it
-        is planned."""
+        """Of one pass: the median of up to ROUNDS windows of passes. Raises ProofError: see `proving_fp8`."""
 
         def passes(count: int) -> None:
             for index in range(count):
                 self(index)
 
-        with count_gemms(self.model, self.precision) as gemms:
+        with proving_fp8(self.model, self.precision, WARMUP_STEPS):
             passes(WARMUP_STEPS)
-        if problem := gemms.problem(WARMUP_STEPS):
-            raise RuntimeError(problem)
         cycle = self.cycle or 1
         once_ms = timer(lambda: passes(cycle))
         count = cycle * max(1, round(WINDOW_MS / once_ms))

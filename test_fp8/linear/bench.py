@@ -11,6 +11,7 @@ import torch
 
 from model.autotune.timing import one_line
 from model.fp8.precision import PrecisionError
+from model.proof import proving_fp8
 from test_fp8.common import timing
 from test_fp8.common.report import Result
 from test_fp8.linear.cases import ERROR_LIMITS, Case, Part, Tensors, as_graph
@@ -94,10 +95,11 @@ def measure_shape(
             pool = torch.cuda.graph_pool_handle() if launch == "graph" else None
             ready, errors = {}, dict[str, float]()
             for key, part in case.parts(calls[name]).items():
-                with case.proving_fp8(calls[name]) if key == "step" else nullcontext():
+                fp8 = key == "step" and case.precision
+                with proving_fp8(case.linear, fp8, calls[name]) if fp8 else nullcontext():
                     ready[name, launch, key] = [as_graph(stage, pool) for stage in part] if pool else part
                     check(ready[name, launch, key], tensors, ERROR_LIMITS[case.compute], errors)
-            rows[name, launch] |= {"ran_fp8": case.ran_fp8, "calls_a_sample": calls[name]}
+            rows[name, launch] |= {"ran_fp8": case.compute == "fp8", "calls_a_sample": calls[name]}
             rows[name, launch] |= {"samples": 0, "errors": errors}
             parts.update(ready)
 

@@ -15,15 +15,13 @@ once for all its modules, is part of each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model.fp8.gemms import count_gemms
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from test_fp8.linear.shapes import Shape
@@ -96,20 +94,6 @@ class Case:
         self.gradient = tensors.gradient.to(dtype)
         self._cached_weight = cached_weight
         self._forwards = 0
-        self.ran_fp8 = False
-
-    @contextmanager
-    def proving_fp8(self, steps: int) -> Iterator[None]:
-        """A block that runs or captures so many times forward and backward. Raises PrecisionError: not in FP8, though
-        the case is."""
-        if self.precision is None:
-            yield
-            return
-        with count_gemms(self.linear, self.precision) as gemms:
-            yield
-        if problem := gemms.problem(steps):
-            raise PrecisionError(problem)
-        self.ran_fp8 = True
 
     def forward(self) -> Tensor:
         if self.precision is None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 from model.autotune.timing import release_memory
 from model.documents import random_documents
 from model.fp8 import te_backend
-from model.fp8.gemms import count_gemms
-from model.fp8.modules import fp8_modules, of_transformer_engine
+from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
-from model.proof import ProofError, attention_of, prove
+from model.proof import attention_of, prove, proving_fp8
 from model.variants import VARIANTS, why_no_graphs
 from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
@@ -111,19 +109,6 @@ def prove_row(
     if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
         raise DifferentModel(f"attention {asked_for} was asked for, and {attention} ran")
     return Proof(error, ran, attention, lines)
-
-
-@contextmanager
-def proving_fp8(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """A block of one pass. Raises ProofError: it ran FP8 otherwise than planned. Compiled layers cannot be counted, so
-    that of torchao's only the proof before counts."""
-    if not of_transformer_engine(model):
-        yield
-        return
-    with count_gemms(model, precision) as gemms:
-        yield
-    if problem := gemms.problem():
-        raise ProofError(problem)
 
 
 class Visitor:
