@@ -243,12 +243,13 @@ def left_behind(folder: Path, since: float) -> list[Path]:
     held = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            held |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+            # by inode: a semaphore is mapped by a name that it had before
+            held |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "/dev/shm/" in line}
         except OSError:
             continue
-    shared = [p for name in SHARED_MEMORY for p in Path("/dev/shm").glob(name) if str(p) not in held]
     with contextlib.suppress(FileNotFoundError):  # gone meanwhile: looked at again
-        return mine + [p for p in shared if p.stat().st_ctime > since]
+        shared = {p: p.stat() for name in SHARED_MEMORY for p in Path("/dev/shm").glob(name)}
+        return mine + [p for p, of in shared.items() if of.st_ino not in held and of.st_ctime > since]
     return left_behind(folder, since)
 
 
