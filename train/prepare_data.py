@@ -42,7 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")
     text = "shuffle the documents of each shard, by a seed for each task; default: no"
     add("--shuffle_seed", type=between(0), help=text)
-    text = "replace the prepared data in --output, or what is unfinished there"
+    text = "replace the prepared data in --output, or an unfinished preparation of another kind there"
     add("--overwrite", action="store_true", help=text)
     add = parser.add_argument_group("how it is run").add_argument
     add("--executor", choices=("local", "slurm", "ray"), default="local", help="where the tasks run (local)")
@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         manifest = prepare(args)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        kept = f"; what is done in {args.output} is kept, and the same command goes on"
+        print(f"error: {error}{kept if isinstance(error, OSError) else ''}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)

@@ -41,6 +41,7 @@ from datatrove.utils.text import simplify_text
 from train.data.format import DataError
 from train.files import write_durably
 from train.prepare.ngrams import PlainWords, hash_text, split_words
+from train.prepare.output import WORK_NAME
 from train.prepare.tally import Stage, Tally
 
 MOST_TASKS = 65_535  # datatrove's 16-bit priority, by which an earlier task goes first
@@ -48,7 +49,7 @@ SEARCH_TASKS = 16
 # Of each reading task's signatures, what a search holds in memory; datatrove's 5 would be a system call for each 5.
 READ_RECORDS = 1000
 
-AGAIN = "prepare with --overwrite"
+AGAIN = f"remove {WORK_NAME} in --output, and prepare again"
 
 
 def document_bytes(document: Document) -> bytes:

@@ -188,7 +188,7 @@ class OutputFolder:
 
     Until then everything new is in `work`, beside data that the folder may have: the shards in `new`, and what a
     preparation notes about itself. When the context ends without `commit`, `work` goes, and stays where it is
-    `resumable`: then the next run of that goes on in it, unless `overwrite` is set.
+    `resumable`: then the next run of that may go on in it.
 
     Raises:
         DataError: the folder holds prepared data and `overwrite` is not set, has shards or another tokenizer of unknown
@@ -214,10 +214,14 @@ class OutputFolder:
             self._keep = is_begun
             self.__exit__()
             raise DataError(problem)
-        if self.overwrite or not (self.resumable and is_begun):
-            self._clear()
-        self.new.mkdir(parents=True, exist_ok=True)
+        if not (self.resumable and is_begun):
+            self.begin_anew()
         return self
+
+    def begin_anew(self) -> None:
+        """Remove what is unfinished."""
+        self._clear()
+        self.new.mkdir(parents=True)
 
     def _problem(self, is_begun: bool) -> str | None:
         """Why there cannot be new data in the folder."""

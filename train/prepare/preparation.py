@@ -88,24 +88,26 @@ class Preparation:
         del values["output"]
         return json.loads(json.dumps(values))
 
-    def begin(self) -> None:
+    def begin(self, output: OutputFolder) -> None:
         """Note the identity in the work folder, or find that it is the one which was begun there.
 
         Raises:
-            DataError: another one was begun there, with what differs.
+            DataError: another one was begun there, with what differs, and `output` is not to be overwritten.
         """
         path = self.work(IDENTITY_NAME)
         now = self.identity()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if changed := list(_changes(before, now)):
+            changed = list(_changes(before, now))
+            if not changed:
+                return
+            if not output.overwrite:
                 raise DataError(
                     f"{self.output} holds an unfinished preparation of another kind:\n  "
                     + "\n  ".join(changed)
                     + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew"
                 )
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
+            output.begin_anew()
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
     def stages(self) -> list[Stage]:
@@ -161,7 +163,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
     if _is_on_its_way(preparation):
         return None
     with preparation.take_output(args.overwrite) as output:
-        preparation.begin()
+        preparation.begin(output)
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)
             run_local(preparation.stages(), preparation.work("stages"), workers, Progress(preparation).show)

@@ -11,9 +11,10 @@ import pytest
 from tests import programs
 from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
+from train.data.format import Shard
 from train.prepare.blocks import encoder_of
 from train.prepare.corpus import read_share
-from train.prepare.output import WORK_NAME
+from train.prepare.output import WORK_NAME, SplitWriter
 
 
 def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, capsys):
@@ -81,6 +82,10 @@ def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus)
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
     assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
     assert unchanged() and decoded(out)
+    with pytest.MonkeyPatch.context() as patch:  # the same command goes on: nothing is read again
+        patch.setattr("train.prepare.blocks.read_share", None)
+        assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
+    assert unchanged()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.prepare.output.write_manifest", None)
         with pytest.raises(TypeError):
@@ -177,6 +182,23 @@ def test_other_special_ids_are_another_preparation(tmp_path, prepare, corpus, to
     config.write_text(config.read_text().replace('"eos_token": "</s>"', '"eos_token": "<unk>"'))
     assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 1
     assert "unfinished preparation of another kind:\n  tokenizer: [" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, capsys, monkeypatch):
+    out, before = tmp_path / "out", SplitWriter.close
+
+    def full(writer: SplitWriter) -> list[Shard]:
+        if writer.counts["train"].sum() and list((out / WORK_NAME / "results").glob("*.json")):
+            raise OSError(28, "No space left on device")
+        return before(writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitWriter, "close", full)
+        assert prepare(out, corpus, tasks=2) == 1
+    error = capsys.readouterr().err
+    assert f"No space left on device; what is done in {out} is kept, and the same command goes on" in error
+    assert [path.name for path in (out / WORK_NAME / "results").glob("*.json")] == ["00000.json"]
+    assert prepare(out, corpus, tasks=2) == 0
 
 
 def test_ctrl_c_ends_in_a_sentence_and_the_same_command_goes_on(
