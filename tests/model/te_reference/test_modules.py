@@ -241,6 +241,20 @@ def test_the_two_gemms_of_the_mlp_have_their_own_columns():
     assert backward.scale[1] == backward.scale[3] == 1
 
 
+@pytest.mark.parametrize("frozen", [(), ("layer_norm_weight", "fc1_weight")])
+def test_the_backward_scales_of_the_mlp_move_once(monkeypatch, frozen):
+    """After the last of its gradients that anybody needs; each time is a reduction over the ranks."""
+    module, moved = mlp_with_norm()[1], []
+    for name in frozen:
+        getattr(module, name).requires_grad_(False)
+    monkeypatch.setattr("model.te_reference.gemm.update_scales", lambda forward: moved.append(forward))
+    with te.autocast(recipe=DelayedScaling()):
+        out = module(torch.randn(16, 128))
+    out.sum().backward()
+    assert moved == [False]
+    assert module.fp8_meta["scaling_bwd"].amax_history[0, 2] > 0
+
+
 def test_rms_norm_module():
     norm = te.RMSNorm(128, eps=1e-6, dtype=torch.bfloat16)
     x = torch.randn(4, 3, 128)
