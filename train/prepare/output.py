@@ -206,9 +206,8 @@ class OutputFolder:
 
     def __enter__(self) -> "OutputFolder":
         self._lock = take_lock(self.folder / LOCK_NAME)
-        if (self.new / MANIFEST_NAME).exists():
+        if (self.new / MANIFEST_NAME).exists():  # an exchange was interrupted
             self._exchange()
-            self._clear()
         is_begun = (self.work / IDENTITY_NAME).exists()
         if problem := self._problem(is_begun):
             self._keep = is_begun

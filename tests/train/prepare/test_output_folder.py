@@ -96,8 +96,9 @@ def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus)
     assert not list(out.glob("prepare_data.*"))
 
 
+@pytest.mark.parametrize("again", ["same", "another"])
 @pytest.mark.parametrize("moves", range(6))
-def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, corpus, capsys, moves):
+def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, corpus, capsys, moves, again):
     """Of files that have the names of the old, and of others."""
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
@@ -116,9 +117,18 @@ def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, 
         patch.setattr(os, "replace", failing)
         assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000, overwrite=True) == 1
     assert not (out / "manifest.json").exists()
-    assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 1
-    assert "already holds prepared data" in capsys.readouterr().err
-    assert contents(out) == contents(fresh)
+    if again == "same":
+        assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 0
+        assert contents(out) == contents(fresh)
+        return
+    assert prepare(out, corpus) == 1 and "of another kind" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.prepare.blocks.read_share", None)
+        with pytest.raises(TypeError):
+            prepare(out, corpus, overwrite=True)  # which begins anew, beside what is whole by now
+    assert {name: data for name, data in contents(out).items() if "prepare_data." not in name} == contents(
+        fresh
+    )
 
 
 def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare, corpus, capsys):
