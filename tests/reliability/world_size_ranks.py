@@ -72,6 +72,8 @@ class Watched:
 
         def built(*values: Any) -> Any:
             self.engine = build(*values)
+            # as if so many steps had been skipped: a resume has the number of the ranks that saved
+            self.engine.skipped_steps = dist.get_world_size()
             return self.engine
 
         def loaded(engine: Any, path: Path, precision: Any) -> None:
