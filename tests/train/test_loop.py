@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from model.fp8 import te_backend
 from model.proof import ProofError
 from tests.train.runs import gradients_without_fp8, run
+from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
-from train.loop import TrainingError
+from train.loop import TrainingError, evaluate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
 
@@ -56,3 +60,44 @@ def test_another_attention_than_the_proven_one_ends_the_run(
         ProofError, match=r"attention fused \(cuDNN\) was proven, and the first step ran flash"
     ):
         run(settings, max_steps=3, save_strategy="no")
+
+
+class Evaluated:
+    """A run of which only `evaluate` is called; the loss of a token is its id, and sample n has n for all ids."""
+
+    def __init__(self, samples: int, size: int):
+        self.arguments = SimpleNamespace(
+            per_device_eval_batch_size=None, per_device_train_batch_size=size, max_eval_samples=samples
+        )
+        self.eval_stream = SimpleNamespace(num_samples=100, batch=self._batch)
+        self.engine, self.forwards, self.device, self.module = self, 0, "cpu", None
+        self.precision, self.state = SimpleNamespace(has_state=False), SimpleNamespace(step=1)
+        self.stop_vote = SimpleNamespace(ask=lambda: (False, False))
+        self.watchdog = SimpleNamespace(met=lambda what: None)
+        self.eval = self.train = lambda: None
+
+    def _batch(self, start: int, count: int) -> Batch:
+        ids = torch.arange(start, start + count)[:, None].expand(-1, 4)
+        return Batch(ids, ids.clone())
+
+    def __call__(self, ids: torch.Tensor, labels: torch.Tensor, documents: None) -> Any:
+        self.forwards += 1
+        return SimpleNamespace(loss=labels[labels != NO_LABEL].float().mean())
+
+
+@pytest.mark.parametrize("samples", range(1, 10))
+def test_ranks_without_a_sample_evaluate_none_of_another(
+    samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with two rows each: the last of their forwards may have fewer samples than rows, or none."""
+    totals: list[torch.Tensor] = []
+    forwards = []
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_reduce", totals.append)
+        of_rank: Any = Evaluated(samples, size=2)
+        evaluate(of_rank)
+        forwards.append(of_rank.forwards)
+    assert forwards[0] == forwards[1] == -(-samples // 4)
+    assert sum(totals).tolist() == [4 * sum(range(samples)), 4 * samples]
