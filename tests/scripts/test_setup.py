@@ -138,6 +138,7 @@ def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.interpreter
+@pytest.mark.slow
 def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> None:
     test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
     command = [sys.executable, *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider".split()]
