@@ -1,0 +1,128 @@
+"""How the next token is drawn: temperature, top-k, top-p, min-p and repetition penalty, in torch operations of fixed
+shapes, without a synchronization and without a random state of the host. So a draw can stand in a CUDA graph.
+
+The random number of a draw is a hash of the row's seed and of the token's place in the answer. It is another at each
+replay of a graph, and the same on a CPU and on a GPU, alone and in a batch, and after a resume.
+
+Shapes: B rows (samples), V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Probabilities relative to the likeliest token's, in units of 2**-32. Sums of integers do not depend on their order,
+# and those of 2**21 tokens are exact in float64.
+WEIGHT_ONE = 2.0**32
+MAX_VOCAB_SIZE = 2**21
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn; the options mean what they mean in transformers, and are applied in its order:
+    repetition_penalty, temperature, top_k, top_p, min_p.
+
+    temperature 0: always the likeliest token. top_k 0, top_p 1, min_p 0, repetition_penalty 1: no such limit.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0  # Holtzman et al. 2020, arXiv:1904.09751
+    min_p: float = 0.0  # Nguyen et al. 2024, arXiv:2407.01082
+    repetition_penalty: float = 1.0  # Keskar et al. 2019, arXiv:1909.05858
+
+
+def row_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of a row, 0 to 2**63 - 1: of each sample of each prompt another, whatever batch it is in."""
+    digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def mix(x: Tensor) -> Tensor:
+    """A hash of int64 [...] to int64 [...], one to one: the output function of SplitMix64 (Steele et al. 2014,
+    "Fast splittable pseudorandom number generators"). Products wrap; `>>` of a signed number needs the mask."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def uniform(keys_B: Tensor, steps_B: Tensor) -> Tensor:
+    """float64 [B] in [0, 1) for the keys of rows (`mix` of their seeds) and indices of tokens, both int64 [B]."""
+    bits = mix(keys_B + (steps_B + 1) * -0x61C8864680B583EB)
+    return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+class Sampler:
+    """Draws tokens for up to as many rows as there are `seeds`.
+
+    Its tensors stay where they are, so that a captured `draw` goes on with what `begin` puts into them.
+    Raises ValueError: a vocabulary beyond 2**21 tokens.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], vocab_size: int, device: torch.device | str):
+        if vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}")
+        self.sampling = sampling
+        self.keys = mix(torch.tensor(seeds, dtype=torch.int64)).to(device)
+        penalised = sampling.repetition_penalty != 1
+        # [rows, V]: tokens of the prompt and of what has been drawn
+        self.seen = (
+            torch.zeros(len(seeds), vocab_size, dtype=torch.bool, device=device) if penalised else None
+        )
+
+    def begin(self, rows: Sequence[Sequence[int]]) -> None:
+        """Begin answers to prompts of these token ids, which the repetition penalty counts as said."""
+        if self.seen is None:
+            return
+        self.seen.zero_()
+        for seen, ids in zip(self.seen, rows, strict=False):  # a batch may have more rows than prompts
+            seen[torch.tensor(ids, device=seen.device)] = True
+
+    def draw(self, logits_BV: Tensor, steps_B: Tensor) -> Tensor:
+        """The next token of each row, int64 [B], for its logits and the index of the new token in its answer (int64
+        [B], on the device). -1: the row has a logit that is NaN or +inf, or none above -inf."""
+        rows, logits = len(logits_BV), logits_BV.float()
+        if self.seen is not None:
+            penalty = self.sampling.repetition_penalty
+            said = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(self.seen[:rows], said, logits)
+        best, token = logits.max(-1, keepdim=True)  # a NaN is the largest
+        if self.sampling.temperature > 0:
+            scores = (logits - best) / self.sampling.temperature
+            token = self._drawn(scores, uniform(self.keys[:rows], steps_B)[:, None])
+        if self.seen is not None:
+            self.seen[:rows].scatter_(1, token, True)
+        return torch.where(best.isfinite(), token, -1)[:, 0]
+
+    def _drawn(self, scores: Tensor, uniform_B1: Tensor) -> Tensor:
+        """int64 [B, 1]: a token for scores [B, V], of which the largest is 0."""
+        limits, weights = self.sampling, _weights(scores)
+        threshold = torch.full_like(uniform_B1, -math.inf, dtype=torch.float32)
+        best_first = None
+        if limits.top_k:
+            # as in transformers all that equal the last one stay
+            best_first = scores.topk(min(limits.top_k, scores.shape[-1])).values
+            threshold = best_first[:, -1:]
+        if limits.top_p < 1:
+            if best_first is None:
+                best_first = scores.sort(descending=True).values
+            total = torch.where(scores >= threshold, weights, 0).sum(-1, keepdim=True)
+            sums = _weights(best_first).cumsum(-1)
+            inside = sums - _weights(best_first) < total.double() * limits.top_p
+            threshold = best_first.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)
+        if limits.min_p:
+            threshold = threshold.clamp(min=math.log(limits.min_p))
+        sums = torch.where(scores >= threshold, weights, 0).cumsum(-1)
+        target = (uniform_B1 * sums[:, -1:].double()).long()
+        return (sums <= target).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """int64: the probabilities of tokens relative to that of one whose score is 0."""
+    return (scores.exp() * WEIGHT_ONE).long()

@@ -1,0 +1,212 @@
+"""fp8_inference_demo/sampling.py: the probabilities of transformers' logits processors, and draws that follow them,
+reproducible in any batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fp8_inference_demo.sampling import Sampler, Sampling, mix, row_seed, uniform
+
+DRAWS = 20_000
+PROMPT = [3, 39, 39, 11]  # 39: a likely one
+OPTIONS = {
+    "temperature": dict(temperature=0.7),
+    "top_k": dict(top_k=5),
+    "top_p": dict(top_p=0.8),
+    "min_p": dict(min_p=0.1),
+    "repetition_penalty": dict(repetition_penalty=1.6),
+    "top_k top_p": dict(top_k=9, top_p=0.7),
+    "all": dict(temperature=1.4, top_k=12, top_p=0.9, min_p=0.05, repetition_penalty=1.2),
+}
+
+
+def sampling(**options: float) -> Sampling:
+    return Sampling(**dict(dict(temperature=1.0, top_k=0), **options))  # type: ignore[arg-type]
+
+
+def logits_of(tokens: int = 40) -> Tensor:
+    return 2 * torch.randn(tokens, generator=torch.Generator().manual_seed(0))
+
+
+def transformers_probabilities(logits_V: Tensor, wanted: Sampling, prompt: list[int]) -> Tensor:
+    """In the order in which generate() applies them."""
+    processors = LogitsProcessorList()
+    if wanted.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(wanted.temperature))
+    if wanted.top_k:
+        processors.append(TopKLogitsWarper(wanted.top_k))
+    if wanted.top_p < 1:
+        processors.append(TopPLogitsWarper(wanted.top_p))
+    if wanted.min_p:
+        processors.append(MinPLogitsWarper(wanted.min_p))
+    return processors(torch.tensor([prompt]), logits_V[None].clone()).softmax(-1)[0]  # type: ignore[arg-type]
+
+
+def draw_many(logits_V: Tensor, wanted: Sampling, draws: int = DRAWS, step: int = 0) -> Tensor:
+    sampler = Sampler(wanted, [row_seed(0, 0, i) for i in range(draws)], len(logits_V), "cpu")
+    sampler.begin([PROMPT] * draws)
+    return sampler.draw(logits_V.expand(draws, -1), torch.full((draws,), step))
+
+
+def chi_square(counts: Tensor, probabilities: Tensor) -> float:
+    """In standard deviations from its mean, the number of free cells (a normal distribution, nearly). Cells of fewer
+    than five expected draws are one."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    cells = torch.cat([expected[~rare], expected[rare].sum()[None]]).clamp(min=1e-9)
+    found = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    if cells[-1] < 5:
+        cells, found = cells[:-1], found[:-1]
+    free = len(cells) - 1
+    return float((((found - cells) ** 2 / cells).sum() - free) / (2 * free) ** 0.5)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_draws_follow_the_probabilities_of_transformers(options: dict[str, float]) -> None:
+    wanted, logits = sampling(**options), logits_of()
+    probabilities = transformers_probabilities(logits, wanted, PROMPT)
+    unlimited = transformers_probabilities(logits, sampling(), PROMPT)
+    assert (probabilities - unlimited).abs().max() > 0.01, "an option that changes nothing proves nothing"
+    counts = draw_many(logits, wanted).bincount(minlength=len(logits))
+    assert not counts[probabilities == 0].any()
+    assert counts[probabilities > 1e-3].all(), "each token that may come does"
+    assert abs(chi_square(counts, probabilities)) < 3.5
+    assert chi_square(counts, unlimited.clamp(min=1e-6)) > 20, "the test can tell"
+
+
+def support(logits_V: Tensor, wanted: Sampling) -> Tensor:
+    """Which tokens can be drawn, found by uniform numbers one after the other."""
+    sampler = Sampler(wanted, [0], len(logits_V), "cpu")
+    scores = ((logits_V - logits_V.max()) / wanted.temperature).expand(4096, -1)
+    drawn = sampler._drawn(scores, torch.arange(4096, dtype=torch.float64)[:, None] / 4096)
+    return drawn[:, 0].bincount(minlength=len(logits_V)) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_limits_keep_the_tokens_that_transformers_keeps(seed: int) -> None:
+    """Over many limits; logits close together, so that each is likely enough to be met."""
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(seed))
+    for top_k, top_p, min_p in itertools.product((0, 1, 6, 100), (0.05, 0.5, 0.95, 1.0), (0.0, 0.2, 1.0)):
+        wanted = sampling(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+        kept = transformers_probabilities(logits, wanted, PROMPT) > 0
+        assert support(logits, wanted).equal(kept), wanted
+
+
+def test_equal_logits_at_a_limit_all_stay() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0])
+    for limit in (dict(top_k=2), dict(top_p=0.7), dict(top_k=4, top_p=0.7)):
+        assert support(logits, sampling(**limit)).tolist() == [False, True, True, True, False], limit
+
+
+def test_greedy_is_argmax_after_the_penalty() -> None:
+    logits = logits_of()
+    best = int(logits.argmax())
+    sampler = Sampler(sampling(temperature=0, repetition_penalty=3.0), [0, 0], len(logits), "cpu")
+    sampler.begin([[best], [0]])
+    second = int(logits.index_fill(0, torch.tensor([best]), -9).argmax())
+    drawn = [sampler.draw(logits.expand(2, -1), torch.full((2,), step)).tolist() for step in (0, 1)]
+    assert drawn[0] == [second, best]
+    assert drawn[1][1] == second, "a token that was drawn counts as said"
+    sampler.begin([[0], [0]])
+    assert sampler.draw(logits.expand(2, -1), torch.zeros(2)).tolist() == [best, best], "nothing of before"
+
+
+def test_the_penalty_makes_negative_logits_smaller() -> None:
+    logits = torch.tensor([-1.0, -1.5, -4.0])
+    sampler = Sampler(sampling(temperature=0, repetition_penalty=2.0), [0], 3, "cpu")
+    sampler.begin([[0]])
+    assert sampler.draw(logits[None], torch.zeros(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
+    rows = logits_of().repeat(5, 1)
+    rows[1, 3], rows[2, 4], rows[3, 5], rows[4] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    wanted = sampling(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    sampler = Sampler(wanted, [1] * 5, rows.shape[1], "cpu")
+    sampler.begin([PROMPT] * 5)
+    drawn = sampler.draw(rows, torch.zeros(5, dtype=torch.int64)).tolist()
+    assert [token < 0 for token in drawn] == [False, True, True, False, True]
+    assert {drawn[1], drawn[2], drawn[4]} == {-1}
+
+
+def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
+    rows = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    wanted = sampling(top_k=50, top_p=0.95, repetition_penalty=1.3)
+    seeds, steps = [row_seed(5, i, 0) for i in range(6)], torch.tensor([0, 1, 5, 5, 900, 2])
+    batch = Sampler(wanted, [*seeds, 0, 0], 300, "cpu")  # a batch may have room for more
+    batch.begin([PROMPT] * 6)
+    together = batch.draw(rows, steps)
+    for row in range(6):
+        alone = Sampler(wanted, seeds[row : row + 1], 300, "cpu")
+        alone.begin([PROMPT])
+        assert alone.draw(rows[row : row + 1], steps[row : row + 1]) == together[row]
+
+
+def test_each_row_and_each_step_draws_anew_and_a_seed_draws_the_same() -> None:
+    logits = torch.zeros(1000)
+    first = draw_many(logits, sampling(), 200)
+    assert first.equal(draw_many(logits, sampling(), 200))
+    later = torch.stack([first, *(draw_many(logits, sampling(), 200, step) for step in range(1, 20))])
+    assert later.unique().numel() > 950
+    assert len({row_seed(*of) for of in itertools.product(range(5), range(5), range(5))}) == 125
+
+
+def test_random_numbers_are_uniform_and_independent() -> None:
+    """Over the seeds of a step, and over the steps of a seed, also of seeds that are close together; neighbours in both
+    directions are independent. 256 cells of 64 x 1024 numbers."""
+    keys = mix(torch.arange(64))[:, None].expand(64, 1024)
+    numbers = uniform(keys, torch.arange(1024).expand(64, 1024))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    level = torch.full((256,), 1 / 256)
+    cells = {"": numbers * 256, "low bits": (numbers * 2.0**40 % 1) * 256}
+    pairs = {"steps": (numbers[:, :-1], numbers[:, 1:]), "seeds": (numbers[:-1], numbers[1:])}
+    cells |= {name: (a * 16).floor() * 16 + b * 16 for name, (a, b) in pairs.items()}
+    for name, values in cells.items():
+        counts = values.long().flatten().bincount(minlength=256)
+        assert abs(chi_square(counts, level)) < 3.5, name
+    first, second = numbers.flatten()[:-1], numbers.flatten()[1:]
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.015
+    assert numbers.unique().numel() == numbers.numel()
+
+
+def test_mix_is_splitmix64() -> None:
+    """The published sequence of seed 0 (its state grows by the golden ratio)."""
+    golden = -0x61C8864680B583EB
+    drawn = [mix(torch.tensor(golden) * n).item() % 2**64 for n in (1, 2, 3)]
+    assert drawn == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_drawing_traces_as_one_graph_without_synchronization() -> None:
+    """A value of the device that the host reads breaks a full graph."""
+    wanted = sampling(top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
+    sampler = Sampler(wanted, [1, 2], 40, "cpu")
+    sampler.begin([PROMPT] * 2)
+    graphs = []
+
+    def counts(graph: torch.fx.GraphModule, example: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    rows, steps = logits_of().expand(2, -1), torch.zeros(2, dtype=torch.int64)
+    drawn = torch.compile(sampler.draw, fullgraph=True, backend=counts)(rows, steps)
+    sampler.begin([PROMPT] * 2)
+    assert drawn.equal(sampler.draw(rows, steps)) and len(graphs) == 1
+
+
+def test_a_vocabulary_that_sums_would_not_be_exact_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="exact up to 2097152"):
+        Sampler(Sampling(), [0], 2**21 + 1, "cpu")
