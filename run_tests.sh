@@ -46,7 +46,7 @@ if [[ "$mode" == gpu ]]; then
   # Files without such a test are not imported: what they need, a GPU node may lack.
   files="$(grep -rlE 'pytest\.mark\.(multi_)?gpu\b' tests --include='test_*.py' | tr '\n' ' ')"
   # What ran is written down where all of it was asked for.
-  if (($# == 0)); then set -- --results test_fp8/results; fi
+  if (($# == 0)); then set -- --results=test_fp8/results; fi
   exec "$PY" -m pytest -p scripts.pytest_gpu_run -o "testpaths=$files" -m "$marks" -rs "$@"
 fi
 
