@@ -142,7 +142,7 @@ def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) ->
 def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> None:
     test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
     command = [sys.executable, *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider".split()]
-    command += ["--results", str(results.parent), str(test)]
+    command += [f"--results={results.parent}", str(test)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     body = "import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_a(n):\n    pass\n"
     skip = "\ndef test_b():\n    pytest.skip('no device')\n"
@@ -179,7 +179,7 @@ def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: boo
     executable(tmp_path / "python", 'case "$*" in *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac')
     command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ("--results test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
+    assert ("--results=test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
     # other files are not imported; what they need, a GPU node may lack
     assert set(re.findall(r"tests/test_\w+\.py", run.stdout)) == {"tests/test_a.py", "tests/test_b.py"}
 
