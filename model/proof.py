@@ -227,7 +227,7 @@ def attention_errors(
         ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
     truth = sdpa([t.float() for t in inputs], upstream.float(), window, documents)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
-    return errors[0], max(errors[1:])
+    return errors[0], float(torch.tensor(errors[1:]).max())  # NaN if one is, unlike Python's max
 
 
 def sdpa(

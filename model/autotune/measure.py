@@ -115,7 +115,8 @@ def measure_attention(task: Task, precision: Precision, timer: Timer, deadline: 
         te_backend.choose_attention_backend(backend)
         try:
             c, within = task.config, task.document_mask
-            error = max(attention_errors(c, precision, task.seq_length, document_mask=within))
+            errors = attention_errors(c, precision, task.seq_length, document_mask=within)
+            error = float(torch.tensor(errors).max())  # NaN if one is, unlike Python's max
             used = te_backend.attention_backend_in_use(precision.te)
             if not used.startswith(backend):
                 result.note = f"Transformer Engine ran {used}"

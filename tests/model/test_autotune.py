@@ -130,7 +130,9 @@ def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
     assert fp8.ms is not None and bf16.ms is not None and bf16.ms / fp8.ms == pytest.approx(0.97, abs=1e-3)
 
 
-def test_no_attention_is_favoured_by_a_cool_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_attention_is_favoured_by_a_cool_gpu_and_none_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """flash is 3 % faster, and each measurement takes 2 % longer than the one before."""
     chosen, calls = ["none"], itertools.count()
     monkeypatch.setattr(te_backend, "choose_attention_backend", lambda name: chosen.append(name))
@@ -142,6 +144,15 @@ def test_no_attention_is_favoured_by_a_cool_gpu(monkeypatch: pytest.MonkeyPatch)
     precision: Any = SimpleNamespace(te=SimpleNamespace(name="transformer_engine"))
     fused, flash = measure.measure_attention(task_of(), precision, Script(), Deadline(60.0))
     assert (fused.ms, flash.ms) == (pytest.approx(102.0), pytest.approx(97 * 1.02))
+
+    errors = {"fused": (0.0, float("nan")), "flash": (0.0, 0.03)}
+    monkeypatch.setattr(measure, "attention_errors", lambda *_, **__: errors[chosen[-1]])
+    wrong = measure.measure_attention(task_of(), precision, Script(), Deadline(60.0))
+    assert [way.ms for way in wrong] == [None, None]
+    assert [way.note.split(",")[0] for way in wrong] == [
+        "differs from SDPA by nan",
+        "differs from SDPA by 3.0e-02",
+    ]
 
 
 def test_fp8_measured_only_while_the_gpu_was_cool_is_said() -> None:

@@ -160,6 +160,21 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str)
     torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
 
 
+def test_a_head_of_its_own_is_refused_where_embeddings_are_tied(tmp_path: Path) -> None:
+    """It would be lost. The same weights twice are none of its own."""
+    precision = Precision(PrecisionConfig(compute="fp32"))
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    MistralForCausalLM(small_config()).save_pretrained(tmp_path)
+    tied = small_config(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    with pytest.raises(ConversionError, match=f"{head} differs from {embedding}, but the config ties them"):
+        build_model(tied, "te_layer", precision, init_from=str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {head: weights[embedding].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = build_model(tied, "te_layer", precision, init_from=str(tmp_path))
+    assert torch.equal(model.lm_head.weight.cpu(), weights[embedding])
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.1])
 def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
     """Of initializer_range, and no two matrices alike: not of one shape, of one layer, nor parts of one parameter."""

@@ -104,6 +104,35 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch)
         prove(model, precision)
 
 
+@pytest.mark.parametrize("place", ["output", "key", "value"])
+def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Its output, or the gradient of its keys or values alone."""
+
+    class NotANumber(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+            return x * torch.nan if place == "output" else x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+            return gradient if place == "output" else gradient * torch.nan
+
+    model, precision = model_of(num_hidden_layers=1)
+    right = precision.te.DotProductAttention
+
+    class Attention(right):  # type: ignore[misc, valid-type]
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
+        ) -> torch.Tensor:
+            k, v = (NotANumber.apply(x) if place == name else x for name, x in (("key", k), ("value", v)))
+            out = super().forward(q, k, v, **options)
+            return NotANumber.apply(out) if place == "output" else out
+
+    monkeypatch.setattr(precision.te, "DotProductAttention", Attention)
+    with pytest.raises(ProofError, match="differs from SDPA.* nan "):
+        prove(model, precision)
+
+
 @pytest.mark.parametrize("tokens", [256, 300, 520])
 def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""

@@ -168,7 +168,11 @@ def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
     assert again.keys() == saved.keys() and all(torch.equal(again[k], saved[k]) for k in saved)
     model.zero_grad()
     assert step(other, 5) == step(model, 5)
-    saved["model.layers.9.mlp.scaling_fwd.scale"] = torch.ones(3)
+    key = "model.layers.1.layernorm_mlp.scaling_bwd.amax_history"
+    kept = saved.pop(key)
+    with pytest.raises(PrecisionError, match=f"saved FP8 state lacks 1 tensors, such as {key}"):
+        load_fp8_state(other, precision, saved)
+    saved |= {key: kept, "model.layers.9.mlp.scaling_fwd.scale": torch.ones(3)}
     with pytest.raises(PrecisionError, match="model.layers.9.mlp"):
         load_fp8_state(other, precision, saved)
 

@@ -17,8 +17,10 @@ from tests.train.conftest import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
+from train.prepare.executors import submit_slurm
 from train.prepare.output import WORK_NAME
 from train.prepare.preparation import SLURM_NAME
+from train.prepare.tally import Stage
 
 PROGRAM = str(ROOT / "train/prepare_data.py")
 
@@ -230,6 +232,17 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
     assert "1  dropped: bad UTF-8" in error and "--max_dropped allows 0" in error
     assert prepare(*arguments, **one, max_dropped=1) == 0
     assert decoded(tmp_path / "out") == ["good"]
+
+
+def test_slurm_waits_for_no_stage_that_is_completed(tmp_path, slurm):
+    """Submitted again after a failure: Slurm has no job of it."""
+    (slurm() / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
+    stages = [(Stage(name, [], 1), tmp_path / name) for name in ("first", "second", "third")]
+    for _, folder in stages[:2]:
+        (folder / "completions").mkdir(parents=True)
+        (folder / "completions/00000").touch()
+    assert submit_slurm(stages, -1, "cpu", "1:00:00", {}) == ["7"]
+    assert "dependency" not in (tmp_path / "third/launch_script.slurm").read_text()
 
 
 def data_of(folder: Path) -> dict[str, bytes]:

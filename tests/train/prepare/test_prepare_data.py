@@ -266,6 +266,12 @@ def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokeniz
     other.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((tokenizer_dir / name).read_bytes())
+    # as training of another kind leaves it: cut and padded there, documents are whole
+    values = json.loads((other / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    values |= {"truncation": cut, "padding": padding | {"pad_type_id": 0, "pad_token": "<unk>"}}
+    (other / "tokenizer.json").write_text(json.dumps(values))
     literal = write_jsonl(tmp_path / "literal.jsonl", TEXTS)
     for name, folder in (("a", tokenizer_dir), ("b", other)):
         assert prepare(tmp_path / name, corpus, literal, tokenizer=folder) == 0
