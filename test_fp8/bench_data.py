@@ -27,6 +27,7 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.fp8.machine import describe
 from test_fp8.common import report
 from test_fp8.common.folders import make_folder, make_sparse_folder
 from test_fp8.common.options import Options, positive
@@ -157,7 +158,7 @@ def misses(results: Sequence[Result]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
-    machine, versions = report.describe()
+    machine, versions = describe()
     say(f"{machine['cpu']}, one process, numpy {np.__version__}, torch {versions['torch']}; "
         f"samples of {options.seq_length} tokens")  # fmt: skip
     try:

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.fp8.machine import describe, headline
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive
 from test_fp8.common.report import Result
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
     say = partial(print, flush=True) if rank == 0 else (lambda line: None)
-    say(report.headline(*report.describe()))
+    say(headline(*describe()))
     try:
         with tempfile.TemporaryDirectory(dir=options.work_dir) as name:
             shared: list[Any] = [name]

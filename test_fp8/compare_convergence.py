@@ -27,6 +27,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.fp8.machine import describe, headline
 from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.options import Options, public
@@ -85,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
         plans = make_plans(arguments)
         from model.config import load_config, num_parameters
 
-        machine, versions = report.describe()
+        machine, versions = describe()
         training = training_of(plans[0].config)
         training["parameters"] = num_parameters(load_config(plans[0].config["model"]["config"]))
-        print(report.headline(machine, versions))
+        print(headline(machine, versions))
         print(
             f"{training['model.config']}, {training['parameters'] / 1e6:,.1f} M parameters; each row: "
             f"{training['max_steps']:,} steps of {training['train_batch_size_tokens']:,} tokens", flush=True

@@ -26,6 +26,7 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.config import UserError
+from model.fp8.machine import describe, headline
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive
 from test_fp8.common.report import Result
@@ -80,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     OPTIONS.settle(options)
     from test_fp8.model.gradients import measure
 
-    machine, versions = report.describe()
-    print(report.headline(machine, versions), flush=True)
+    machine, versions = describe()
+    print(headline(machine, versions), flush=True)
     results: list[Result] = []
     try:
         for r in measure(options, {name: ROWS[name] for name in options.rows}):

@@ -32,6 +32,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.fp8.machine import describe, headline
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, positive
@@ -73,8 +74,8 @@ def main(argv: Sequence[str]) -> int:
         "iterations": options.iterations,
         "cached_weight": options.cached_weight,
     }
-    machine, versions = report.describe()
-    print(report.headline(machine, versions))
+    machine, versions = describe()
+    print(headline(machine, versions))
     if not gpu:
         print(
             "No GPU: FP8 is the CPU reference, right in its results and slow; these times say nothing about FP8.\n"

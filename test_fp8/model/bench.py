@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from model.build import build_model
 from model.config import flops_per_token, load_config, num_parameters
+from model.fp8.machine import describe, headline
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from test_fp8.common import report
@@ -58,9 +59,9 @@ class Bench:
             make_deterministic()
         if alone:
             init_distributed()
-        machine, versions = report.describe()
+        machine, versions = describe()
         about = f"{Path(options.config).name} on {machine.get('gpu', machine['cpu'])}"
-        print(report.headline(machine, versions))
+        print(headline(machine, versions))
         print(
             f"{about}: {num_parameters(self.config) / 1e6:,.1f} M parameters, {self.flops / 1e9:.3f} GFLOP a token at "
             f"{options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "

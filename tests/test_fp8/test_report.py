@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model.fp8.machine import describe, headline
 from test_fp8.common import report, timing
 from test_fp8.common.options import Options, output_file, positive
 from train.files import drawing
@@ -21,11 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> None:
-    machine, versions = report.describe()
+    machine, versions = describe()
     assert machine["cpu"]
     assert {"python", "torch", "fp8", "deepspeed", "transformers"} <= versions.keys()
     assert "Transformer Engine" in versions["fp8"]
-    assert versions["fp8"] in report.headline(machine, versions)
+    assert versions["fp8"] in headline(machine, versions)
     values = [str(value) for value in [*machine.values(), *versions.values()]]
     for private in (platform.node(), getpass.getuser(), str(Path.home()), str(Path.cwd())):
         assert private not in values
