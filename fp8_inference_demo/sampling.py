@@ -59,25 +59,25 @@ def uniform(keys_B: Tensor, steps_B: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Draws tokens for up to as many rows as there are `seeds`.
+    """Draws tokens for up to `rows` rows.
 
     Its tensors stay where they are, so that a captured `draw` goes on with what `begin` puts into them.
     Raises ValueError: a vocabulary beyond 2**21 tokens.
     """
 
-    def __init__(self, sampling: Sampling, seeds: Sequence[int], vocab_size: int, device: torch.device | str):
+    def __init__(self, sampling: Sampling, rows: int, vocab_size: int, device: torch.device | str):
         if vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}")
         self.sampling = sampling
-        self.keys = mix(torch.tensor(seeds, dtype=torch.int64)).to(device)
+        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
         penalised = sampling.repetition_penalty != 1
         # [rows, V]: tokens of the prompt and of what has been drawn
-        self.seen = (
-            torch.zeros(len(seeds), vocab_size, dtype=torch.bool, device=device) if penalised else None
-        )
+        self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
 
-    def begin(self, rows: Sequence[Sequence[int]]) -> None:
-        """Begin answers to prompts of these token ids, which the repetition penalty counts as said."""
+    def begin(self, rows: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Begin answers to prompts of these token ids, with a seed each; the repetition penalty counts their
+        tokens as said."""
+        self.keys[: len(seeds)].copy_(mix(torch.tensor(seeds, dtype=torch.int64)))
         if self.seen is None:
             return
         self.seen.zero_()

@@ -84,8 +84,6 @@ def load_config(name_or_path: str) -> MistralConfig:
 
     try:
         config = MistralConfig.from_pretrained(str(path))
-        # of the weights beside it, not of the architecture: a model trained anew from it has others
-        vars(config).pop("quantization_config", None)
         check_config(config)
     except (
         Exception
@@ -172,6 +170,30 @@ def matmul_parameters(config: MistralConfig) -> int:
     attention = config.hidden_size * (2 * q + 2 * kv)
     mlp = 3 * config.hidden_size * config.intermediate_size
     return config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+
+
+def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's tensors of a model by name, with their shapes. Tied embeddings appear once, as embed_tokens."""
+    H, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    q, kv = config.num_attention_heads * head_dim(config), config.num_key_value_heads * head_dim(config)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, H)}
+    for index in range(config.num_hidden_layers):
+        layer = {
+            "input_layernorm": (H,),
+            "self_attn.q_proj": (q, H),
+            "self_attn.k_proj": (kv, H),
+            "self_attn.v_proj": (kv, H),
+            "self_attn.o_proj": (H, q),
+            "post_attention_layernorm": (H,),
+            "mlp.gate_proj": (I, H),
+            "mlp.up_proj": (I, H),
+            "mlp.down_proj": (H, I),
+        }
+        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (H,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, H)
+    return shapes
 
 
 def num_parameters(config: MistralConfig) -> int:

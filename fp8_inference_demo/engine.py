@@ -1,0 +1,290 @@
+"""The engine: a loaded model, a cache of fixed size, and one CUDA graph from a token to the next.
+
+The device feeds its own tokens back and the host reads them some steps later, so nothing in the loop waits:
+
+    engine = Engine.load(folder, "fp8", batch_size=8, max_length=2048)
+    run = engine.generate([[1, 17, 4], [1, 99]], Sampling(temperature=0), seeds=[0, 1], max_new_tokens=64)
+    for step in run:  # one token a row, None where a row is done
+        ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
+from fp8_inference_demo.sampling import Sampler, Sampling
+from fp8_inference_demo.weights import Weights, load_weights
+from model.config import load_config
+
+# Steps that the device is ahead of the host, and so that may be computed in vain when a row ends.
+AHEAD = 8
+
+
+class EngineError(ValueError):
+    """What was asked for cannot be computed; the message says why and what to do."""
+
+
+@dataclass
+class Timing:
+    """Tokens and seconds of the prompts (with the first new tokens) and of the steps after that, over all rows."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+    def line(self) -> str:
+        prefill = (
+            f"prefill {self.prefill_tokens} tokens at {self.prefill_tokens / self.prefill_s:,.1f} tokens/s"
+        )
+        if not self.decode_tokens:
+            return prefill
+        return f"{prefill}; decode {self.decode_tokens} tokens at {self.decode_tokens / self.decode_s:,.1f} tokens/s"
+
+
+class Step:
+    """One step of B rows on the device: its inputs and outputs have fixed places, so a CUDA graph can replay it."""
+
+    def __init__(self, forward: Forward, rows: int, sampling: Sampling):
+        device, S = forward.weights.device, forward.cache.max_length
+        self.forward, self.last = forward, S - 1
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # of `tokens`
+        self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens so far
+        self.history = torch.zeros(S, rows, dtype=torch.int64, device=device)
+        self.sampler = Sampler(sampling, rows, forward.config.vocab_size, device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.counted: Counter[str] = Counter()  # what one step runs
+
+    def take(self, logits_BV: torch.Tensor) -> None:
+        """Draw the next token of each row and note it. -1: the logits were not finite."""
+        drawn = self.sampler.draw(logits_BV, self.steps)
+        self.history.index_copy_(0, self.steps[:1], drawn[None])
+        self.tokens.copy_(drawn.clamp(min=0))
+        self.steps += 1
+
+    def _step(self) -> None:
+        logits = self.forward.decode(self.tokens, self.positions)
+        self.take(logits)
+        self.positions.add_(1).clamp_(max=self.last)
+
+    def run(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            self.forward.ran.update(self.counted)
+        else:
+            self._step()
+
+    def capture(self) -> None:
+        """Make a CUDA graph of a step. What it changes meanwhile is overwritten by the next prefill."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        before = self.forward.ran.copy()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.forward.ran.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self.counted = self.forward.ran.copy()
+        self.forward.ran.clear()
+        self.forward.ran.update(before)
+        self.graph = graph
+
+
+class Generation:
+    """The continuation of some rows, read by iterating: a list with one entry a row, None where a row is done.
+
+    timing: filled as it goes. full: the rows that ended because the cache or the model's positions did.
+    """
+
+    def __init__(self, engine: Engine, step: Step, rows: Sequence[Sequence[int]], max_new_tokens: int):
+        self.engine, self.step, self.timing = engine, step, Timing()
+        room = [engine.max_length - len(ids) for ids in rows]
+        self.left = [min(max_new_tokens, space) for space in room]
+        self.full = {row for row, space in enumerate(room) if space < max_new_tokens}
+        self.rows = rows
+        self._stopped: set[int] = set()
+
+    def stop(self, row: int) -> None:
+        """No more tokens of this row."""
+        self._stopped.add(row)
+        self.full.discard(row)
+
+    def _done(self, row: int, index: int) -> bool:
+        return row in self._stopped or index >= self.left[row]
+
+    def _all_done(self, index: int) -> bool:
+        return all(self._done(row, index) for row in range(len(self.rows)))
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Raises EngineError: logits that are not finite."""
+        start = time.perf_counter()
+        self.engine.prefill(self.step, self.rows)
+        yield self._read(self.step.history[:1].tolist()[0], 0)  # waits for the device
+        self.timing.prefill_tokens, self.timing.prefill_s = (
+            sum(map(len, self.rows)),
+            time.perf_counter() - start,
+        )
+        start = time.perf_counter()
+        for index, tokens in self._steps():
+            rows = self._read(tokens, index)
+            self.timing.decode_tokens += sum(token is not None for token in rows)
+            self.timing.decode_s = time.perf_counter() - start
+            yield rows
+
+    def _read(self, tokens: list[int], index: int) -> list[int | None]:
+        out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
+        if -1 in out:
+            raise EngineError(
+                f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
+                "the model diverged; try --precision bf16, or another checkpoint"
+            )
+        return out
+
+    def _steps(self) -> Iterator[tuple[int, list[int]]]:
+        """(index, tokens of all rows) of the steps after the first; the device is AHEAD steps ahead."""
+        cuda = self.step.history.is_cuda
+        pending: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        launched, end = 1, max(self.left)
+        while True:
+            while (
+                launched < end
+                and len(pending) * AHEAD < (2 * AHEAD if cuda else 1)
+                and not self._all_done(launched)
+            ):
+                count = min(AHEAD if cuda else 1, end - launched)
+                for _ in range(count):
+                    self.step.run()
+                block = self.step.history[launched : launched + count]
+                event = None
+                if cuda:
+                    pinned = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+                    block = pinned.copy_(block, non_blocking=True)
+                    event = torch.cuda.Event()
+                    event.record()
+                pending.append((launched, block, event))
+                launched += count
+            if not pending:
+                return
+            first, block, event = pending.popleft()
+            if event is not None:
+                event.synchronize()
+            for offset, tokens in enumerate(block.tolist()):
+                if self._all_done(first + offset):
+                    return
+                yield first + offset, tokens
+
+
+class Engine:
+    """A loaded model for up to `batch_size` rows of up to `max_length` tokens each, prompt and continuation."""
+
+    def __init__(self, weights: Weights, batch_size: int, max_length: int):
+        """Raises EngineError: too little memory, more positions than the model has."""
+        self.config, self.weights = weights.config, weights
+        self.batch_size, self.max_length = batch_size, max_length
+        if max_length > self.config.max_position_embeddings:
+            raise EngineError(
+                f"max_length {max_length} exceeds the model's max_position_embeddings "
+                f"{self.config.max_position_embeddings}; lower it"
+            )
+        self.cache = Cache(weights, batch_size, max_length)
+        self.forward = Forward(weights, self.cache)
+        self._steps: dict[tuple[int, Sampling], Step] = {}
+
+    @classmethod
+    def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
+        """The model in a Hugging Face folder. precision: fp8, bf16 or fp32.
+
+        Raises ValueError: no Mistral there, or weights that are missing or damaged; EngineError: as the constructor.
+        """
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = load_config(str(folder))
+        return cls(load_weights(folder, config, precision, device), batch_size, max_length)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    def generate(
+        self, rows: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], max_new_tokens: int
+    ) -> Generation:
+        """Continue each row of token ids, with a seed a row; nothing is computed until the result is iterated.
+
+        Raises EngineError: no rows or more than batch_size, an empty row, one that fills max_length.
+        """
+        if not 0 < len(rows) <= self.batch_size:
+            raise EngineError(f"{len(rows)} rows were given, 1 to {self.batch_size} (batch_size) are allowed")
+        for index, ids in enumerate(rows):
+            if not 0 < len(ids) < self.max_length:
+                raise EngineError(
+                    f"row {index} has {len(ids)} tokens, 1 to {self.max_length - 1} are allowed: max_length is "
+                    f"{self.max_length}, with what is generated"
+                )
+        step = self._step(len(rows), sampling)
+        step.sampler.begin(rows, seeds)
+        return Generation(self, step, rows, max_new_tokens)
+
+    def _step(self, rows: int, sampling: Sampling) -> Step:
+        key = (rows, sampling)
+        if key not in self._steps:
+            step = self._steps[key] = Step(self.forward, rows, sampling)
+            if self.device.type == "cuda":
+                with torch.no_grad():
+                    step.capture()
+        return self._steps[key]
+
+    @torch.no_grad()
+    def prefill(self, step: Step, rows: Sequence[Sequence[int]]) -> None:
+        """Prompts into the cache, and the first new token of each row."""
+        longest = max(map(len, rows))
+        ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+        last = torch.tensor([len(tokens) - 1 for tokens in rows])
+        ids, last = ids.to(self.device), last.to(self.device)
+        at_once = max(1, PREFILL_TOKENS // longest)
+        hidden = []
+        for first in range(0, len(rows), at_once):
+            x_BTH = self.forward.prefill(ids[first : first + at_once], first)
+            wanted = last[first : first + at_once, None, None].expand(-1, -1, x_BTH.shape[2])
+            hidden.append(x_BTH.gather(1, wanted)[:, 0])
+        step.steps.zero_()
+        step.positions.copy_(last + 1)
+        step.take(self.forward.logits(torch.cat(hidden)))
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], few_rows: bool = False) -> torch.Tensor:
+        """Logits float32 [T, V] at all positions: by the path of prompts, or token by token by that of decoding."""
+        tokens = torch.tensor([list(ids)], device=self.device)
+        if not few_rows:
+            return self.forward.logits(self.forward.prefill(tokens)[0])
+        positions = torch.arange(len(ids), device=self.device)
+        return torch.cat([self.forward.decode(tokens[:, t], positions[t : t + 1]) for t in range(len(ids))])
+
+    def report(self) -> list[str]:
+        """For the log: the operations that ran, and what they read, counted."""
+        kinds = {
+            "fp8 weights": "matrix products read FP8 weights, with bf16 activations",
+            "fp8 gemm": "matrix products multiplied FP8 by FP8",
+        }
+        how = "plain torch" if self.forward.kernels is None else "Triton kernels"
+        lines = [
+            f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
+            for kind, count in self.forward.ran.items()
+        ]
+        size = self.weights.nbytes / 2**30
+        return [
+            f"{how} on {self.device}; weights {size:.2f} GiB, cache {2 * self.cache.keys.nbytes / 2**30:.2f} GiB",
+            *lines,
+        ]

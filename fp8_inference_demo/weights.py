@@ -1,0 +1,182 @@
+"""The weights of a model as the engine reads them: q, k and v in one matrix, gate and up in one, FP8 codes with scales.
+
+Shapes: R rows (output features), C columns (input features), G groups of columns that share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import MistralConfig
+
+from model.config import weight_shapes
+from model.fp8.hf_fp8 import Quantized, read_quantized
+from model.fp8.precision import DTYPES
+from model.te_reference.quantize import BLOCK
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+@dataclass
+class Matrix:
+    """A weight [R, C]: float8_e4m3fn codes with a float32 scale [R, G], or bf16 or float32 values and no scale."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """[R, C] in `dtype`: codes times scales, rounded once."""
+        if self.scale is None:
+            return self.values.to(dtype)
+        groups = self.values.float().unflatten(1, (self.scale.shape[1], -1))
+        return (groups * self.scale[:, :, None]).flatten(1).to(dtype)
+
+
+def quantize(weight: torch.Tensor) -> Matrix:
+    """A scale a row: the largest magnitude of a row becomes e4m3's largest value. weight: [R, C]."""
+    weight = weight.float()
+    scale = weight.abs().amax(1, keepdim=True) / FP8_MAX
+    scale = torch.where(scale > 0, scale, 1.0)
+    return Matrix((weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
+
+
+def stack(parts: list[Matrix]) -> Matrix:
+    """One matrix of the rows of all, in order."""
+    scales = [part.scale for part in parts if part.scale is not None]
+    return Matrix(
+        torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+        if scales
+        else torch.cat([part.values for part in parts]),
+        torch.cat(scales) if scales else None,
+    )
+
+
+@dataclass
+class Layer:
+    """Weights of a decoder layer. H hidden, N query heads, K key/value heads, D head dimension, I intermediate."""
+
+    input_norm: torch.Tensor  # [H]
+    qkv: Matrix  # [(N + 2 K) D, H]
+    o: Matrix  # [H, N D]
+    post_norm: torch.Tensor  # [H]
+    gate_up: Matrix  # [2 I, H]
+    down: Matrix  # [H, I]
+
+
+@dataclass
+class Weights:
+    """All weights of a model. embedding and head may be the same tensor."""
+
+    config: MistralConfig
+    embedding: torch.Tensor  # [V, H]
+    layers: list[Layer]
+    norm: torch.Tensor  # [H]
+    head: Matrix  # [V, H], never FP8
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.embedding.dtype
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Those of the layers."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+
+    @property
+    def fp8(self) -> bool:
+        return any(matrix.scale is not None for matrix in self.matrices())
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.embedding, self.norm]
+        for layer in self.layers:
+            tensors += [layer.input_norm, layer.post_norm]
+        if self.head.values.data_ptr() != self.embedding.data_ptr():
+            tensors.append(self.head.values)
+        return sum(t.nbytes for t in tensors) + sum(m.nbytes for m in self.matrices())
+
+
+def load_weights(folder: Path, config: MistralConfig, precision: str, device: torch.device) -> Weights:
+    """The weights of a Hugging Face folder, with or without FP8 weights, on `device`. precision: fp8, bf16 or fp32; fp8
+    has bf16 activations, embedding and head, and takes FP8 weights as they are.
+
+    Raises ValueError: no weights in safetensors, damaged ones, or not those of `config`.
+    """
+    tensors = read_quantized(folder, device)
+    if problems := _differences(tensors, config):
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"{folder}: its weights are not those of its config.json: {'; '.join(problems[:5])}{more}"
+        )
+    return pack(tensors, config, precision)
+
+
+def _differences(tensors: Mapping[str, torch.Tensor | Quantized], config: MistralConfig) -> list[str]:
+    """Tensors that are missing, unknown or of another shape than `config` has."""
+    shapes = weight_shapes(config)
+    found = {name: tuple((t.codes if isinstance(t, Quantized) else t).shape) for name, t in tensors.items()}
+    problems = [f"{name} is missing" for name in sorted(shapes.keys() - found.keys())]
+    problems += [f"{name} is unknown" for name in sorted(found.keys() - shapes.keys())]
+    problems += [
+        f"{name} has shape {found[name]}, config.json needs {shape}"
+        for name, shape in shapes.items()
+        if found.get(name, shape) != shape
+    ]
+    return problems
+
+
+def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, precision: str) -> Weights:
+    """Weights by Hugging Face's names, all on one device, as the engine reads them. Takes the tensors out of `tensors`
+    as it goes, so that they are not held twice."""
+    dtype = DTYPES[precision]
+
+    def plain(name: str) -> torch.Tensor:
+        tensor = tensors.pop(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor.to(dtype).contiguous()
+
+    def part(name: str) -> Matrix:
+        tensor = tensors.pop(name)
+        if precision != "fp8":
+            return Matrix(tensor.dequantize(dtype) if isinstance(tensor, Quantized) else tensor.to(dtype))
+        if isinstance(tensor, torch.Tensor):
+            return quantize(tensor)
+        scale = tensor.scale if tensor.by_row else tensor.scale.repeat_interleave(BLOCK, 0)
+        return Matrix(tensor.codes, scale[: len(tensor.codes)])
+
+    def matrix(*names: str) -> Matrix:
+        return stack([part(f"{name}.weight") for name in names])
+
+    layers = []
+    for index in range(config.num_hidden_layers):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        layers.append(
+            Layer(
+                plain(f"model.layers.{index}.input_layernorm.weight"),
+                matrix(*(f"{attention}.{letter}_proj" for letter in "qkv")),
+                matrix(f"{attention}.o_proj"),
+                plain(f"model.layers.{index}.post_attention_layernorm.weight"),
+                matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                matrix(f"{mlp}.down_proj"),
+            )
+        )
+    embedding = plain("model.embed_tokens.weight")
+    head = embedding if config.tie_word_embeddings else plain("lm_head.weight")
+    return Weights(config, embedding, layers, plain("model.norm.weight"), Matrix(head))

@@ -1,0 +1,178 @@
+"""The engine against transformers: the same tokens, alone and in a batch, beyond the window; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from fp8_inference_demo.engine import Engine, EngineError
+from fp8_inference_demo.sampling import Sampling
+from fp8_inference_demo.weights import quantize
+from model.config import weight_shapes
+
+GREEDY = Sampling(temperature=0)
+WINDOW = 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, MistralForCausalLM]]:
+    """A model with weights large enough that its tokens differ, and its folder."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=WINDOW, eos_token_id=None,
+    )  # fmt: skip
+    model = MistralForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    yield folder, model
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 40, 3, 11, *range(5, 100)][:count]
+    return [[1, *torch.randint(3, 320, (n - 1,), generator=generator).tolist()] for n in lengths]
+
+
+def tokens(engine: Engine, rows: list[list[int]], new: int, sampling: Sampling = GREEDY) -> list[list[int]]:
+    out: list[list[int]] = [[] for _ in rows]
+    for step in engine.generate(rows, sampling, list(range(len(rows))), new):
+        for answer, token in zip(out, step, strict=True):
+            if token is not None:
+                answer.append(token)
+    return out
+
+
+def greedy(model: MistralForCausalLM, row: list[int], answer: list[int]) -> list[int]:
+    """What transformers has after the prompt and after each token of the answer."""
+    logits = model(torch.tensor([row + answer])).logits[0]
+    return logits[len(row) - 1 : -1].argmax(-1).tolist()
+
+
+def test_greedy_tokens_are_those_of_transformers_alone_and_in_a_batch(
+    model: tuple[Path, MistralForCausalLM],
+) -> None:
+    folder, theirs = model
+    rows = prompts(20)
+    engine = Engine.load(folder, "fp32", batch_size=20, max_length=360)
+    batched = tokens(engine, rows, 256)
+    assert len({token for answer in batched for token in answer}) > 100
+    for row, answer in zip(rows, batched, strict=True):
+        assert answer == greedy(theirs, row, answer) and len(answer) == 256
+    for row, answer in zip(rows[:3], batched[:3], strict=True):
+        assert tokens(engine, [row], 40) == [answer[:40]]
+    expected = theirs.generate(torch.tensor(rows[:1]), max_new_tokens=60, do_sample=False, pad_token_id=0)
+    assert batched[0][:60] == expected[0, len(rows[0]) :].tolist()
+
+
+def test_drawn_tokens_are_the_same_alone_and_in_a_batch(model: tuple[Path, MistralForCausalLM]) -> None:
+    engine = Engine.load(model[0], "fp32", batch_size=4, max_length=128)
+    rows, sampling = prompts(4), Sampling(temperature=1.0, top_k=0, repetition_penalty=1.2)
+    batched = tokens(engine, rows, 40, sampling)
+    assert batched[0] == tokens(engine, rows[:1], 40, sampling)[0] != tokens(engine, rows[:1], 40)[0]
+    assert tokens(engine, rows, 40, sampling) == batched
+
+
+def test_the_two_paths_of_a_token_have_the_same_logits(model: tuple[Path, MistralForCausalLM]) -> None:
+    """Against transformers with the weights that the engine has. In FP8 many rows round their activations to e4m3
+    (half a step: 3 %), few do not."""
+    folder, theirs = model
+    ids = prompts(2)[1]
+    for precision, allowed in (("fp32", (1e-5, 1e-5)), ("bf16", (0.03, 0.03)), ("fp8", (0.15, 0.03))):
+        engine = Engine.load(folder, precision, 1, 64)
+        same = copy.deepcopy(theirs)
+        with torch.no_grad():
+            for ours, layer in zip(engine.weights.layers, same.model.layers, strict=True):
+                q, k, v = ours.qkv.dequantize(torch.float32).split((64, 32, 32))
+                gate, up = ours.gate_up.dequantize(torch.float32).split(160)
+                o, down = ours.o.dequantize(torch.float32), ours.down.dequantize(torch.float32)
+                modules = layer.self_attn, layer.mlp
+                names = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+                for module, part, values in zip(
+                    modules, names, ((q, k, v, o), (gate, up, down)), strict=True
+                ):
+                    for name, value in zip(part, values, strict=True):
+                        module.get_submodule(name).weight.copy_(value)
+            expected = same(torch.tensor([ids])).logits[0]
+        for few_rows, tolerance in enumerate(allowed):
+            error = (engine.score(ids, bool(few_rows)) - expected).norm() / expected.norm()
+            assert error < tolerance, (precision, few_rows)
+    assert set(engine.forward.ran) == {"fp8 weights", "fp8 gemm"}
+
+
+def test_rows_end_on_their_own(model: tuple[Path, MistralForCausalLM]) -> None:
+    engine = Engine.load(model[0], "fp32", batch_size=3, max_length=48)
+    rows = prompts(3)  # 1, 40 and 3 tokens
+    run = engine.generate(rows, GREEDY, [0, 0, 0], 20)
+    assert run.full == {1}
+    counts = [0, 0, 0]
+    for index, step in enumerate(run):
+        counts = [n + (token is not None) for n, token in zip(counts, step, strict=True)]
+        if index == 4:
+            run.stop(0)
+    assert counts == [5, 8, 20]
+    assert (run.timing.prefill_tokens, run.timing.decode_tokens) == (44, 33 - 3)
+    # what was left of the cache by other rows is not seen
+    assert tokens(engine, rows[2:], 20) == [tokens(Engine.load(model[0], "fp32", 1, 48), rows[2:], 20)[0]]
+
+
+def test_logits_that_are_not_finite_end_with_an_error(model: tuple[Path, MistralForCausalLM]) -> None:
+    engine = Engine.load(model[0], "bf16", batch_size=2, max_length=48)
+    engine.weights.layers[1].down.values[3, 5] = math.nan
+    with pytest.raises(EngineError, match="row 0 are not finite at new token 0"):
+        tokens(engine, prompts(2), 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "0 rows were given, 1 to 2"),
+        ([[1]] * 3, "3 rows"),
+        ([[1], []], "row 1 has 0"),
+        ([[1] * 48], "row 0 has 48"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    model: tuple[Path, MistralForCausalLM], rows: list[list[int]], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        Engine.load(model[0], "fp32", 2, 48).generate(rows, GREEDY, [0] * len(rows), 4)
+
+
+def test_more_positions_than_the_model_has_are_refused(model: tuple[Path, MistralForCausalLM]) -> None:
+    with pytest.raises(EngineError, match="max_length 513 exceeds the model's max_position_embeddings 512"):
+        Engine.load(model[0], "fp32", 1, 513)
+
+
+def test_weights_of_another_model_are_refused(model: tuple[Path, MistralForCausalLM], tmp_path: Path) -> None:
+    folder, theirs = model
+    shapes = weight_shapes(theirs.config)
+    assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
+    theirs.config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.\S+ is unknown"):
+        Engine.load(tmp_path, "fp32", 1, 48)
+
+
+def test_a_row_of_codes_has_the_scale_of_its_largest_value() -> None:
+    weight = (
+        torch.randn(5, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 5)[:, None]
+    )
+    weight[4] = 0
+    matrix = quantize(weight)
+    assert matrix.scale is not None
+    assert torch.equal(matrix.values.float().abs().amax(1), torch.tensor([448.0] * 4 + [0.0]))
+    error = (matrix.dequantize(torch.float32) - weight)[:4] / weight[:4].abs().amax(1, keepdim=True)
+    assert error.abs().max() < 16 / 448  # half a step of e4m3 in its top binade
