@@ -43,19 +43,14 @@ def build_model(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
             "to false"
         )
-    if not VARIANTS[variant].te:
-        from model.hf_baseline import HuggingFaceMistral, TorchaoMistral
-
-        cls = TorchaoMistral if variant == "torchao" else HuggingFaceMistral
-        model: Any = cls.build(config, precision)
+    model: Any = make_modules(config, variant, precision, speed or SpeedConfig(), document_mask)
+    if VARIANTS[variant].te:
+        model.gradient_checkpointing = gradient_checkpointing
+    else:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if compiles(variant, precision.config, compile):
             model.compile_layers()
-    else:
-        module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
-        model = module.MistralForCausalLM(config, precision, speed or SpeedConfig(), document_mask)
-        model.gradient_checkpointing = gradient_checkpointing
     precision.apply(model)
     if init_from is None:
         conversion.init_weights(model, seed)
@@ -64,3 +59,15 @@ def build_model(
 
         conversion.load_hf_state_dict(model, load_hf_folder(init_from, config))
     return model
+
+
+def make_modules(
+    config: MistralConfig, variant: str, precision: Precision, speed: SpeedConfig, document_mask: bool = False
+) -> nn.Module:
+    """The modules of a variant on `precision.device`, which may be meta, with weights that are yet to be set."""
+    if VARIANTS[variant].te:
+        module = modeling_mistral_fp8 if variant == "te_linear" else modeling_mistral_fp8_trans
+        return module.MistralForCausalLM(config, precision, speed, document_mask)
+    from model.hf_baseline import HuggingFaceMistral, TorchaoMistral
+
+    return (TorchaoMistral if variant == "torchao" else HuggingFaceMistral).build(config, precision)

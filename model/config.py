@@ -84,6 +84,8 @@ def load_config(name_or_path: str) -> MistralConfig:
 
     try:
         config = MistralConfig.from_pretrained(str(path))
+        # of the weights beside it, not of the architecture: a model trained anew from it has others
+        vars(config).pop("quantization_config", None)
         check_config(config)
     except (
         Exception

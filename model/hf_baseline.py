@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from model.config import ARCHITECTURE, load_config
 from model.conversion import ConversionError
+from model.fp8.hf_fp8 import quantization_of
 from model.fp8.precision import Precision
 from model.mistral_base import causal_lm_loss
 
@@ -84,8 +85,8 @@ class TorchaoMistral(HuggingFaceMistral):
 def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor]:
     """The weights of a Hugging Face folder, which must be of the architecture `config`.
 
-    Raises ValueError: no such folder, an architecture that differs (each difference is named), no weights or weights
-    that cannot be read; ConversionError: tensors missing, unknown or of another shape.
+    Raises ValueError: no such folder, an architecture that differs (each difference is named), weights that are
+    quantized, no weights or weights that cannot be read; ConversionError: tensors missing, unknown or of another shape.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"model.init_from: {folder!r} is not a folder")
@@ -97,6 +98,11 @@ def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor
     ]
     if differences:
         raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+    if method := quantization_of(folder).get("quant_method"):
+        raise ValueError(
+            f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving; give the folder with "
+            "the whole ones: a run's hf/, or what train/export.py --format hf writes"
+        )
     try:
         # without ignore_mismatched_sizes transformers prints which tensors differ, and raises without naming them
         model, found = MistralForCausalLM.from_pretrained(

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """A checkpoint -> a Hugging Face folder: config.json, model.safetensors, tokenizer.
 
-    python train/export.py output/run/checkpoints/step-00001000 OUT [--tokenizer DIR]
+    python train/export.py output/run/checkpoints/step-00001000 OUT [--format hf | hf-fp8] [--tokenizer DIR]
 
-OUT loads with transformers' AutoModelForCausalLM.from_pretrained, and so in whatever serves Mistral models.
+OUT loads with transformers' AutoModelForCausalLM.from_pretrained, and so in whatever serves Mistral models. No GPU is
+needed. hf-fp8: the weights of the layers in FP8, of a model that trained in Transformer Engine's FP8 the codes and
+scales that training multiplied with, bit for bit; docs/inference.md has what reads it.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from train.checkpoint.files import CheckpointError, RunState, identity, problems, read_state
+from train.checkpoint.files import CheckpointError, RunState, identity, problems, rank_file, read_state
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.run_folder import EXPORTED_FROM
 
+FORMATS = ("hf", "hf-fp8")
 
-def export(path: Path, out: Path, tokenizer: Path) -> None:
+
+def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
     """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
     `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
     that `out` is whole or absent; an older one is replaced. exported_from.json in it names the checkpoint.
+    form: one of FORMATS. Returns what there is to say about the weights, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
-    folder that no export wrote.
+    folder that no export wrote, or the hf/ of a run, and the weights are to be FP8. PrecisionError: weights that have
+    no FP8 form.
     """
     found = []
     files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
@@ -39,11 +45,16 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
         )
     if out.exists() and not (out / EXPORTED_FROM).exists():
         found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
+    if form != "hf" and out.name == "hf" and (out.parent / "checkpoints").is_dir():
+        found.append(
+            f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "
+            f"as {out.with_name(form)}"
+        )
     if found:
         raise CheckpointError("; ".join(found))
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    _write_model(path, partial)
+    lines = _write_model(path, partial, form)
     for file in files:
         shutil.copy2(file, partial / file.name)
     origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
@@ -51,10 +62,11 @@ def export(path: Path, out: Path, tokenizer: Path) -> None:
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)
+    return lines
 
 
-def _write_model(path: Path, out: Path) -> None:
-    """config.json and weights, in the dtype of training."""
+def _write_model(path: Path, out: Path, form: str) -> list[str]:
+    """config.json and weights, in the dtype of training but for those that `form` has in FP8; what to say of these."""
     # Here: it takes seconds, which --help and a wrong path do not wait for, nor a run, whose ranks import this file.
     import torch
     from transformers import MistralConfig, MistralForCausalLM
@@ -65,20 +77,75 @@ def _write_model(path: Path, out: Path) -> None:
 
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
-    weights = read_hf_weights(path, config)
     dtype = DTYPES[state.train_config["precision"]["compute"]]
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config)
-    missing, unexpected = model.load_state_dict(
-        {name: tensor.to(dtype) for name, tensor in weights.items()}, strict=False, assign=True
-    )
+    weights = {name: tensor.to(dtype) for name, tensor in read_hf_weights(path, config).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
         raise CheckpointError(f"{path}: missing weights {missing}, unknown weights {unexpected}")
     model.tie_weights()
     model.config.dtype = dtype
     transformers_logging.disable_progress_bar()
+    if form == "hf-fp8":
+        return _write_fp8(path, out, state, model, weights)
     model.save_pretrained(out)
+    return []
+
+
+def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
+    """`weights`, those of `model` by Hugging Face's names, with the layers' in FP8; what there is to say of them."""
+    import torch
+    from huggingface_hub import save_torch_state_dict
+
+    from model.fp8 import hf_fp8, serving
+    from model.fp8.recipes import PrecisionConfig
+
+    precision = PrecisionConfig(**state.train_config["precision"])
+    variant = state.train_config["model"]["variant"]
+    fp8_state = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)["fp8"]
+    trained = None
+    if serving.trained_in_fp8(precision):
+        trained = serving.TrainedFP8(model.config, variant, precision)
+        quantized = trained.quantize(weights, fp8_state)
+    else:
+        quantized = serving.quantize_rows(weights, serving.untrained_fp8(model, precision))
+    kept = [name for name in serving.linears(model) if f"{name}.weight" not in quantized]
+    lines = [f"not FP8: {', '.join(kept)}, the embedding and the norms"]
+    rest = weights
+    if model.config.dtype == torch.float32:  # what serves FP8 computes in 16 bits
+        model.config.dtype = torch.bfloat16
+        rest = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        lines = [f"{lines[0]}: these are rounded to bfloat16"]
+    model.config.architectures = [type(model).__name__]
+    model.config.quantization_config = hf_fp8.quantization_config(bool(trained and trained.blocks), kept)
+    model.config.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+    save_torch_state_dict(hf_fp8.flat(rest | quantized), out)
+    codes = f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes"
+    if trained is None:
+        error = sum(
+            float((q.dequantize(torch.float32) - weights[n].float()).norm() ** 2)
+            for n, q in quantized.items()
+        )
+        size = sum(float(weights[n].float().norm() ** 2) for n in quantized)
+        how = precision.compute if precision.compute != "fp8" else f"torchao's FP8 ({precision.recipe})"
+        return [
+            f"{codes}, a scale a row; relative error {(error / size) ** 0.5:.1e}. The model trained in {how}, so there "
+            "are no codes of training to compare with",
+            *lines,
+        ]
+    if differing := trained.differences(hf_fp8.read_quantized(out), weights, fp8_state):
+        raise CheckpointError(
+            f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of "
+            f"{path}: a fault of this program; export --format hf"
+        )
+    return [
+        f"{codes}: codes and scales equal those that training ({variant}, {precision.recipe} scaling) multiplies with "
+        "at this checkpoint, bit for bit, compared with the written files",
+        *lines,
+    ]
 
 
 def main() -> None:
@@ -87,6 +154,7 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path, help="a folder step-NNNNNNNN")
     parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
+    parser.add_argument("--format", choices=FORMATS, default="hf", help="hf-fp8: weights in FP8; default: hf")
     parser.add_argument("--tokenizer", type=Path, help="folder of another one; default: the training data's")
     arguments = parser.parse_args()
     try:
@@ -98,10 +166,10 @@ def main() -> None:
         state = read_state(arguments.checkpoint)
         tokenizer = arguments.tokenizer or tokenizer_of(state.train_config["data"]["sources"])
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
-        export(arguments.checkpoint, arguments.out.absolute(), tokenizer)
-    except (CheckpointError, DataError, OSError) as error:
+        lines = export(arguments.checkpoint, arguments.out.absolute(), tokenizer, arguments.format)
+    except (CheckpointError, DataError, ValueError, OSError) as error:
         parser.exit(1, f"error: {error}\n")
-    print(f"wrote {arguments.out}")
+    print("\n".join([*lines, f"wrote {arguments.out}"]))
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:

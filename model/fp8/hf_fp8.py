@@ -14,6 +14,7 @@ by whoever multiplies, a row (or a row's 128 values) at a time.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,41 @@ def _scale_suffix(folder: Path) -> str | None:
         f"scale a channel and quant_method fp8 with blocks of {BLOCK} x {BLOCK} are, as train/export.py --format "
         "hf-fp8 writes them"
     )
+
+
+def quantization_config(blocks: bool, unquantized: list[str]) -> dict[str, Any]:
+    """What config.json says of FP8 weights with a scale a row, or with `blocks` a block. unquantized: the Linears that
+    have none."""
+    if blocks:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": unquantized,
+        }
+    fp8 = {"type": "float", "num_bits": 8, "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": {**fp8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**fp8, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": unquantized,
+    }
+
+
+def flat(weights: Mapping[str, torch.Tensor | Quantized]) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that holds `weights`, all of one format, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Quantized):
+            suffix = ROW_SCALE if weight.by_row else BLOCK_SCALE
+            tensors |= {name: weight.codes, name + suffix: weight.scale}
+        else:
+            tensors[name] = weight
+    return tensors

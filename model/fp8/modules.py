@@ -69,6 +69,12 @@ def matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in module.named_parameters(recurse=False) if name in names]
 
 
+def bf16_pattern(name: str, patterns: list[str]) -> str | None:
+    """The first of the `patterns` of precision.bf16_modules that matches the module `name` or one that contains it."""
+    parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
+    return next((pattern for pattern in patterns if fnmatch.filter(parents, pattern)), None)
+
+
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     """Which GEMM modules of `model` are meant to run FP8, and which not and why."""
     report = FP8Report([], {})
@@ -77,11 +83,8 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
         if not precision.fp8:
             reason = f"precision.compute is {precision.config.compute}"
         else:
-            parents = [name[:i] for i, c in enumerate(name) if c == "."] + [name]
-            for pattern in precision.config.bf16_modules:
-                if fnmatch.filter(parents, pattern):
-                    reason = f"precision.bf16_modules has {pattern!r}"
-                    break
+            pattern = bf16_pattern(name, precision.config.bf16_modules)
+            reason = pattern and f"precision.bf16_modules has {pattern!r}"
         if reason is None:
             report.planned.append(name)
         else:

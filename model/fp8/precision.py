@@ -31,12 +31,13 @@ class Precision:
     """A `PrecisionConfig` resolved on this machine.
 
     Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object or torchao's Float8LinearConfig, None unless
-    compute is fp8), `dtype` (parameters and activations), `device`, `emulated` (see PrecisionConfig).
+    compute is fp8), `dtype` (parameters and activations), `device` (the GPU where there is one, unless it is given),
+    `emulated` (see PrecisionConfig).
 
     Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
     """
 
-    def __init__(self, config: PrecisionConfig):
+    def __init__(self, config: PrecisionConfig, device: torch.device | None = None):
         problems = config.problems()
         if problems:
             raise PrecisionError("; ".join(problems))
@@ -47,11 +48,11 @@ class Precision:
             )
         self.config = config
         self.dtype = DTYPES[config.compute]
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        if device is None:
+            device = torch.device("cpu")
+            if torch.cuda.is_available():
+                device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         if config.compute == "fp16" and self.device.type == "cpu":
             raise PrecisionError(
                 "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"

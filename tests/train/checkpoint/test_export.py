@@ -55,10 +55,11 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
 ) -> None:
     """--tokenizer may name a model's folder; and a run's own is not lost to a folder that somebody put in there."""
 
-    def write_model(path: Path, out: Path) -> None:
+    def write_model(path: Path, out: Path, form: str) -> list[str]:
         out.mkdir()
         (out / "config.json").write_text("ours")
         (out / "model.safetensors").write_text("ours")
+        return [form]
 
     monkeypatch.setattr(export, "_write_model", write_model)
     monkeypatch.setattr(export, "identity", lambda path: "identity")
@@ -72,7 +73,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
         export.export(tmp_path, out, model)
     (model / "tokenizer.json").write_text("theirs")
     (model / "chat_template.jinja").write_text("theirs")
-    export.export(tmp_path, out, model)
+    assert export.export(tmp_path, out, model) == ["hf"]
     assert {path.name: path.read_text() for path in out.iterdir() if path.name != "exported_from.json"} == {
         "config.json": "ours",
         "model.safetensors": "ours",

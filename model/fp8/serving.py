@@ -1,0 +1,197 @@
+"""The weights of a trained model -> FP8, for whatever serves it.
+
+Of a model that trained in Transformer Engine's FP8, these are the codes and scales that training multiplies with. They
+are quantized here from the tensors of a checkpoint and the scales of its recipe, and compared, bit for bit, with what
+the training's own modules make of the same checkpoint. Of any other model each row gets a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from model.build import make_modules
+from model.conversion import Parts, hf_parts, load_hf_state_dict
+from model.fp8.hf_fp8 import Quantized
+from model.fp8.modules import bf16_pattern, fp8_modules
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import RECIPES, PrecisionConfig
+from model.fp8.state import load_fp8_state
+from model.te_reference import quantize as te
+from model.te_reference.base import WEIGHT
+from model.variants import SpeedConfig
+
+if TYPE_CHECKING:
+    from transformers import MistralConfig
+
+E4M3 = torch.float8_e4m3fn
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of GEMM number `gemm` of the FP8 module `module`: the Hugging Face tensors `parts`, with their rows,
+    one below the other. With a scale a tensor they share it."""
+
+    module: str
+    gemm: int
+    parts: Parts
+
+
+class TrainedFP8:
+    """The weights that a run of te_linear or te_layer multiplies in FP8, but for lm_head, which nobody serves in FP8.
+
+    Attributes: `names` of the Hugging Face tensors; `blocks`, whether a scale is a block's.
+    Raises PrecisionError: block scaling, and a size that blocks of 128 do not divide.
+    """
+
+    def __init__(self, config: MistralConfig, variant: str, precision: PrecisionConfig):
+        self.precision = Precision(dataclasses.replace(precision, backend="reference"), torch.device("meta"))
+        self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())
+        self.precision.apply(self.model)
+        self.blocks = precision.recipe == "block"
+        self.matrices = [
+            Matrix(name, gemm, hf_parts(f"{name}.{parameter}", weight.shape, config))
+            for name in fp8_modules(self.model, self.precision).planned
+            if name != "lm_head"
+            for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
+        ]
+        self.names = [name for matrix in self.matrices for name, _ in matrix.parts]
+        if self.blocks:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        uneven = []
+        for matrix in self.matrices:
+            columns = _matrices_of(self.model.get_submodule(matrix.module))[matrix.gemm][1].shape[1]
+            uneven += [
+                f"{name} {(rows, columns)}"
+                for name, rows in matrix.parts
+                if rows % te.BLOCK or columns % te.BLOCK
+            ]
+        if uneven:
+            more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
+            raise PrecisionError(
+                f"block scaling has a scale for {te.BLOCK} x {te.BLOCK} weights, and what serves such models needs "
+                f"sizes that {te.BLOCK} divides; this model has {', '.join(uneven[:3])}{more}. Export it with --format "
+                "hf, or train with precision.recipe current or delayed"
+            )
+
+    def quantize(self, weights: Weights, fp8_state: Weights) -> dict[str, Quantized]:
+        """As the next step of the training would. weights: by Hugging Face's names, in the dtype of training.
+        fp8_state: as of model/fp8/state.py, empty for recipes without.
+
+        Raises PrecisionError: weights that are not finite.
+        """
+        quantized = {}
+        recipe: Any = self.precision.recipe
+        for matrix in self.matrices:
+            tensors = {name: _finite(name, weights[name]) for name, _ in matrix.parts}
+            if self.blocks:
+                for name, tensor in tensors.items():
+                    options = asdict(recipe.fp8_quant_fwd_weight)
+                    codes, scale = te.quantize_blocks(tensor, (te.BLOCK, te.BLOCK), E4M3, **options)
+                    quantized[name] = Quantized(codes, scale)
+                continue
+            if self.precision.has_state:
+                scale = fp8_state[f"{matrix.module}.scaling_fwd.scale"][3 * matrix.gemm + WEIGHT]
+            else:
+                amax = torch.stack([te.amax(tensor) for tensor in tensors.values()]).max()
+                scale = te.scale_from_amax(amax, te.FP8_MAX[E4M3], **asdict(recipe.fp8_quant_fwd_weight))
+            for name, tensor in tensors.items():
+                rows = scale.reciprocal().repeat(tensor.shape[0], 1)
+                quantized[name] = Quantized(te.scaled_cast(tensor, scale, E4M3), rows)
+        return quantized
+
+    @torch.no_grad()
+    def of_training(
+        self, weights: Weights, fp8_state: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, Quantized]]:
+        """The same, by calling the modules of the training, those of the CPU reference, as its next step would call
+        them with its first micro-batch: what they then keep as FP8 weights."""
+        for matrix in self.matrices:
+            self.model.get_submodule(matrix.module).to_empty(device="cpu")
+        load_hf_state_dict(self.model, weights)
+        load_fp8_state(self.model, self.precision, fp8_state)
+        for matrix in self.matrices:
+            module = self.model.get_submodule(matrix.module)
+            if matrix.gemm == 0:
+                inputs = _matrices_of(module)[0][1].shape[1]
+                with self.precision.autocast():
+                    module(torch.zeros(16, inputs, dtype=self.precision.dtype), is_first_microbatch=True)
+            kept, first = module._fp8_workspaces[matrix.gemm], 0
+            for name, rows in matrix.parts:
+                scale = kept.rows_scale_inv
+                if self.blocks:
+                    scale = scale[first // te.BLOCK : (first + rows) // te.BLOCK]
+                else:
+                    scale = scale.repeat(rows, 1)
+                yield name, Quantized(kept.rows[first : first + rows], scale)
+                first += rows
+
+    def differences(
+        self,
+        written: Mapping[str, torch.Tensor | Quantized],
+        weights: Weights,
+        fp8_state: dict[str, torch.Tensor],
+    ) -> list[str]:
+        """The names of what `written`, as read back, has not as training has it, to the bit."""
+        return [
+            name
+            for name, ours in self.of_training(weights, fp8_state)
+            if not (isinstance(theirs := written.get(name), Quantized) and _same(ours, theirs))
+        ]
+
+
+def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
+    """The names of the weights to serve in FP8 of a model that did not train in Transformer Engine's: those of all
+    Linears but lm_head, and but those that a run of torchao kept in bf16."""
+    patterns = ["lm_head", *(precision.bf16_modules if precision.compute == "fp8" else [])]
+    return [f"{name}.weight" for name in linears(hf_model) if not bf16_pattern(name, patterns)]
+
+
+def linears(hf_model: nn.Module) -> list[str]:
+    """The names of the torch.nn.Linear modules of a Hugging Face model."""
+    return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def quantize_rows(weights: Weights, names: list[str]) -> dict[str, Quantized]:
+    """The matrices `names` with a scale a row: its largest magnitude / 448; of a row of zeros 1.
+
+    Raises PrecisionError: weights that are not finite.
+    """
+    quantized = {}
+    for name in names:
+        tensor = _finite(name, weights[name])
+        codes, scale = te.quantize_blocks(tensor, (1, tensor.shape[1]), E4M3, power_2_scale=False)
+        quantized[name] = Quantized(codes, scale)
+    return quantized
+
+
+def trained_in_fp8(precision: PrecisionConfig) -> bool:
+    """Whether a run trained in Transformer Engine's FP8, or its reference's."""
+    return precision.compute == "fp8" and RECIPES[precision.recipe].library == "te"
+
+
+def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The weights of the GEMMs of one module, in the order of the GEMMs, with their names."""
+    return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise PrecisionError(
+            f"{name} has values that are not finite: the training had gone wrong by this checkpoint"
+        )
+    return tensor
+
+
+def _same(one: Quantized, other: Quantized) -> bool:
+    return torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8)) and torch.equal(
+        one.scale.view(torch.int32), other.scale.view(torch.int32)
+    )

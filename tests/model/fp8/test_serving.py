@@ -1,0 +1,165 @@
+"""model/fp8/serving.py: the FP8 weights for serving are those that a training multiplies with, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralForCausalLM
+
+from model.build import build_model
+from model.conversion import to_hf_state_dict
+from model.fp8.hf_fp8 import Quantized
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import PrecisionConfig
+from model.fp8.serving import TrainedFP8, quantize_rows, untrained_fp8
+from model.fp8.state import snapshot_fp8_state
+from tests.conftest import random_ids, small_config
+
+SIZES = {"num_key_value_heads": 4, "intermediate_size": 256}
+"""Of a model that blocks of 128 divide."""
+
+
+def train(variant: str, steps: int = 2, **keys: Any) -> tuple[Any, Any, dict, dict, dict]:
+    """A model that took some steps on the CPU reference: configurations, weights, FP8 state, and the FP8 copies that
+    its modules keep in the next step's first forward, by module and GEMM."""
+    config, precision_config = small_config(**SIZES), PrecisionConfig(**keys)
+    precision = Precision(precision_config)
+    model: Any = build_model(config, variant, precision, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(steps):
+        ids = random_ids(config, 2, 33, step)
+        model(ids[:, :-1], labels=ids[:, 1:], is_first_microbatch=True).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = to_hf_state_dict(model), snapshot_fp8_state(model, precision)
+    model(random_ids(config, 2, 32, 9), is_first_microbatch=True)
+    copies = {
+        f"{name}.{gemm}": kept
+        for name, module in model.named_modules()
+        for gemm, kept in getattr(module, "_fp8_workspaces", {}).items()
+    }
+    return config, precision_config, weights, state, copies
+
+
+def expected(variant: str, copies: dict, layer: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Codes and scale of a layer's Hugging Face tensors (hidden 128, 4 heads of 32 each way, 256) in its copies."""
+    rows = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "gate_proj": 256, "up_proj": 256}
+    if variant == "te_linear":
+        places = {
+            part: (f"{part}.0", slice(None))
+            for part in ("self_attn.o_proj", "mlp.down_proj", *(f"self_attn.{n}_proj" for n in "qkv"))
+        } | {f"mlp.{n}": (f"mlp.{n}.0", slice(None)) for n in ("gate_proj", "up_proj")}
+    else:
+        qkv, fc1 = "self_attention.layernorm_qkv.0", "layernorm_mlp.0"
+        places = {
+            "self_attn.q_proj": (qkv, slice(0, 128)),
+            "self_attn.k_proj": (qkv, slice(128, 256)),
+            "self_attn.v_proj": (qkv, slice(256, 384)),
+            "self_attn.o_proj": ("self_attention.proj.0", slice(None)),
+            "mlp.gate_proj": (fc1, slice(0, 256)),
+            "mlp.up_proj": (fc1, slice(256, 512)),
+            "mlp.down_proj": ("layernorm_mlp.1", slice(None)),
+        }
+    assert rows.keys() <= {part.split(".")[1] for part in places}
+    out = {}
+    for part, (module, where) in places.items():
+        kept = copies.get(f"model.layers.{layer}.{module}")
+        if kept is not None:
+            scale = kept.rows_scale_inv
+            if scale.dim():
+                blocks = slice(where.start and where.start // 128, where.stop and where.stop // 128)
+                scale = scale[blocks]
+            out[f"model.layers.{layer}.{part}.weight"] = kept.rows[where], scale
+    return out
+
+
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(recipe="delayed", amax_history_len=2, margin=1),
+        dict(recipe="delayed", bf16_modules=["lm_head", "model.layers.0", "*.1.*qkv", "*.1.*v_proj"]),
+        dict(recipe="current", bf16_modules=[]),
+        dict(recipe="current", power_2_scales=True, amax_epsilon=0.4),
+        dict(recipe="block"),
+        dict(recipe="block", power_2_scales=False, amax_epsilon=0.4),
+    ],
+    ids=lambda keys: "-".join(str(v) for v in keys.values()),
+)
+def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> None:
+    if "bf16_modules" in keys:  # each pattern matches a module of one variant
+        keys = keys | {
+            "bf16_modules": [
+                p for p in keys["bf16_modules"] if ("qkv" if variant == "te_linear" else "v_") not in p
+            ]
+        }
+    config, precision, weights, state, copies = train(variant, **keys)
+    trained = TrainedFP8(config, variant, precision)
+    quantized = trained.quantize(weights, state)
+    wanted = expected(variant, copies, 0) | expected(variant, copies, 1)
+    assert sorted(trained.names) == sorted(quantized) == sorted(wanted)
+    for name, (codes, scale) in wanted.items():
+        ours = quantized[name]
+        assert torch.equal(ours.codes.view(torch.uint8), codes.view(torch.uint8)), name
+        assert ours.scale.dtype == torch.float32
+        assert torch.equal(ours.scale, scale.repeat(len(codes), 1) if scale.dim() == 0 else scale), name
+        assert ours.by_row == (precision.recipe != "block")
+        assert ours.codes.float().abs().max() > 16, "the test's weights use the range"
+    if "bf16_modules" in keys and keys["bf16_modules"]:
+        assert len(wanted) == (6 if variant == "te_linear" else 4)
+
+    assert trained.differences(quantized, weights, state) == []
+    first, second = trained.names[0], trained.names[1]
+    codes = quantized[first].codes.view(torch.uint8).clone()
+    codes[-1, -1] ^= 1
+    scale = quantized[second].scale.clone()
+    scale[-1, -1] = scale[-1, -1].nextafter(torch.tensor(9.0))
+    altered = quantized | {
+        first: Quantized(codes.view(torch.float8_e4m3fn), quantized[first].scale),
+        second: Quantized(quantized[second].codes, scale),
+        trained.names[-1]: weights[trained.names[-1]],
+    }
+    assert trained.differences(altered, weights, state) == [first, second, trained.names[-1]]
+
+
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_blocks_that_do_not_divide_are_refused(variant: str) -> None:
+    config = small_config()  # two key/value heads of 32
+    with pytest.raises(
+        PrecisionError, match=r"k_proj.weight \(64, 128\).* and 1 more\. Export it with --format hf"
+    ):
+        TrainedFP8(config, variant, PrecisionConfig(recipe="block"))
+    TrainedFP8(config, variant, PrecisionConfig(recipe="current"))
+
+
+def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
+    config = small_config()
+    with torch.device("meta"):
+        hf = MistralForCausalLM(config)
+    names = untrained_fp8(hf, PrecisionConfig(compute="bf16", bf16_modules=["model.layers.0"]))
+    assert len(names) == 14 and not any("lm_head" in name or "norm" in name for name in names)
+    torchao = PrecisionConfig(recipe="rowwise", bf16_modules=["lm_head", "*.0.mlp", "*.k_proj"])
+    assert len(untrained_fp8(hf, torchao)) == 14 - 3 - 2
+    weight = torch.randn(48, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3] = 0
+    weight[4] *= 1e-6
+    (row,) = quantize_rows({"a": weight}, ["a"]).values()
+    assert row.by_row and row.scale[3] == 1
+    assert torch.equal(row.codes.float().abs().amax(1)[[0, 4]], torch.tensor([448.0, 448.0]))
+    torch.testing.assert_close(row.scale[4], weight[4].float().abs().max()[None] / 448)
+    error = (row.dequantize(torch.float32) - weight.float()).abs()
+    assert (error <= weight.float().abs() / 16 + row.scale * 2**-10).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    weight = torch.ones(4, 16)
+    weight[1, 1] = value
+    with pytest.raises(PrecisionError, match="^up has values that are not finite"):
+        quantize_rows({"up": weight}, ["up"])
+    config, precision, weights, state, _ = train("te_linear", steps=0, recipe="current")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = value
+    with pytest.raises(PrecisionError, match="up_proj.weight has values that are not finite"):
+        TrainedFP8(config, "te_linear", precision).quantize(weights, state)

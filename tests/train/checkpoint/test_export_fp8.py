@@ -1,0 +1,192 @@
+"""train/export.py --format hf-fp8, from checkpoints of short runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MistralForCausalLM
+
+from model.config import load_config
+from model.fp8 import serving
+from model.fp8.hf_fp8 import Quantized, read_quantized
+from model.hf_baseline import load_hf_folder
+from tests.conftest import random_ids
+from tests.train.runs import run
+from train import export
+from train.checkpoint.files import CheckpointError
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """exported(checkpoint, out) -> what the command says; it must end well unless `refused`."""
+
+    def call(checkpoint: Path, out: Path, refused: bool = False) -> str:
+        command = ["export.py", str(checkpoint), str(out), "--format", "hf-fp8"]
+        monkeypatch.setattr(sys, "argv", command)
+        capsys.readouterr()
+        if refused:
+            with pytest.raises(SystemExit) as stop:
+                export.main()
+            assert stop.value.code == 1
+            return capsys.readouterr().err
+        export.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def layers_of(folder: Path) -> dict[str, Quantized]:
+    return {name: w for name, w in read_quantized(folder).items() if isinstance(w, Quantized)}
+
+
+def logits(folder: Path, dequantized: bool) -> torch.Tensor:
+    """Of the folder's model in float32, its FP8 weights multiplied out."""
+    weights = read_quantized(folder)
+    model = MistralForCausalLM(load_config(str(folder)))
+    plain = {n: w.dequantize(torch.float32) if isinstance(w, Quantized) else w for n, w in weights.items()}
+    assert dequantized == any(isinstance(w, Quantized) for w in weights.values())
+    model.load_state_dict(plain)
+    return model(input_ids=random_ids(model.config, 1, 48)).logits.detach()
+
+
+def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) -> None:  # type: ignore[no-untyped-def]
+    output_dir = run(settings, precision={"recipe": "delayed", "bf16_modules": ["lm_head", "*.0.*mlp"]})
+    checkpoint, out = output_dir / "checkpoints/step-00000006", tmp_path / "fp8"
+    said = exported(checkpoint, out).splitlines()
+    sizes = [128 * 128 + 2 * 64 * 128 + 128 * 128] * 2 + [3 * 128 * 256]
+    assert said == [
+        f"11 weights of {sum(sizes):,} FP8 codes: codes and scales equal those that training (te_layer, delayed "
+        "scaling) multiplies with at this checkpoint, bit for bit, compared with the written files",
+        "not FP8: model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj, model.layers.0.mlp.down_proj, lm_head, the "
+        "embedding and the norms",
+        f"wrote {out}",
+    ]
+    written, whole = read_quantized(out), read_quantized(output_dir / "hf")
+    assert written.keys() == whole.keys() and len(layers_of(out)) == 11
+    for name, weight in written.items():
+        if not isinstance(weight, Quantized):
+            assert torch.equal(weight, whole[name]) and weight.dtype == torch.bfloat16
+    # the rest of the folder is that of hf/
+    ours, theirs = ({path.name: path for path in folder.iterdir()} for folder in (out, output_dir / "hf"))
+    assert ours.keys() == theirs.keys()
+    for name in ours.keys() - {"config.json", "model.safetensors"}:
+        assert ours[name].read_bytes() == theirs[name].read_bytes()
+    config, plain = (json.loads(files["config.json"].read_text()) for files in (ours, theirs))
+    quantization = config.pop("quantization_config")
+    assert config == plain and config["sliding_window"] is None and config["dtype"] == "bfloat16"
+    assert quantization == {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "symmetric": True,
+                    "strategy": "channel",
+                    "dynamic": False,
+                },
+                "input_activations": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "symmetric": True,
+                    "strategy": "token",
+                    "dynamic": True,
+                },
+            }
+        },
+        "ignore": [*(f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down")), "lm_head"],
+    }
+    reference = logits(output_dir / "hf", dequantized=False)
+    error = (logits(out, dequantized=True) - reference).norm() / reference.norm()
+    assert 1e-3 < error < 0.05, "that of rounding to FP8"
+
+    with pytest.raises(ValueError, match="quantized .compressed-tensors., for serving; give .* a run's hf/"):
+        load_hf_folder(str(out), load_config(str(out)))
+    assert not hasattr(load_config(str(out)), "quantization_config"), "a run that takes it is another model"
+
+    assert "choose another folder, such as" in exported(checkpoint, output_dir / "hf", refused=True)
+    # again, over the old one; and where the codes are not training's, nothing is left
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            serving.TrainedFP8,
+            "quantize",
+            lambda self, weights, _: serving.quantize_rows(weights, self.names),
+        )
+        other, tokenizer = tmp_path / "other", export.tokenizer_of(settings["data"]["sources"])
+        with pytest.raises(CheckpointError, match="11 of 11 weights of .* a fault of this program"):
+            export.export(checkpoint, other, tokenizer, "hf-fp8")
+        assert not other.exists()
+    assert exported(checkpoint, out).splitlines() == said
+
+
+@pytest.mark.slow
+def test_a_run_with_block_scaling(settings: dict, tmp_path: Path, small_model: Path, exported) -> None:  # type: ignore[no-untyped-def]
+    """Sizes that blocks do not divide are refused; those that they do have the format of blocks."""
+    settings |= {"max_steps": 2, "precision": {"recipe": "block"}}
+    out = tmp_path / "fp8"
+    refused = exported(run(settings) / "checkpoints/step-00000002", out, refused=True)
+    assert "k_proj.weight (64, 128)" in refused and "Export it with --format hf" in refused
+    assert not out.exists()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(small_model.read_text()) | {"num_key_value_heads": 4}))
+    output_dir = run(settings, model={"config": str(config)}, output_dir=str(tmp_path / "even"))
+    said = exported(output_dir / "checkpoints/step-00000002", out)
+    assert said.startswith(
+        "14 weights of 327,680 FP8 codes: codes and scales equal those that training (te_layer, block"
+    )
+    quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert quantization == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    down = layers_of(out)["model.layers.0.mlp.down_proj.weight"]
+    assert down.scale.shape == (1, 2) and (down.scale.frexp().mantissa == 0.5).all(), "powers of two"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model,precision,how",
+    [
+        ({"variant": "te_layer"}, {"compute": "fp32"}, "fp32"),
+        (
+            {"variant": "torchao"},
+            {"recipe": "rowwise", "bf16_modules": ["lm_head", "*.k_proj"]},
+            "torchao's FP8",
+        ),
+    ],
+)
+def test_a_run_that_was_no_fp8_of_transformer_engine(
+    settings: dict,
+    tmp_path: Path,
+    exported,
+    model: dict,
+    precision: dict,
+    how: str,  # type: ignore[no-untyped-def]
+) -> None:
+    settings["model"] |= model
+    output_dir = run(settings, max_steps=2, precision=precision)
+    said = exported(output_dir / "checkpoints/step-00000002", tmp_path / "fp8")
+    count = 12 if "bf16_modules" in precision else 14
+    assert said.startswith(f"{count} weights of ") and "a scale a row; relative error 2." in said
+    assert f"The model trained in {how}" in said
+    assert ("these are rounded to bfloat16" in said) == (how == "fp32")
+    written, whole = read_quantized(tmp_path / "fp8"), read_quantized(output_dir / "hf")
+    assert len(layers_of(tmp_path / "fp8")) == count
+    for name, weight in written.items():
+        if isinstance(weight, Quantized):
+            torch.testing.assert_close(
+                weight.dequantize(torch.float32), whole[name].float(), rtol=0.07, atol=1e-4
+            )
+        else:
+            assert torch.equal(weight, whole[name].bfloat16()) and weight.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "fp8/config.json").read_text())["dtype"] == "bfloat16"
