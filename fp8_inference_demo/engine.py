@@ -29,7 +29,9 @@ AHEAD = 8
 
 
 class EngineError(ValueError):
-    """What was asked for cannot be computed; the message says why and what to do."""
+    """What was asked for cannot be computed; the message says why and what to do. row: of which row, if of one."""
+
+    row: int | None = None
 
 
 @dataclass
@@ -40,6 +42,10 @@ class Timing:
     prefill_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+
+    def add(self, other: Timing) -> None:
+        for key, value in vars(other).items():
+            setattr(self, key, getattr(self, key) + value)
 
     def line(self) -> str:
         prefill = (
@@ -146,10 +152,12 @@ class Generation:
     def _read(self, tokens: list[int], index: int) -> list[int | None]:
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
-            raise EngineError(
+            error = EngineError(
                 f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
                 "the model diverged; try --precision bf16, or another checkpoint"
             )
+            error.row = out.index(-1)
+            raise error
         return out
 
     def _steps(self) -> Iterator[tuple[int, list[int]]]:

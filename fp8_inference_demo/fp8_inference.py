@@ -1,20 +1,33 @@
 #!/usr/bin/env python3
-"""Generate text from a trained Mistral in FP8, with a key/value cache, streamed as it comes.
+"""Generate text from a trained Mistral in FP8.
 
     python fp8_inference_demo/fp8_inference.py --model output/run --prompt "import os"
-    python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --precision bf16
-    python fp8_inference_demo/fp8_inference.py --model FOLDER            # a prompt a line, from standard input
+    python fp8_inference_demo/fp8_inference.py --model FOLDER --prompt_file prompt.txt --num_samples 3
+    python fp8_inference_demo/fp8_inference.py --model FOLDER --prompts IN.jsonl --output OUT.jsonl
+    python fp8_inference_demo/fp8_inference.py --model FOLDER --interactive
+    python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # a prompt a line; blank lines are none
+    python fp8_inference_demo/fp8_inference.py --model FOLDER --report TEXT --output REPORT.json
 
-FOLDER is a Hugging Face Mistral folder, or the output folder of a run. Text goes to standard output, everything else
-to standard error. Blank lines are no prompts. With --precision fp8, a module that was to run FP8 and did not is an
-error.
+FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), or the output folder of a
+run. Text goes to standard output as it comes, everything else to standard error. The prompt is repeated on a terminal
+only: a pipe or a file gets the continuation alone.
+
+--prompts: a line is {"prompt": "..."} with any other fields; the same line with "choices" goes to --output: for each
+sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens. Stopped, the same command goes on
+behind the last whole line.
+
+--interactive: the model continues the text so far, all that was typed and answered; a line typed begins a new line.
+Ctrl-C ends the answer, Ctrl-D or an empty line the session.
+
+--report: how far FP8 is from bf16 on a text (perplexity, KL divergence of the next token, equal greedy tokens), and how
+fast and how large both are, as a table, and with --output as JSON with a plot beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -44,89 +57,159 @@ def find_model_folder(given: Path) -> Path:
     )
 
 
-def prompts(arguments: argparse.Namespace) -> Iterable[str]:
-    """The prompts asked for: one, or standard input's lines as they come."""
-    if arguments.prompt is not None:
-        return [arguments.prompt]
-    if arguments.prompt_file is not None:
-        return [arguments.prompt_file.read_text(encoding="utf-8")]
-    return _typed_prompts()
+def utf8(text: str) -> str:
+    """An argparse type: text that UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not UTF-8; convert it, or use --prompt_file"
+        ) from error
+    return text
 
 
-def _typed_prompts() -> Iterator[str]:
-    """Lines that are not blank, up to the end of the input; on a terminal a blank one ends it, too."""
-    terminal = sys.stdin.isatty()
-    while True:
-        if terminal:
-            print("prompt (empty line: end)> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if line.strip():
-            yield line.rstrip("\n")
-        elif terminal or not line:
-            return
+def stop_string(text: str) -> str:
+    """The argparse type of --stop."""
+    if not text:
+        raise argparse.ArgumentTypeError("allowed is a text of one character or more")
+    return utf8(text)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face Mistral folder, or a run's output_dir"
+
+    def add(group: argparse._ActionsContainer, name: str, help: str, **options: object) -> None:
+        default = options.get("default")
+        shown = "" if default is None or default == [] else f"; default: {default}"
+        group.add_argument(name, help=help + shown, **options)  # type: ignore[arg-type]
+
+    add(parser, "--model", "Hugging Face Mistral folder, or a run's output_dir", type=Path, required=True)
+    task = parser.add_argument_group("what to do; without any of these: a prompt a line, from standard input")
+    task = task.add_mutually_exclusive_group()
+    add(task, "--prompt", "text to continue", type=utf8)
+    add(task, "--prompt_file", "UTF-8 file with the text to continue", type=Path)
+    add(task, "--prompts", "file with a prompt a line; needs --output", type=Path, metavar="FILE.jsonl")
+    task.add_argument("--interactive", action="store_true", help="type prompts; with history")
+    add(task, "--report", "UTF-8 file, to compare FP8 and bf16 on", type=Path, metavar="TEXT")
+    add(parser, "--output", "file for what --prompts or --report makes", type=Path)
+
+    text = parser.add_argument_group("text")
+    add(text, "--max_new_tokens", "tokens to generate at most", type=between(1), default=128)
+    add(text, "--temperature", "0: always the likeliest token", type=between(0, 100, float), default=0.8)
+    add(text, "--top_k", "only the likeliest tokens; 0: all", type=between(0), default=50)
+    add(text, "--top_p", "only the likeliest up to this sum", type=between(1e-6, 1, float), default=1.0)
+    add(
+        text, "--min_p", "only those with this part of the best one's", type=between(0, 1, float), default=0.0
     )
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="text to continue")
-    prompt.add_argument("--prompt_file", type=Path, help="UTF-8 file with the text to continue")
-    parser.add_argument("--precision", choices=("fp8", "bf16", "fp32"), default="fp8", help="default: fp8")
-    parser.add_argument(
-        "--recipe",
-        choices=("current", "block"),
-        default="current",
-        help="FP8 scaling, default current; delayed scaling needs the amax history of a training run",
+    add(
+        text,
+        "--repetition_penalty",
+        "above 1: what was said becomes unlikelier",
+        type=between(0.01, 100, float),
+        default=1.0,
     )
-    parser.add_argument("--max_new_tokens", type=between(1), default=128, help="default: 128")
-    parser.add_argument(
-        "--temperature", type=between(0, kind=float), default=0.8, help="0: greedy; default: 0.8"
+    add(text, "--seed", "of the drawing", type=between(0), default=0)
+    add(text, "--num_samples", "completions of each prompt", type=between(1), default=1)
+    add(
+        text,
+        "--stop",
+        "text that ends a completion, and is not part of it; may be given several times",
+        type=stop_string,
+        action="append",
+        default=[],
+        metavar="STRING",
     )
-    parser.add_argument("--top_k", type=between(0), default=50, help="likeliest tokens, 0: all; default: 50")
-    parser.add_argument("--top_p", type=between(1e-6, 1, float), default=1.0, help="their sum; default: 1")
-    parser.add_argument("--seed", type=between(0), default=0, help="of the drawing; default: 0")
-    parser.add_argument("--ignore_eos", action="store_true", help="go on to max_new_tokens")
-    return parser.parse_args(argv)
+    text.add_argument("--ignore_eos", action="store_true", help="go on to max_new_tokens")
+
+    engine = parser.add_argument_group("engine")
+    add(engine, "--precision", "of the matrices", choices=("fp8", "bf16", "fp32"), default="fp8")
+    add(
+        engine,
+        "--batch_size",
+        "samples at a time, at most; default: 16; of --report, which tries 1, 4, 16, ..., 64, without a GPU 4",
+        type=between(1),
+    )
+    add(
+        engine,
+        "--max_length",
+        "tokens of the context, prompt and completion; without it what the prompts need, within the model's positions",
+        type=between(2),
+    )
+    arguments = parser.parse_args(argv)
+    if problem := _problem(parser, arguments):
+        parser.error(problem)
+    return arguments
 
 
-def generate(arguments: argparse.Namespace, folder: Path) -> int:
-    """Answer every prompt; the exit status. Raises ValueError, OSError."""
-    from fp8_inference_demo.generation import DemoError, Sampling, answer, load
-    from model.fp8.precision import Precision
-    from model.fp8.recipes import PrecisionConfig
+def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """What is wrong with options together."""
+    if arguments.prompts and not arguments.output:
+        return "--prompts: needs --output FILE.jsonl"
+    if arguments.output and not (arguments.prompts or arguments.report):
+        return "--output: goes with --prompts or --report; other text goes to standard output"
+    if arguments.prompts and arguments.output.absolute() == arguments.prompts.absolute():
+        return "--output: is the file of --prompts; give another one"
+    if arguments.report and arguments.output and arguments.output.suffix != ".json":
+        return f"--output {arguments.output}: of --report, allowed is a file that ends in .json; a plot goes beside it"
+    if arguments.num_samples > 1 and not arguments.temperature:
+        return "--num_samples: with --temperature 0 all samples are equal; give a temperature"
+    if arguments.num_samples > 1 and arguments.interactive:
+        return "--num_samples: a conversation has one; leave out --interactive"
+    if arguments.report:
+        taken = ("model", "report", "output", "batch_size", "max_length")
+        others = [
+            f"--{k}" for k, v in vars(arguments).items() if k not in taken and v != parser.get_default(k)
+        ]
+        if others:
+            return f"--report: compares FP8 with bf16, greedy; leave out {' '.join(others)}"
+    return ""
 
-    precision = Precision(PrecisionConfig(compute=arguments.precision, recipe=arguments.recipe))
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    generator = load(folder, precision, sampling, arguments.seed, arguments.ignore_eos)
-    kind = "FP8" if precision.fp8 else arguments.precision
-    print(f"{folder}: {kind} on {precision.device}, {precision.te.version}", file=sys.stderr)
-    interactive = arguments.prompt is None and arguments.prompt_file is None
-    failed = False
-    for prompt in prompts(arguments):
-        try:
-            answer(generator, prompt, arguments.max_new_tokens)
-        except DemoError as error:
-            if not interactive:
-                raise
-            failed = True
-            print(f"error: {error}", file=sys.stderr)
-    return int(failed)
+
+def run(arguments: argparse.Namespace, folder: Path) -> int:
+    """Do what is asked for; the exit status. Raises ValueError, OSError."""
+    import torch
+
+    from fp8_inference_demo.interactive import answer_lines, converse
+    from fp8_inference_demo.prompts import complete_file, read_text
+    from fp8_inference_demo.session import Session
+
+    session, failed = Session(arguments, folder), 0
+    try:
+        if arguments.report is not None:
+            from fp8_inference_demo.report import write_report
+
+            write_report(session, arguments.report, arguments.output)
+        elif arguments.prompts is not None:
+            complete_file(session, arguments.prompts, arguments.output)
+        elif arguments.prompt is not None:
+            session.answer_one("--prompt", arguments.prompt)
+        elif arguments.prompt_file is not None:
+            name = f"--prompt_file {arguments.prompt_file}"
+            session.answer_one(name, read_text(arguments.prompt_file, name))
+        elif arguments.interactive or sys.stdin.isatty():
+            converse(session)
+        else:
+            failed = answer_lines(session)
+    except torch.OutOfMemoryError as error:
+        what = str(error).split(". ")[0]
+        raise ValueError(f"{what}; give a smaller --batch_size or --max_length") from error
+    return int(failed > 0)
 
 
 def main() -> int:
     arguments = parse_arguments()
     try:
-        return generate(arguments, find_model_folder(arguments.model))
+        return run(arguments, find_model_folder(arguments.model))
+    except BrokenPipeError:  # who read standard output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        print("", *["the same command goes on"] * bool(arguments.prompts), sep="\n", file=sys.stderr)
         return 130
 
 

@@ -17,6 +17,7 @@ import fcntl
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -250,13 +251,12 @@ class Job:
     def generate(self) -> None:
         """The demo, in the place of this process: its status and the signals are its own."""
         folder, precision = str(self.folder.path), self.arguments.precision
-        # delayed scaling needs histories of amaxes that an exported model does not have
-        recipe = "block" if precision.recipe == "block" else "current"
         compute = precision.compute if precision.compute in ("fp32", "fp8") else "bf16"
-        how = f"--precision {compute} --recipe {recipe} --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
-        prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "), "--ignore_eos")
-        demo = python("fp8_inference_demo/fp8_inference.py", "--model", folder, *how.split(), *prompt)
-        tell(f"\ndemo: python fp8_inference_demo/fp8_inference.py --model {folder} --prompt ...")
+        how = f"--precision {compute} --max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1"
+        prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "))
+        program = "fp8_inference_demo/fp8_inference.py"
+        demo = python(program, "--model", folder, *how.split(), "--ignore_eos", *prompt)
+        tell(f"\ndemo: python {program} --model {folder} {shlex.join(prompt)}")
         os.execv(demo[0], demo)
 
 

@@ -372,9 +372,9 @@ def test_a_finished_run_is_not_trained(
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--save_strategy", "steps"], "--precision fp8 --recipe current"),
-        (["--save_strategy", "steps", "--precision.recipe", "block"], "--precision fp8 --recipe block"),
-        (["--save_strategy", "steps", "--precision.compute", "fp16"], "--precision bf16 --recipe current"),
+        (["--save_strategy", "steps"], "--precision fp8 --max"),
+        (["--save_strategy", "steps", "--precision.recipe", "block"], "--precision fp8 --max"),
+        (["--save_strategy", "steps", "--precision.compute", "fp16"], "--precision bf16 --max"),
         (["--save_strategy", "no"], None),
     ],
 )

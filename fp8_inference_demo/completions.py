@@ -1,0 +1,114 @@
+"""Prompts of one batch -> their completions, token by token from the engine, as text while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fp8_inference_demo.engine import Engine, EngineError, Generation
+from fp8_inference_demo.sampling import Sampling
+from fp8_inference_demo.text import StopStrings, TextStream, eos_tokens
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for every completion."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A row of a batch: a sample of a prompt. `name` says in messages which."""
+
+    name: str
+    ids: list[int]
+    seed: int
+
+
+class Completion:
+    """The answer to a request as far as it has come.
+
+    `finish_reason`: "stop" at EOS or a stop string, "length" where max_new_tokens or the context ended it, "abort"
+    where the user did, None while it grows. `tokens` counts EOS, too.
+    """
+
+    def __init__(self, tokenizer: Any, request: Request, eos: set[int], stop: Sequence[str]):
+        self.request = request
+        self.text = ""
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self._stream = TextStream(tokenizer, request.ids)
+        self._stops = StopStrings(stop)
+        self._eos = eos
+
+    def push(self, token: int) -> None:
+        self.tokens += 1
+        if token in self._eos:
+            self.finish("stop")
+            return
+        self.text += self._stops.push(self._stream.push(token))
+        if self._stops.found:
+            self.finish_reason = "stop"
+
+    def finish(self, reason: str) -> None:
+        """No more tokens come: what was held back comes out."""
+        self.text += self._stops.push(self._stream.rest())
+        if not self._stops.found:
+            self.text += self._stops.held
+        self.finish_reason = "stop" if self._stops.found else reason
+
+
+def complete(
+    engine: Engine,
+    tokenizer: Any,
+    requests: Sequence[Request],
+    options: Options,
+    grown: Callable[[Sequence[Completion]], bool] | None = None,
+) -> tuple[list[Completion], Generation]:
+    """The completions of up to `engine.batch_size` requests, and the engine's run, which has the times.
+
+    `grown` sees them after each token and once they are complete; it ends them by returning True.
+    Raises EngineError: logits that are not finite, or prompts that the engine refuses.
+    """
+    eos = set() if options.ignore_eos else eos_tokens(tokenizer, engine.config)
+    run = engine.generate(
+        [request.ids for request in requests],
+        options.sampling,
+        [request.seed for request in requests],
+        options.max_new_tokens,
+    )
+    completions = [Completion(tokenizer, request, eos, options.stop) for request in requests]
+    try:
+        _read(run, completions, grown)
+    except EngineError as error:
+        name = "" if error.row is None else f"{requests[error.row].name}: "
+        raise EngineError(f"{name}{error}") from error
+    return completions, run
+
+
+def _read(
+    run: Generation, completions: list[Completion], grown: Callable[[Sequence[Completion]], bool] | None
+) -> None:
+    """Tokens into completions, to their end."""
+    for step in run:
+        for row, (completion, token) in enumerate(zip(completions, step, strict=True)):
+            if token is None or completion.finish_reason:
+                continue
+            completion.push(token)
+            if completion.finish_reason:
+                run.stop(row)
+        if grown is not None and grown(completions):
+            for row, completion in enumerate(completions):
+                if not completion.finish_reason:
+                    completion.finish("abort")
+                    run.stop(row)
+    for completion in completions:
+        if not completion.finish_reason:
+            completion.finish("length")
+    if grown is not None:
+        grown(completions)

@@ -1,0 +1,125 @@
+"""Prompts from standard input: a conversation with history (--interactive), or a prompt a line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from fp8_inference_demo.prompts import decoded
+from fp8_inference_demo.session import Session
+
+PROMPT = "> "
+
+
+def piped_prompts() -> Iterator[str]:
+    """The lines of standard input that are not blank, as they come. Raises ValueError: not UTF-8, with the line."""
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
+        if text.strip():
+            yield text
+
+
+def typed_prompts() -> Iterator[str]:
+    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line. From a
+    pipe: `piped_prompts`."""
+    if not sys.stdin.isatty():
+        yield from piped_prompts()
+        return
+    import readline  # noqa: F401  input() edits lines with it
+
+    print("an empty line or Ctrl-D ends, Ctrl-C ends an answer", file=sys.stderr, flush=True)
+    while True:
+        try:
+            line = _typed_line()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if not line.strip():
+            return
+        yield line
+
+
+def _typed_line() -> str:
+    if sys.stdout.isatty():
+        return input(PROMPT)
+    # input() would write its prompt to standard output
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+class Interruption:
+    """Whether Ctrl-C has been pressed during an answer."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the block the first Ctrl-C is noted, so that the answer ends behind a whole token; another one interrupts
+        as ever."""
+        self.pressed = False
+        before = signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+
+def cut_left(ids: list[int], most: int, bos: int | None) -> list[int]:
+    """The last `most` ids, the first of them the BOS that begins `ids`, if one does."""
+    if len(ids) <= most:
+        return ids
+    head = ids[:1] if ids[0] == bos else []
+    return head + ids[len(ids) - most + len(head) :]
+
+
+def answer_lines(session: Session) -> int:
+    """Answer standard input's lines, each for itself; how many could not be answered."""
+    session.load(None, session.arguments.num_samples)
+    failed = 0
+    for number, line in enumerate(piped_prompts()):
+        name = f"prompt {number + 1}"
+        try:
+            ids = session.encode(line, name)
+            session.check_length(ids, name, session.engine.max_length)
+            session.answer(name, number, ids, echo=line)
+        except ValueError as error:
+            failed += 1
+            print(f"error: {error}", file=sys.stderr)
+    session.tell()
+    return failed
+
+
+def converse(session: Session) -> None:
+    """Answer what is typed. The model continues a text: all that was typed and answered so far, a line typed beginning
+    a line of its own. Where that outgrows the context, its beginning is left out."""
+    session.load(None, 1)
+    length = session.engine.max_length
+    most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
+    text, interruption = "", Interruption()
+    for number, line in enumerate(typed_prompts()):
+        text += ("\n" if text and not text.endswith("\n") else "") + line
+        whole = session.encode(text, f"prompt {number + 1}")
+        ids = cut_left(whole, most, session.tokenizer.bos_token_id)
+        if len(ids) < len(whole):
+            print(f"note: {len(whole) - len(ids)} tokens of the beginning are left out", file=sys.stderr)
+        with interruption.watched():
+            answers = session.answer(
+                f"prompt {number + 1}", number, ids, interrupted=lambda: interruption.pressed
+            )
+        text += answers[0].text
+    session.tell()

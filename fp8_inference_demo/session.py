@@ -1,0 +1,163 @@
+"""One call of the command: the model with its tokenizer, the options, and answers on standard output as they grow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+from fp8_inference_demo.completions import Completion, Options, Request, complete
+from fp8_inference_demo.engine import Engine, Generation, Timing
+from fp8_inference_demo.sampling import Sampling, row_seed
+from fp8_inference_demo.text import encode, load_tokenizer
+from model.config import load_config
+
+BATCH_SIZE = 16
+CONTEXT_TOKENS = 4096  # where the prompts are not known beforehand
+
+
+class Session:
+    """Raises ValueError: a folder or an option that will not do."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path):
+        self.arguments = arguments
+        self.folder = folder
+        self.config = load_config(str(folder))
+        self.tokenizer = load_tokenizer(folder)
+        self.timing = Timing()  # of all batches
+        self.options = Options(
+            Sampling(
+                arguments.temperature,
+                arguments.top_k,
+                arguments.top_p,
+                arguments.min_p,
+                arguments.repetition_penalty,
+            ),
+            arguments.max_new_tokens,
+            tuple(arguments.stop),
+            arguments.ignore_eos,
+        )
+        positions = self.config.max_position_embeddings
+        if arguments.max_length and arguments.max_length > positions:
+            raise ValueError(
+                f"--max_length {arguments.max_length}: allowed is at most max_position_embeddings of the model, "
+                f"{positions}"
+            )
+
+    def encode(self, prompt: str, name: str) -> list[int]:
+        """Token ids of a prompt. Raises ValueError: it names the prompt that is none."""
+        try:
+            return encode(self.tokenizer, prompt, self.config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    def max_length(self, longest: int | None) -> int:
+        """Tokens of the context: as given, or what the longest prompt (in tokens; None: not known) and its answer need,
+        within the model's positions."""
+        needed = CONTEXT_TOKENS if longest is None else longest + self.options.max_new_tokens
+        return self.arguments.max_length or min(needed, self.config.max_position_embeddings)
+
+    def check_length(self, ids: Sequence[int], name: str, most: int | None = None) -> None:
+        """Raises ValueError: the prompt leaves no room for a new token in a context of `most` tokens, unless given the
+        longest there may be."""
+        most = most or self.max_length(self.config.max_position_embeddings)
+        if len(ids) >= most:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens and the context {most} (--max_length, up to max_position_embeddings "
+                f"{self.config.max_position_embeddings}); give a shorter one"
+            )
+
+    def load(self, longest: int | None, rows: int) -> None:
+        """Load the engine for prompts of up to `longest` tokens (None: not known), `rows` samples together, or as many
+        as are allowed. Raises ValueError; EngineError: out of memory."""
+        begin, arguments = time.perf_counter(), self.arguments
+        batch_size = min(rows, arguments.batch_size or BATCH_SIZE)
+        self.engine = Engine.load(self.folder, arguments.precision, batch_size, self.max_length(longest))
+        seconds = time.perf_counter() - begin
+        what = f"{self.folder}: {arguments.precision} on {self.engine.device}"
+        print(f"{what}, loaded in {seconds:.1f} s", file=sys.stderr)
+
+    def requests(self, name: str, number: int, ids: list[int]) -> list[Request]:
+        """A row for each sample of a prompt."""
+        seeds = [row_seed(self.arguments.seed, number, i) for i in range(self.arguments.num_samples)]
+        return [Request(name, ids, seed) for seed in seeds]
+
+    def complete(
+        self,
+        requests: Sequence[Request],
+        grown: Callable[[Sequence[Completion]], bool] | None = None,
+    ) -> tuple[list[Completion], Generation]:
+        """One batch."""
+        completions, run = complete(self.engine, self.tokenizer, requests, self.options, grown)
+        self.timing.add(run.timing)
+        return completions, run
+
+    def answer_one(self, name: str, prompt: str) -> None:
+        """The only prompt. Raises ValueError: it will not do; EngineError."""
+        ids = self.encode(prompt, name)
+        self.check_length(ids, name)
+        self.load(len(ids), self.arguments.num_samples)
+        self.answer(name, 0, ids, echo=prompt)
+        self.tell()
+
+    def answer(
+        self,
+        name: str,
+        number: int,
+        ids: list[int],
+        echo: str = "",
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Completion]:
+        """Print every sample of a prompt while it grows, on a terminal behind `echo`, then how fast that was."""
+        if sys.stdout.isatty():
+            print(echo, end="" if self.arguments.num_samples == 1 else "\n", flush=True)
+        requests = iter(self.requests(name, number, ids))
+        answers: list[Completion] = []
+        timing, printer = Timing(), Printer(self.arguments.num_samples, interrupted)
+        while batch := list(islice(requests, self.engine.batch_size)):
+            printer.before = len(answers)
+            completions, run = self.complete(batch, printer.grown)
+            answers += completions
+            timing.add(run.timing)
+            if run.full:
+                print(
+                    f"note: the context ends at {self.engine.max_length} tokens; --max_length may be up to "
+                    f"{self.config.max_position_embeddings}",
+                    file=sys.stderr,
+                )
+        print(timing.line(), file=sys.stderr)
+        return answers
+
+    def tell(self) -> None:
+        """For the log: what ran."""
+        print(*self.engine.report(), sep="\n", file=sys.stderr)
+
+
+class Printer:
+    """Completions to standard output as they grow, one behind the other; each ends with a newline, and of several each
+    begins with a line that counts them."""
+
+    def __init__(self, samples: int, interrupted: Callable[[], bool]):
+        self.samples = samples
+        self.interrupted = interrupted
+        self.before = 0  # completions of earlier batches
+        self.printed = 0  # whole completions
+        self.shown: int | None = None  # characters of the next one; None: it has not begun
+
+    def grown(self, completions: Sequence[Completion]) -> bool:
+        for completion in completions[self.printed - self.before :]:
+            if self.shown is None:
+                if self.samples > 1:
+                    print(f"=== {self.printed + 1}/{self.samples} ===")
+                self.shown = 0
+            if len(completion.text) > self.shown:
+                print(completion.text[self.shown :], end="", flush=True)
+                self.shown = len(completion.text)
+            if not completion.finish_reason:
+                break
+            print(flush=True)
+            self.printed, self.shown = self.printed + 1, None
+        return self.interrupted()

@@ -1,0 +1,154 @@
+"""Prompts from standard input: a conversation goes on with its own text, Ctrl-C ends an answer, no line is lost."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fp8_inference_demo.completions import Completion
+from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.interactive import cut_left
+from tests.fp8_inference_demo.conftest import Demo
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """What the engine is given, as text."""
+    texts: list[str] = []
+    generate = Engine.generate
+
+    def noted(engine: Engine, rows: list[list[int]], *others: Any) -> Any:
+        texts.extend(tokenizer.decode(ids) for ids in rows)
+        return generate(engine, rows, *others)
+
+    monkeypatch.setattr(Engine, "generate", noted)
+    return texts
+
+
+@pytest.fixture
+def say(folder: Path, demo: Demo) -> Demo:
+    """say(standard input, option...) -> exit status."""
+    base = ["--model", folder, "--precision", "fp32", "--max_new_tokens", 6, "--ignore_eos"]
+    return lambda typed, *options: demo(*base, *options, typed=typed)
+
+
+def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
+    """A terminal at which these are typed; KeyboardInterrupt: Ctrl-C, EOFError: Ctrl-D."""
+    typed: Iterator[str | type[BaseException]] = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
+
+
+def test_a_conversation_goes_on_with_all_that_was_said(
+    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(b"def main\n\nreturn the\n", "--interactive") == 0
+    captured = capsys.readouterr()
+    answers = captured.out.removesuffix("\n")
+    assert prompts[0] == "<s>def main"
+    assert prompts[1].startswith("<s>def main") and prompts[1].endswith("\nreturn the")
+    first = prompts[1].removeprefix("<s>def main").removesuffix("\nreturn the")
+    assert first and answers.startswith(first), "the answer is in between"
+    assert captured.err.count("decode 5 tokens at") == 2
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_session(
+    say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts, push = [], Completion.push
+
+    def pressed_at_the_third_token(completion: Completion, token: int) -> None:
+        push(completion, token)
+        counts.append(completion.tokens)
+        if len(counts) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Completion, "push", pressed_at_the_third_token)
+    assert say(b"def main\nreturn the\n", "--interactive") == 0
+    assert counts == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    shown = capsys.readouterr().out.split("\n")[0]
+    assert prompts[1].startswith("<s>def main" + shown), "what was there by then is part of the text"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_ends_the_session(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed_twice(completion: Completion, token: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Completion, "push", pressed_twice)
+    assert say(b"def main\nreturn the\n", "--interactive") == 130
+
+
+@pytest.mark.parametrize("end", ["", "  ", EOFError])
+def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
+    say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, end: str | type[BaseException]
+) -> None:
+    monkeypatch.setattr(io, "TextIOWrapper", Terminal)
+    type_lines(monkeypatch, KeyboardInterrupt, "def main", end, "never")
+    assert say(b"") == 0
+    assert prompts == ["<s>def main"]
+
+
+def test_a_conversation_beyond_the_context_loses_its_beginning(
+    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(b"def main\n" * 4, "--interactive", "--max_length", 24) == 0
+    error = capsys.readouterr().err
+    assert "tokens of the beginning are left out" in error
+    assert len(prompts) == 4 and all(p.startswith("<s>") and p.endswith("def main") for p in prompts)
+    assert error.count("decode 5 tokens at") == 4, "each answer has its room"
+
+
+def test_what_is_left_of_a_long_text() -> None:
+    assert cut_left([1, 5, 6, 7], 4, bos=1) == [1, 5, 6, 7]
+    assert cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
+    assert cut_left([4, 5, 6, 7, 8], 3, bos=None) == [6, 7, 8]
+
+
+def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
+    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last line may end without a newline. Each prompt is one for itself; not repeated, for nobody sees it."""
+    assert say(b"\ndef main\r\n \n\nreturn the") == 0
+    assert prompts == ["<s>def main", "<s>return the"]
+    captured = capsys.readouterr()
+    assert "def main" not in captured.out and captured.err.count("decode 5 tokens at") == 2
+
+
+def test_a_prompt_is_repeated_on_a_terminal(
+    say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert say(b"", "--prompt", "def main") == 0
+    assert capsys.readouterr().out.startswith("def main")
+
+
+def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(
+    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert say(b"x y " * 300 + b"\ndef main\n") == 1
+    assert prompts == ["<s>def main"]
+    assert "prompt 1 has" in capsys.readouterr().err
+    assert say(b"def main\ncaf\xe9\n") == 1
+    assert "standard input, line 2: byte 4 (0xe9) is not UTF-8" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""--prompts FILE.jsonl --output FILE.jsonl: all is checked first, lines are whole, a stopped one goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8_inference_demo import completions, prompts
+from tests.fp8_inference_demo.conftest import Demo
+
+Fill = Callable[..., tuple[int, str]]
+
+TEXTS = ["def main", "return the", "", "the value of the thing", "東京", "import"]
+
+
+def write(path: Path, texts: list[str] = TEXTS) -> Path:
+    lines = [json.dumps({"id": i, "prompt": text, "tag": {"of": "this"}}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def fill(folder: Path, tmp_path: Path, demo: Demo, capfd: pytest.CaptureFixture[str]) -> Fill:
+    """fill(option...) -> (exit status, standard error) of a file of prompts."""
+    source = write(tmp_path / "in.jsonl")
+    base = ["--model", folder, "--prompts", source, "--output", tmp_path / "out.jsonl", "--precision", "fp32"]
+    base += ["--max_new_tokens", "4", "--batch_size", "4", "--ignore_eos", "--num_samples", "3"]
+
+    def run(*options: object) -> tuple[int, str]:
+        status = demo(*base, *options)
+        return status, capfd.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
+    """Ctrl-C in the batch behind so many."""
+    calls, complete = iter(range(batches)), completions.complete
+
+    def interrupted(*arguments: object) -> object:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return complete(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("fp8_inference_demo.session.complete", interrupted)
+
+
+def test_each_prompt_has_its_samples_in_order_with_its_fields(fill: Fill, out: Path) -> None:
+    status, error = fill()
+    assert status == 0 and "decode" in error and "6/6" in error
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(r["id"], r["prompt"], r["tag"]) for r in records] == [
+        (i, text, {"of": "this"}) for i, text in enumerate(TEXTS)
+    ]
+    for record in records:
+        assert [(c["finish_reason"], c["tokens"]) for c in record["choices"]] == [("length", 4)] * 3
+        assert len({c["text"] for c in record["choices"]}) > 1, "samples are drawn each for itself"
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"id": 2, "prompt": ""', b'{"id": 2, "choices": []}'])
+def test_what_was_stopped_goes_on_to_the_same_output(
+    fill: Fill, out: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    """Also with another batch size, and where a last line has no end. A batch of 4 rows has 1 1/3 prompts."""
+    fill()
+    whole = out.read_bytes()
+    out.unlink()
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2)
+        status, error = fill()
+        assert status == 130 and "the same command goes on" in error
+    assert out.read_bytes() == b"".join(whole.splitlines(keepends=True)[:2])
+    with open(out, "ab") as file:
+        file.write(torn)
+    status, error = fill("--batch_size", 5)
+    assert status == 0 and out.read_bytes() == whole
+    monkeypatch.setattr("fp8_inference_demo.engine.Engine.load", None)
+    status, error = fill()
+    assert status == 0 and "all 6 prompts are done" in error and out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--temperature", "0.5"], "temperature 0.8 (now 0.5)"),
+        (["--stop", "x", "--seed", "3"], "seed 0 (now 3), stop [] (now ['x'])"),
+        (["--max_length", "50"], "max_length"),
+    ],
+)
+def test_an_output_of_other_settings_is_refused(
+    fill: Fill, out: Path, options: list[str], words: str
+) -> None:
+    fill("--num_samples", 1)
+    before = out.read_bytes()
+    status, error = fill("--num_samples", 1, *options)
+    assert status == 1 and words in error and "give another --output" in error
+    assert out.read_bytes() == before
+    out.write_bytes(b"")
+    assert fill("--num_samples", 1, *options)[0] == 0, "an empty one begins anew"
+
+
+def test_an_output_of_other_prompts_or_another_model_is_refused(
+    fill: Fill, out: Path, folder: Path, tmp_path: Path
+) -> None:
+    fill("--num_samples", 1)
+    write(tmp_path / "in.jsonl", [*TEXTS[:-1], "other"])
+    status, error = fill("--num_samples", 1)
+    assert status == 1 and "made with prompts" in error
+    write(tmp_path / "in.jsonl")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in folder.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert fill("--num_samples", 1, "--model", moved)[0] == 0, "the same one in another folder"
+    with open(moved / "model.safetensors", "r+b") as file:
+        file.seek(-(2**16), 2)
+        file.write(b"x")
+    status, error = fill("--num_samples", 1, "--model", moved)
+    assert status == 1 and "made with model" in error
+
+
+def test_an_output_that_is_not_of_this_command_is_kept(fill: Fill, out: Path) -> None:
+    out.write_text("mine\n")
+    status, error = fill()
+    assert status == 1 and "out.jsonl.settings.json" in error and out.read_text() == "mine\n"
+    out.unlink()
+    fill()
+    lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
+    out.write_text("".join([lines[1], *lines[1:]]), encoding="utf-8")
+    status, error = fill()
+    assert status == 1 and "line 1 is not the completion of its prompt" in error
+
+
+def test_two_processes_do_not_write_one_output(fill: Fill, out: Path) -> None:
+    with open(out, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        status, error = fill()
+    assert status == 1 and "another process writes it" in error
+
+
+BAD_LINES = {
+    '{"prompt": "a"': "is not JSON",
+    '{"prompt": "a", "x": NaN}': "NaN is no number",
+    '{"text": "a"}': "allowed is an object",
+    '{"prompt": 1}': "allowed is an object",
+    '["a"]': "allowed is an object",
+    '{"prompt": "a", "choices": 1}': "'choices', which the output adds",
+    '{"prompt": "\\ud83d"}': "half of a surrogate pair",
+    '{"prompt": "' + "x y " * 300 + '"}': "tokens and the context",
+    "[" * 100_000: "is not JSON",
+    '{"prompt": "a", "n": ' + "9" * 5000 + "}": "is not JSON",
+}
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_line_that_will_not_do_is_named_before_anything_runs(
+    fill: Fill, out: Path, tmp_path: Path, line: str, words: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n\n' + line + "\n", encoding="utf-8")
+    status, error = fill()
+    assert status == 1 and "in.jsonl: line 3" in error and words in error
+    assert not out.exists() and "Traceback" not in error and "loaded" not in error
+
+
+def test_bytes_that_are_not_utf8_are_named(fill: Fill, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
+    assert "line 2: byte 16 (0xe9) is not UTF-8" in fill()[1]
+    (tmp_path / "in.jsonl").write_bytes(b"\n")
+    assert "no prompts in it" in fill()[1]
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}')
+    assert [record for _, record in prompts.read_prompts(tmp_path / "in.jsonl")] == [{"prompt": "a"}]

@@ -1,0 +1,114 @@
+"""--report: the figures are what they are called, every token counts once, and what does not fit is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from fp8_inference_demo import report
+from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.weights import Weights
+from tests.fp8_inference_demo.conftest import Demo
+
+
+def test_figures_are_what_they_are_called() -> None:
+    """In two parts, against torch's own loss and divergence."""
+    torch.manual_seed(0)
+    bf16, fp8 = torch.randn(2, 50, 30)
+    following = torch.randint(30, (50,))
+    sums = report.Comparison()
+    for part in (slice(0, 20), slice(20, 50)):
+        sums.add(bf16[part], fp8[part], following[part])
+    result = sums.result("few rows")
+    perplexity = [torch.nn.functional.cross_entropy(logits, following).exp().item() for logits in (bf16, fp8)]
+    kl = kl_divergence(Categorical(logits=bf16), Categorical(logits=fp8)).mean().item()
+    assert (result["path"], result["tokens"]) == ("few rows", 50)
+    assert [result["perplexity_bf16"], result["perplexity_fp8"]] == pytest.approx(perplexity, rel=1e-5)
+    assert result["perplexity_difference_percent"] == pytest.approx(
+        (perplexity[1] / perplexity[0] - 1) * 100, rel=1e-3
+    )
+    assert result["kl_mean_nats"] == pytest.approx(kl, rel=1e-5)
+    assert result["equal_greedy_percent"] == (bf16.argmax(-1) == fp8.argmax(-1)).sum().item() * 2
+
+
+def test_logits_that_are_not_finite_are_no_figure() -> None:
+    bad = torch.zeros(2, 3)
+    bad[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="logits in fp8 are not finite"):
+        report.Comparison().add(torch.zeros(2, 3), bad, torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("bos", [0, None])
+@pytest.mark.parametrize(("length", "most"), [(4, 100), (4, 6), (11, 100), (2, 3)])
+def test_every_token_is_predicted_once(length: int, most: int, bos: int | None) -> None:
+    ids = list(range(11))
+    parts = list(report.windows(ids, length, most, bos))
+    predicted = [token for part in parts for token in part[1:]]
+    assert predicted == ids[1 : most + 1]
+    firsts = [part[0] for part in parts]
+    assert firsts == ([0] * len(parts) if bos == 0 else [part[1] - 1 for part in parts])
+    assert max(map(len, parts)) <= length
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "COMPARED", {False: {"many rows": 60, "few rows": 20}})
+    monkeypatch.setattr(report, "TIMED", {False: (8, 3)})
+
+
+def test_a_report_in_table_json_and_plot(
+    folder: Path,
+    tmp_path: Path,
+    small: None,
+    demo: Demo,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "new" / "report.json"
+    text.write_text("def main(): return the value of the thing\n" * 20, encoding="utf-8")
+    begin = Engine.__init__
+
+    def no_room_for_four_rows(engine: Engine, weights: Weights, batch_size: int, max_length: int) -> None:
+        if batch_size == 4 and not weights.fp8:
+            raise torch.OutOfMemoryError("Tried to allocate 9 GiB. More.")
+        begin(engine, weights, batch_size, max_length)
+
+    monkeypatch.setattr(Engine, "__init__", no_room_for_four_rows)
+    arguments = ("--model", folder.parent, "--report", text, "--output", output, "--max_length", 24)
+    assert demo(*arguments) == 0
+    table = capfd.readouterr().out
+    results = json.loads(output.read_text(encoding="utf-8"))
+    assert [(q["path"], q["tokens"]) for q in results["quality"]] == [("many rows", 60), ("few rows", 20)]
+    for q in results["quality"]:
+        assert (
+            q["perplexity_bf16"] > 1 and 0 < q["kl_mean_nats"] < 2 and 20 < q["equal_greedy_percent"] <= 100
+        )
+        assert f"{q['perplexity_fp8']:,.4f}" in table and f"{q['kl_mean_nats']:.5f} nats" in table
+    assert results["weights_gib"]["fp8"] < results["weights_gib"]["bf16"]
+    rows = {(s["precision"], s["batch_size"]): s for s in results["speed"]}
+    assert list(rows) == [("bf16", 1), ("fp8", 1), ("bf16", 4), ("fp8", 4)]
+    assert "batch 4      bf16: Tried to allocate 9 GiB\n" in table
+    assert f"{rows['fp8', 1]['decode_tokens_per_s']:,.1f}" in table
+    assert results["command"] == (
+        f"python fp8_inference_demo/fp8_inference.py --model {folder.parent.name} --report text.txt --max_length 24"
+    )
+    assert {"cpu", "torch_threads"} <= results["machine"].keys() and "torch" in results["versions"]
+    assert str(tmp_path) not in output.read_text(encoding="utf-8")
+    assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_texts_that_will_not_do(
+    folder: Path, tmp_path: Path, demo: Demo, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    for content, words in ((b"", "1 tokens; give a text"), (b"abc\xff", "byte 4 (0xff) is not UTF-8")):
+        text.write_bytes(content)
+        assert demo("--model", folder, "--report", text) == 1
+        assert words in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        demo("--model", folder, "--report", text, "--precision", "bf16", "--stop", "x")
+    assert "leave out --stop --precision" in capfd.readouterr().err
