@@ -4,6 +4,7 @@
 #   ./run_tests.sh [pytest arguments]          what a person runs: one whole proof of each kind
 #   ./run_tests.sh --all [pytest arguments]    all that a machine without a GPU can run
 #   ./run_tests.sh --reliability [arguments]   the tests of faults, with many trials of each
+#   ./run_tests.sh --downstream [arguments]    other people's packages, installed for it, with what is exported
 #   ./run_tests.sh --gpu [pytest arguments]    what needs a Hopper GPU; a skipped test fails the run
 #
 # With several GPUs, --gpu also runs what needs them. Without arguments it writes what ran to
@@ -17,10 +18,10 @@ source scripts/setup_env.sh
 mode="cpu"
 case "${1:-}" in
   -h | --help)
-    sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
     exit 0
     ;;
-  --gpu | --all | --reliability)
+  --gpu | --all | --reliability | --downstream)
     mode="${1#--}"
     shift
     ;;
@@ -58,11 +59,14 @@ trap 'rm -f "$types"' EXIT
 "$PY" -m mypy >"$types" 2>&1 &
 marks="not gpu and not multi_gpu"
 if [[ "$mode" == cpu ]]; then marks+=" and not slow"; fi
-if [[ "$mode" == reliability ]]; then
-  set -- tests/reliability "$@"
-else
-  marks+=" and not reliability"
-fi
+case "$mode" in
+  reliability) set -- tests/reliability "$@" ;;
+  downstream)
+    marks="downstream"
+    set -- tests/train/test_downstream.py "$@"
+    ;;
+  *) marks+=" and not reliability and not downstream" ;;
+esac
 # Two workers share the cores: more torch threads than that only get in each other's way.
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
