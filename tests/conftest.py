@@ -27,6 +27,8 @@ from model.fp8 import te_backend
 from tests import programs
 from train.files import remove_dead_buffers
 
+pytest_plugins = ["tests.fixtures"]
+
 
 def small_config(**changes: object) -> MistralConfig:
     """A Mistral of two layers whose sizes FP8 accepts with every recipe."""

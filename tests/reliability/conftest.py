@@ -1,25 +1,18 @@
-"""What a short whole run needs, as in tests/train, and the handlers of stop signals."""
+"""Workers that are killed, as in tests/train, and the handlers of stop signals."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.train.conftest import corpus, data, prepare, settings, small_model, tokenizer_dir
 from tests.train.prepare.test_executors import check_a_kill, command, large
 from train.guard import signals
 
 __all__ = [
     "check_a_kill",
     "command",
-    "corpus",
-    "data",
     "handlers",
     "large",
-    "prepare",
-    "settings",
-    "small_model",
-    "tokenizer_dir",
 ]
 
 

@@ -95,14 +95,13 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
 
 
 def test_a_stop_while_a_save_is_under_way(
+    trained: Path,
     settings: dict,
-    tmp_path: Path,
     handlers: None,
     slow_writes: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two signals: both that save and that of the stop are committed, and the run goes on as if nothing had been."""
-    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
         stop_when(patch, save.Job, "run", 1, signals.SIGNALS[1])  # that of step 2
         with pytest.raises(signals.Stopped, match="after step .*is committed"):
@@ -113,7 +112,7 @@ def test_a_stop_while_a_save_is_under_way(
     assert [problems(path) for path in found] == [[], []]
     signals._received.clear()
     run(settings, save_steps=2)
-    assert_equal_runs(root.parent, whole)
+    assert_equal_runs(root.parent, trained)
 
 
 @pytest.mark.parametrize("on_save_failure", ["stop", "continue"])

@@ -6,11 +6,13 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.reliability.launching import launch
+from train.guard import watchdog
 from train.guard.slow_ranks import SlowRankDetector
 from train.guard.watchdog import Watchdog, blame
 
@@ -91,6 +93,32 @@ def test_one_slow_window_is_noise() -> None:
     assert detector.window(slow) == {2: 1.5}
     assert detector.window(slow) == {}, "told already"
     assert [detector.window(w) for w in (even, slow, slow, slow)] == [{}, {}, {}, {2: 1.5}], "told again"
+
+
+def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by scontrol suspend: the clock goes on while the process stands still."""
+    clock, looks, reports = [0.0], [0], list[float]()
+
+    def monotonic() -> float:
+        looks[0] += 1
+        return clock[0]
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(Watchdog, "_report", lambda _: reports.append(clock[0]))
+    monkeypatch.setattr(Watchdog, "_dump_later", lambda *_: None)
+    with Watchdog(0.4) as watches:
+        monkeypatch.setattr(watchdog.os, "_exit", lambda status: watches._closed.set())
+        watches.met("step 1 is done", after_step=True)
+        for passes_s in (1000.0, 0.3):
+            clock[0] += passes_s
+            before = looks[0]
+            while looks[0] < before + 2 and not reports:
+                time.sleep(0.01)
+            assert reports == []
+        clock[0] += 0.2
+        assert watches._thread is not None
+        watches._thread.join(100)
+    assert reports == [1000.5]
 
 
 def answer(progress: int, waits: bool) -> dict:

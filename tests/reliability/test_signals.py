@@ -31,9 +31,8 @@ from train.guard.watchdog import FIRST_STEP_S, Watchdog
     [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGHUP))],
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
-    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
+    trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     with monkeypatch.context() as patch:
         stop_when(patch, loop.MicroBatches, "get", 6, number)  # the second micro-batch of step 3
         with pytest.raises(signals.Stopped, match="after step 3; .*step-00000003 is committed"):
@@ -44,7 +43,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     signals._received.clear()
     run(settings)
     assert not (folder / "stopped.json").exists()
-    assert_equal_runs(folder, whole)
+    assert_equal_runs(folder, trained)
 
 
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
@@ -108,9 +107,8 @@ def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(
 
 
 def test_signals_while_it_saves_change_nothing(
-    settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+    trained: Path, settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run({**settings, "output_dir": str(tmp_path / "whole"), "save_steps": 2})
     with monkeypatch.context() as patch:
         stop_when(patch, save.Saver, "begin", 1, signal.SIGUSR1)  # that of step 2; noticed after step 3
         with pytest.raises(signals.Stopped, match="after step 3;"):
@@ -119,7 +117,7 @@ def test_signals_while_it_saves_change_nothing(
     assert [problems(path) for path in committed(folder / "checkpoints")] == [[], []]
     signals._received.clear()
     run(settings, save_steps=2)
-    assert_equal_runs(folder, whole)
+    assert_equal_runs(folder, trained)
 
 
 def test_a_run_that_saves_nothing_stops_too(
@@ -216,6 +214,17 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py")).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
+
+
+@pytest.mark.process
+def test_ranks_of_a_second_node_go_on_counting(tmp_path: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    (tmp_path / "ranks.py").write_text(f"import os; print(*(os.environ[name] for name in {names.split()}))")
+    nodes = "--nproc 2 --nnodes 3 --node_rank 1 --master_addr first --master_port 29500"
+    command = [sys.executable, str(ROOT / "train/launch.py"), *nodes.split(), str(tmp_path / "ranks.py")]
+    done = programs.run(command, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["2 0 6 2 first 29500", "3 1 6 2 first 29500"]
 
 
 @pytest.mark.process

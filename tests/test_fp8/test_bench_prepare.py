@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from test_fp8 import bench_prepare
-from tests.train.conftest import corpus, corpus_texts, tokenizer_dir, write_jsonl  # noqa: F401
+from tests.fixtures import corpus_texts, write_jsonl
 
 
 @pytest.mark.interpreter  # it counts the processor time of its children
-def test_both_sides_encode_the_same(tmp_path: Path, tokenizer_dir: Path) -> None:  # noqa: F811
+def test_both_sides_encode_the_same(tmp_path: Path, tokenizer_dir: Path) -> None:
     texts = write_jsonl(tmp_path / "a.jsonl", corpus_texts(400))
     report = tmp_path / "report.json"
     arguments = ["--tokenizer", str(tokenizer_dir), "--input", str(texts), "--workers", "1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from model.proof import ProofError
 from tests.train.runs import gradients_without_fp8, run
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
-from train.loop import TrainingError, evaluate
+from train.loop import Loop, Step, TrainingError, evaluate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
 
@@ -60,6 +61,20 @@ def test_another_attention_than_the_proven_one_ends_the_run(
         ProofError, match=r"attention fused \(cuDNN\) was proven, and the first step ran flash"
     ):
         run(settings, max_steps=3, save_strategy="no")
+
+
+def test_mfu_is_of_one_of_the_gpus() -> None:
+    """tokens_per_second is of all of them."""
+    loop: Any = object.__new__(Loop)
+    loop.state, loop.clock_step, loop.clock = SimpleNamespace(step=30), 20, time.perf_counter() - 2.0
+    loop.tokens, loop.world, loop.flops, loop.peak = 4000, 4, 1e9, 10.0
+    loop.engine = SimpleNamespace(get_global_grad_norm=lambda: 1.0)
+    loop.health = SimpleNamespace(skipped=0, spikes=0, mended=lambda: 0)
+    loop.run = SimpleNamespace()
+    step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
+    loop._log(step, 1.0)
+    assert step.record["tokens_per_second"] == pytest.approx(20_000, rel=0.1)
+    assert step.record["mfu"] == pytest.approx(step.record["tokens_per_second"] / 4 * 1e9 / 10e12)
 
 
 class Evaluated:

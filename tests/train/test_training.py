@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import mistral_base
@@ -18,7 +20,7 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop
-from train.checkpoint.files import CheckpointError, identity
+from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
 from train.prepare_data import main as prepare_data
@@ -34,16 +36,14 @@ ONE_LINEAR = {"recipe": "tensorwise", "bf16_modules": ["lm_head", "*.mlp", "*.[k
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_resume_is_bit_exact_on_the_gpu(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
-    check_resume(settings, tmp_path, variant, PRECISIONS[precision])
+def test_resume_is_bit_exact_on_the_gpu(settings: dict, variant: str, precision: str) -> None:
+    check_resume(settings, variant, PRECISIONS[precision])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", TORCHAO)
-def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(
-    settings: dict, tmp_path: Path, precision: str
-) -> None:
-    check_resume(settings, tmp_path, "torchao", TORCHAO[precision])
+def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(settings: dict, precision: str) -> None:
+    check_resume(settings, "torchao", TORCHAO[precision])
 
 
 @pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
@@ -61,8 +61,8 @@ def test_resume_of_compiled_torchao_is_bit_exact_on_the_gpu(
         + [("torchao", "rowwise")]
     ],
 )
-def test_resume_is_bit_exact(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
-    check_resume(settings, tmp_path, variant, {**PRECISIONS, **TORCHAO}[precision])
+def test_resume_is_bit_exact(settings: dict, variant: str, precision: str) -> None:
+    check_resume(settings, variant, {**PRECISIONS, **TORCHAO}[precision])
 
 
 def test_a_run_says_which_modules_ran_torchaos_fp8(settings: dict, capsys: pytest.CaptureFixture) -> None:
@@ -108,27 +108,31 @@ def test_an_unfused_attention_is_an_error_unless_asked_for(settings: dict) -> No
         run(settings)
 
 
-def check_resume(settings: dict, tmp_path: Path, variant: str, precision: dict) -> None:
+def check_resume(settings: dict, variant: str, precision: dict) -> None:
     """n steps = k steps + resume, and the rest of what a run leaves."""
     settings = {**settings, "precision": precision, "model": {**settings["model"], "variant": variant}}
     whole = run(settings, save_steps=3)
-    losses = curve(whole)
+    losses, health = curve(whole), read_state(whole / "checkpoints/step-00000006").health
     assert [step for step, *_ in losses] == [1, 2, 3, 4, 5, 6]
     assert losses[-1][1] < losses[0][1] - 0.3  # it learns
 
-    # as if it had been stopped after step 4, its last committed checkpoint being that of step 3
+    # As if it had been stopped after step 4, its last committed checkpoint being that of step 3. Evaluating more often,
+    # in the middle of training, changes nothing.
     (whole / "checkpoints/step-00000006/manifest.json").unlink()
-    assert curve(run(settings, save_steps=3)) == losses
-    assert (whole / "checkpoints/step-00000006/manifest.json").exists()
-
-    # evaluating more often changes nothing in training
-    often = curve(run(settings, output_dir=str(tmp_path / "often"), eval_steps=2))
+    often = curve(run(settings, save_steps=3, eval_steps=2))
     assert [entry[:4] for entry in often] == [entry[:4] for entry in losses]
+    assert [entry[4] is None for entry in often[3:5]] == [False, True] and often[5] == losses[5]
+    assert (whole / "checkpoints/step-00000006/manifest.json").exists()
+    # what spikes are judged by
+    assert read_state(whole / "checkpoints/step-00000006").health == health and len(health["loss"]) == 6
     check_export(whole, metrics(whole)[-1]["eval_loss"], settings)
 
 
 def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
-    """hf/ is a model that plain transformers loads, with the same evaluation loss and the tokenizer."""
+    """hf/ is a model that plain transformers loads, with the same evaluation loss and the tokenizer; in bfloat16, as it
+    was trained, though ZeRO 3 saves its weights in float32."""
+    weights = load_file(output_dir / "hf/model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     model = AutoModelForCausalLM.from_pretrained(output_dir / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(output_dir / "hf")
     assert tokenizer.decode(
@@ -152,16 +156,17 @@ def deepspeed_launcher() -> list[str]:
 
 @pytest.mark.multi_gpu
 @pytest.mark.process
-def test_two_gpus_under_deepspeed(settings: dict, tmp_path: Path) -> None:
-    check_two_ranks(settings, tmp_path, deepspeed_launcher())
+def test_two_gpus_under_deepspeed(trained: Path, settings: dict, tmp_path: Path) -> None:
+    check_two_ranks(trained, settings, tmp_path, deepspeed_launcher())
 
 
 @pytest.mark.skipif(
     GPU, reason="needs a machine without CUDA; test_two_gpus_under_deepspeed is its form for GPUs"
 )
 @pytest.mark.process
-def test_two_ranks(settings: dict, tmp_path: Path) -> None:
-    check_two_ranks(settings, tmp_path, [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"])
+def test_two_ranks(trained: Path, settings: dict, tmp_path: Path) -> None:
+    launcher = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
+    check_two_ranks(trained, settings, tmp_path, launcher)
 
 
 @pytest.mark.skipif(
@@ -189,9 +194,9 @@ def two_ranks(launcher: list[str], config: Path, *arguments: str) -> subprocess.
     return programs.run(command, capture_output=True, text=True, env=clean_environment())
 
 
-def check_two_ranks(settings: dict, tmp_path: Path, launcher: list[str]) -> None:
+def check_two_ranks(trained: Path, settings: dict, tmp_path: Path, launcher: list[str]) -> None:
     """The launcher, two ranks, ZeRO 1, FP8: as many samples as one rank, so nearly the same losses; and a resume."""
-    alone = curve(run(settings, gradient_accumulation_steps=None, train_batch_size_tokens=256))
+    alone = curve(trained)
     config = tmp_path / "config.json"
     settings.update(output_dir=str(tmp_path / "two"), train_batch_size_tokens=256, save_steps=4)
     del settings["gradient_accumulation_steps"]
@@ -223,9 +228,9 @@ def check_two_ranks(settings: dict, tmp_path: Path, launcher: list[str]) -> None
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2))])
-def test_zero_stages_train_alike(settings: dict, tmp_path: Path, stage: int) -> None:
+def test_zero_stages_train_alike(trained: Path, settings: dict, stage: int) -> None:
     """ZeRO 0, 2 and 3 follow ZeRO 1, resume bit-exactly and export."""
-    one = curve(run(settings, output_dir=str(tmp_path / "one")))
+    one = curve(trained)
     deepspeed = f"ds_config_zero{stage}.json"
     output_dir = run(settings, deepspeed=deepspeed, save_steps=3)
     losses = curve(output_dir)
@@ -249,7 +254,7 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
 
 
 def test_what_a_run_leaves(settings: dict) -> None:
-    output_dir = run(settings, save_steps=1, save_total_limit=2)
+    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2)
     names = {p.name for p in output_dir.iterdir()}
     assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "checkpoints", "hf", "loss.png"}
     assert [p.name for p in sorted((output_dir / "checkpoints").glob("step-*"))] == [
@@ -263,36 +268,39 @@ def test_what_a_run_leaves(settings: dict) -> None:
     assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
 
 
-def test_a_run_that_only_measures_saves_nothing(settings: dict, capsys: pytest.CaptureFixture) -> None:
-    output_dir = run(settings, save_strategy="no", save_steps=2)
+def test_a_run_that_only_measures_saves_nothing(
+    trained: Path, settings: dict, capsys: pytest.CaptureFixture
+) -> None:
+    output_dir = run(settings, plots=True, save_strategy="no", save_steps=2)
     said = capsys.readouterr().out
     assert "save_strategy is no: nothing of the trained model will be saved" in said
     assert "save_strategy is no: the trained model is not saved" in said
     names = {p.name for p in output_dir.iterdir()}
     assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "loss.png"}
-    assert curve(output_dir) == curve(run(settings, output_dir=f"{output_dir}-saving", save_steps=2))
+    assert curve(output_dir) == curve(trained)
 
 
 def test_a_plot_that_fails_does_not_end_a_trained_run(
     settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.metrics.drawing", lambda *_, **__: 1 / 0)
-    output_dir = run(settings, max_steps=2)
+    output_dir = run(settings, plots=True, max_steps=2)
     assert "warning: no loss plot: ZeroDivisionError" in capsys.readouterr().out
     assert (output_dir / "hf/config.json").exists()
 
 
-def test_a_finished_run_has_nothing_to_train(settings: dict, capsys: pytest.CaptureFixture) -> None:
-    output_dir = run(settings)
-    before = curve(output_dir)
+def test_a_finished_run_has_nothing_to_train(
+    own_trained: Path, settings: dict, capsys: pytest.CaptureFixture
+) -> None:
+    before = curve(own_trained)
     run(settings)
     assert "this run has its 6 steps already; nothing to train" in capsys.readouterr().out
-    assert curve(output_dir) == before
+    assert curve(own_trained) == before
 
 
-def test_starting_anew_keeps_what_was(settings: dict) -> None:
+def test_starting_anew_keeps_what_was(own_trained: Path, settings: dict) -> None:
     """And what was exported is not taken for the export of the new run."""
-    output_dir = run(settings)
+    output_dir = own_trained
     run(settings, resume_from_checkpoint="never", max_steps=2, save_strategy="no")
     assert not (output_dir / "hf").exists()
     (old,) = output_dir.glob("hf.discarded-*/exported_from.json")
@@ -302,8 +310,9 @@ def test_starting_anew_keeps_what_was(settings: dict) -> None:
     assert list(output_dir.glob("metrics.jsonl.discarded-*"))
 
 
-def test_resume_with_another_configuration_is_refused(settings: dict, data: Path, tmp_path: Path) -> None:
-    output_dir = run(settings)
+def test_resume_with_another_configuration_is_refused(
+    own_trained: Path, settings: dict, data: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"learning_rate: 0\.005 -> 0\.01(?s:.)*seed: 42 -> 7"):
         run(settings, learning_rate=0.01, seed=7)
     with pytest.raises(CheckpointError, match=r"precision\.recipe: \"delayed\" -> \"current\""):
@@ -320,8 +329,9 @@ def test_resume_with_another_configuration_is_refused(settings: dict, data: Path
     assert prepare_data([*source, "--output", str(other), "--eval_fraction", "0.3"]) == 0
     with pytest.raises(CheckpointError, match="data.sources.text.shards_sha256"):
         run(settings, data={"sources": {"text": str(other)}})
+    before = curve(own_trained)
     run(settings, logging_steps=3)  # what does not change the numbers may change
-    assert output_dir.exists()
+    assert curve(own_trained) == before
 
 
 def test_steps_without_finite_gradients_end_the_run(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,11 +381,9 @@ def test_what_is_saved_after_a_loss_that_is_not_finite_are_the_weights_before_it
     assert same == [False, False, True, True]
 
 
-def test_a_run_can_move(settings: dict, tmp_path: Path, small_model: Path) -> None:
+def test_a_run_can_move(trained: Path, settings: dict, tmp_path: Path, small_model: Path) -> None:
     """Neither where the model's configuration lies nor the output folder's place matters to a resume."""
-    run(settings, save_steps=3)
-    moved, copy = tmp_path / "moved", tmp_path / "copy.json"
-    Path(settings["output_dir"]).rename(moved)
+    moved, copy = shutil.copytree(trained, tmp_path / "moved"), tmp_path / "copy.json"
     copy.write_text(small_model.read_text())
     (moved / "checkpoints/step-00000006/manifest.json").unlink()
     before = curve(moved)
@@ -383,17 +391,19 @@ def test_a_run_can_move(settings: dict, tmp_path: Path, small_model: Path) -> No
     assert curve(moved) == before
 
 
-def test_a_finished_checkpoint_of_another_folder_is_exported(settings: dict, tmp_path: Path) -> None:
-    last = run(settings) / "checkpoints/step-00000006"
+def test_a_finished_checkpoint_of_another_folder_is_exported(
+    trained: Path, settings: dict, tmp_path: Path
+) -> None:
+    last = trained / "checkpoints/step-00000006"
     other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(last))
     assert RunFolder(other).is_exported(identity(last))
     assert not RunFolder(tmp_path).is_exported(identity(last))
 
 
 @pytest.mark.process
-def test_the_export_command(settings: dict, tmp_path: Path) -> None:
+def test_the_export_command(own_trained: Path, tmp_path: Path) -> None:
     """It gives what the run exported, and refuses a checkpoint that is not whole."""
-    output_dir = run(settings)
+    output_dir = own_trained
     path = output_dir / "checkpoints/step-00000006"
 
     def export(*arguments: Path) -> subprocess.CompletedProcess:

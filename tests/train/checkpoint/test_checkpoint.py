@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from train.checkpoint import files as checkpoint_files
+from train.checkpoint import load
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
@@ -16,6 +17,7 @@ from train.checkpoint.files import (
     committed,
     describe_file,
     discard_old,
+    identity,
     make_room,
     name_of,
     note_rollback,
@@ -47,6 +49,23 @@ def make(root: Path, step: int) -> Path:
 def choose(root: Path, setting: str = "auto") -> tuple[Path | None, list[str]]:
     log: list[str] = []
     return choose_checkpoint(root, setting, log.append), log
+
+
+@pytest.mark.parametrize("theirs", [None, "0" * 64])
+def test_a_rank_that_sees_another_checkpoint_or_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None
+) -> None:
+    """Of two, where nodes do not share the folder, or one of them has an older one of the same name."""
+    path = make(tmp_path, 3)
+    monkeypatch.setattr(load.dist, "get_world_size", lambda: 2)
+
+    def all_gather(every: list, mine: str) -> None:
+        assert mine == identity(path)
+        every[:] = [mine, theirs]
+
+    monkeypatch.setattr(load.dist, "all_gather_object", all_gather)
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] do not see .*step-00000003 .* all nodes share"):
+        choose(tmp_path)
 
 
 def test_a_whole_checkpoint_has_no_problems(tmp_path: Path) -> None:
@@ -192,6 +211,21 @@ def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
     assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
     discard_old(tmp_path / "step-00000009", keep=0)
     assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
+
+
+def test_a_kill_while_an_old_one_is_removed_leaves_no_half_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 1), make(tmp_path, 2)
+
+    def killed(path: Path) -> None:
+        (path / "weights.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint_files.shutil, "rmtree", killed)
+        discard_old(tmp_path / "step-00000002", keep=1)
+    assert [step_of(p) for p in committed(tmp_path)] == [2]
 
 
 def test_a_manifest_of_another_schema_or_without_its_hash_is_refused(tmp_path: Path) -> None:

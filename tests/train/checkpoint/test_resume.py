@@ -225,9 +225,9 @@ def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
     assert curve(output_dir)[:2] == before[:2] and lines[3]["loss"] < lines[0]["loss"]
 
 
-def test_from_a_pretrained_folder(settings: dict, tmp_path: Path) -> None:
+def test_from_a_pretrained_folder(own_trained: Path, settings: dict, tmp_path: Path) -> None:
     """init_from starts where the exported model stopped."""
-    first = run(settings)
+    first = own_trained
     model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
     second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
     assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.3

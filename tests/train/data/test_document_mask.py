@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.train.conftest import write_jsonl
+from tests.fixtures import write_jsonl
 from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError
 from train.config.arguments import ConfigurationError, TrainingArguments

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import corpus_texts, write_jsonl
+from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
 from train.data.stream import MicroBatches, open_stream

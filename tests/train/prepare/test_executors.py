@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.train.conftest import corpus_texts, write_jsonl
+from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest

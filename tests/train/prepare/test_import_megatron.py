@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tests.train.conftest import corpus_texts
+from tests.fixtures import corpus_texts
 from tests.train.prepare.megatron_datasets import (
     BOS,
     EOS,

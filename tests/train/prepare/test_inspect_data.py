@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 
 from tests import programs
-from tests.train.conftest import corpus_texts, write_jsonl
+from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.runs import ROOT
 from train.data.format import DataError, Manifest, Shard, read_manifest, write_manifest
 from train.data.index import Lengths, read_lengths

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
+from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
 from train.data.format import Shard
 from train.prepare.blocks import encoder_of

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import sentencepiece
 
-from tests.train.conftest import HELD_OUT, corpus_texts, write_jsonl
+from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of

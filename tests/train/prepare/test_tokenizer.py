@@ -6,7 +6,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from tests.train.conftest import corpus_texts
+from tests.fixtures import corpus_texts
 from tests.train.runs import ROOT
 from train.prepare.output import take_lock
 from train.prepare.readers import Text
