@@ -28,6 +28,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.weights import Weights
 from model.config import GIB, num_parameters
+from model.fp8.hf_fp8 import quantization_of
 from model.fp8.machine import describe, headline
 
 PRECISIONS = ("bf16", "fp8")
@@ -139,6 +140,9 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     ids = session.encode(content, f"--report {text}")
     if len(ids) < 3:
         raise ValueError(f"--report {text}: {len(ids)} tokens; give a text of some thousand")
+    stored = "FP8" if quantization_of(folder) else "bf16"
+    if stored == "FP8":
+        print("note: the weights are stored in FP8; bf16 is these, multiplied out", file=sys.stderr)
     machine, versions = describe()
     print(headline(machine, versions), file=sys.stderr)
 
@@ -161,7 +165,7 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine,
         "versions": versions,
-        "model": {"name": folder.name, "parameters": num_parameters(session.config)},
+        "model": {"name": folder.name, "parameters": num_parameters(session.config), "weights": stored},
         "text": {"name": text.name, "sha256": hashlib.sha256(content.encode()).hexdigest()},
         "window_tokens": length,
         "weights_gib": {precision: of.nbytes / GIB for precision, of in weights.items()},

@@ -97,6 +97,7 @@ def test_a_report_in_table_json_and_plot(
         f"python fp8_inference_demo/fp8_inference.py --model {folder.parent.name} --report text.txt --max_length 24"
     )
     assert {"cpu", "torch_threads"} <= results["machine"].keys() and "torch" in results["versions"]
+    assert results["model"]["weights"] == "bf16"
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
