@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,23 +23,24 @@ SIZES = {"num_key_value_heads": 4, "intermediate_size": 256}
 
 
 def train(variant: str, steps: int = 2, **keys: Any) -> tuple[Any, Any, dict, dict, dict]:
-    """A model that took some steps on the CPU reference: configurations, weights, FP8 state, and the FP8 copies that
-    its modules keep in the next step's first forward, by module and GEMM."""
+    """A model that took some steps: configurations, weights, FP8 state, and the FP8 copies that its modules keep in the
+    next step's first forward, by module and GEMM."""
     config, precision_config = small_config(**SIZES), PrecisionConfig(**keys)
     precision = Precision(precision_config)
     model: Any = build_model(config, variant, precision, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(steps):
-        ids = random_ids(config, 2, 33, step)
+        ids = random_ids(config, 2, 33, step).to(precision.device)
         model(ids[:, :-1], labels=ids[:, 1:], is_first_microbatch=True).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights, state = to_hf_state_dict(model), snapshot_fp8_state(model, precision)
-    model(random_ids(config, 2, 32, 9), is_first_microbatch=True)
+    weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
+    state = {name: tensor.cpu() for name, tensor in snapshot_fp8_state(model, precision).items()}
+    model(random_ids(config, 2, 32, 9).to(precision.device), is_first_microbatch=True)
     copies = {
         f"{name}.{gemm}": kept
         for name, module in model.named_modules()
-        for gemm, kept in getattr(module, "_fp8_workspaces", {}).items()
+        for gemm, kept in enumerate(getattr(module, "_fp8_workspaces", {}).values())
     }
     return config, precision_config, weights, state, copies
 
@@ -83,8 +85,8 @@ def expected(variant: str, copies: dict, layer: int) -> dict[str, tuple[torch.Te
         dict(recipe="delayed", bf16_modules=["lm_head", "model.layers.0", "*.1.*qkv", "*.1.*v_proj"]),
         dict(recipe="current", bf16_modules=[]),
         dict(recipe="current", power_2_scales=True, amax_epsilon=0.4),
-        dict(recipe="block"),
-        dict(recipe="block", power_2_scales=False, amax_epsilon=0.4),
+        dict(recipe="block", amax_epsilon=0.1),
+        dict(recipe="block", power_2_scales=False),
     ],
     ids=lambda keys: "-".join(str(v) for v in keys.values()),
 )
@@ -122,6 +124,42 @@ def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> Non
         trained.names[-1]: weights[trained.names[-1]],
     }
     assert trained.differences(altered, weights, state) == [first, second, trained.names[-1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_codes_and_scales_are_those_of_transformer_engine(variant: str, recipe: str) -> None:
+    """As the test above; what Transformer Engine keeps on a GPU, its block scales without their padding."""
+
+    def of(kept: Any) -> SimpleNamespace:
+        if recipe != "block":
+            rows, scale = kept._data, kept._scale_inv.reshape(())
+        else:
+            rows = kept._rowwise_data
+            scale = kept._rowwise_scale_inv[: rows.shape[0] // 128, : rows.shape[1] // 128]
+        return SimpleNamespace(rows=rows.cpu().view(torch.float8_e4m3fn), rows_scale_inv=scale.cpu())
+
+    config, precision, weights, state, copies = train(variant, recipe=recipe)
+    quantized = TrainedFP8(config, variant, precision).quantize(weights, state)
+    copies = {name: of(kept) for name, kept in copies.items() if not name.startswith("lm_head")}
+    wanted = expected(variant, copies, 0) | expected(variant, copies, 1)
+    assert sorted(quantized) == sorted(wanted) and len(wanted) == 14
+    for name, (codes, scale) in wanted.items():
+        assert torch.equal(quantized[name].codes.view(torch.uint8), codes.view(torch.uint8)), name
+        assert torch.equal(quantized[name].scale, scale.expand_as(quantized[name].scale)), name
+
+
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_tied_embeddings_stay_as_they_are(variant: str) -> None:
+    config, precision = (
+        small_config(tie_word_embeddings=True),
+        PrecisionConfig(recipe="current", bf16_modules=[]),
+    )
+    model = build_model(config, variant, Precision(precision), seed=3)
+    trained, weights = TrainedFP8(config, variant, precision), to_hf_state_dict(model)
+    quantized = trained.quantize(weights, {})
+    assert len(quantized) == 14 and trained.differences(quantized, weights, {}) == []
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
