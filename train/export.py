@@ -57,6 +57,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     lines = _write_model(path, partial, form)
     for file in files:
         shutil.copy2(file, partial / file.name)
+    for file in partial.iterdir():  # safetensors' are for their owner alone, and a server may be another user
+        shutil.copymode(partial / "config.json", file)
     origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
     (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
     if out.exists():
@@ -163,6 +165,8 @@ def main() -> None:
 
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
             raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
+        import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
+
         state = read_state(arguments.checkpoint)
         tokenizer = arguments.tokenizer or tokenizer_of(state.train_config["data"]["sources"])
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)

@@ -73,6 +73,9 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
     # the rest of the folder is that of hf/
     ours, theirs = ({path.name: path for path in folder.iterdir()} for folder in (out, output_dir / "hf"))
     assert ours.keys() == theirs.keys()
+    modes = {path.stat().st_mode & 0o777 for path in (*ours.values(), *theirs.values())}
+    tmp_path.joinpath("a file").touch()
+    assert modes == {tmp_path.joinpath("a file").stat().st_mode & 0o777}, "others may read it, as any file"
     for name in ours.keys() - {"config.json", "model.safetensors"}:
         assert ours[name].read_bytes() == theirs[name].read_bytes()
     config, plain = (json.loads(files["config.json"].read_text()) for files in (ours, theirs))
