@@ -34,24 +34,28 @@ class Completion:
     """The answer to a request as far as it has come.
 
     `finish_reason`: "stop" at EOS or a stop string, "length" where max_new_tokens or the context ended it, "abort"
-    where the user did, None while it grows. `tokens` counts EOS, too.
+    where the user did, None while it grows. `tokens` counts EOS, too. `text` grows where somebody looks at it or it may
+    end at a stop string; otherwise it comes at the end, since text token by token takes the host longer than a GPU the
+    tokens.
     """
 
-    def __init__(self, tokenizer: Any, request: Request, eos: set[int], stop: Sequence[str]):
-        self.request = request
+    def __init__(self, tokenizer: Any, request: Request, options: Options, eos: set[int], looked_at: bool):
         self.text = ""
         self.tokens = 0
         self.finish_reason: str | None = None
         self._stream = TextStream(tokenizer, request.ids)
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(options.stop)
         self._eos = eos
+        self._grows = looked_at or bool(options.stop)
 
     def push(self, token: int) -> None:
         self.tokens += 1
         if token in self._eos:
             self.finish("stop")
             return
-        self.text += self._stops.push(self._stream.push(token))
+        self._stream.add(token)
+        if self._grows:
+            self.text += self._stops.push(self._stream.piece())
         if self._stops.found:
             self.finish_reason = "stop"
 
@@ -82,7 +86,8 @@ def complete(
         [request.seed for request in requests],
         options.max_new_tokens,
     )
-    completions = [Completion(tokenizer, request, eos, options.stop) for request in requests]
+    looked_at = grown is not None
+    completions = [Completion(tokenizer, request, options, eos, looked_at) for request in requests]
     try:
         _read(run, completions, grown)
     except EngineError as error:

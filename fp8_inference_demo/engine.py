@@ -66,7 +66,7 @@ class Step:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # of `tokens`
         self.steps = torch.zeros(rows, dtype=torch.int64, device=device)  # new tokens so far
         self.history = torch.zeros(S, rows, dtype=torch.int64, device=device)
-        self.sampler = Sampler(sampling, rows, forward.config.vocab_size, device)
+        self.sampler = Sampler(sampling, rows, S, forward.config.vocab_size, device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.counted: Counter[str] = Counter()  # what one step runs
 

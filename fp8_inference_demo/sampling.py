@@ -52,24 +52,28 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-def uniform(keys_B: Tensor, steps_B: Tensor) -> Tensor:
-    """float64 [B] in [0, 1) for the keys of rows (`mix` of their seeds) and indices of tokens, both int64 [B]."""
-    bits = mix(keys_B + (steps_B + 1) * -0x61C8864680B583EB)
+def uniform(keys: Tensor, steps: Tensor) -> Tensor:
+    """float64 in [0, 1) for the keys of rows (`mix` of their seeds) and indices of tokens, int64; shapes broadcast."""
+    bits = mix(keys + (steps + 1) * -0x61C8864680B583EB)
     return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
 
 
 class Sampler:
-    """Draws tokens for up to `rows` rows.
+    """Draws up to `steps` tokens for each of `rows` rows.
 
     Its tensors stay where they are, so that a captured `draw` goes on with what `begin` puts into them.
     Raises ValueError: a vocabulary beyond 2**21 tokens.
     """
 
-    def __init__(self, sampling: Sampling, rows: int, vocab_size: int, device: torch.device | str):
+    def __init__(
+        self, sampling: Sampling, rows: int, steps: int, vocab_size: int, device: torch.device | str
+    ):
         if vocab_size > MAX_VOCAB_SIZE:
             raise ValueError(f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}")
         self.sampling = sampling
-        self.keys = torch.zeros(rows, dtype=torch.int64, device=device)
+        # [steps, rows]: all random numbers beforehand, for their dozen small kernels are dear in each step
+        drawing = steps if sampling.temperature > 0 else 0
+        self.uniform = torch.zeros(drawing, rows, dtype=torch.float64, device=device)
         penalised = sampling.repetition_penalty != 1
         # [rows, V]: tokens of the prompt and of what has been drawn
         self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device) if penalised else None
@@ -77,7 +81,9 @@ class Sampler:
     def begin(self, rows: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
         """Begin answers to prompts of these token ids, with a seed each; the repetition penalty counts their
         tokens as said."""
-        self.keys[: len(seeds)].copy_(mix(torch.tensor(seeds, dtype=torch.int64)))
+        keys = mix(torch.tensor(seeds, dtype=torch.int64, device=self.uniform.device))
+        steps = torch.arange(len(self.uniform), device=keys.device)
+        self.uniform[:, : len(seeds)] = uniform(keys, steps[:, None])
         if self.seen is None:
             return
         self.seen.zero_()
@@ -86,7 +92,7 @@ class Sampler:
 
     def draw(self, logits_BV: Tensor, steps_B: Tensor) -> Tensor:
         """The next token of each row, int64 [B], for its logits and the index of the new token in its answer (int64
-        [B], on the device). -1: the row has a logit that is NaN or +inf, or none above -inf."""
+        [B], on the device, below `steps`). -1: the row has a logit that is NaN or +inf, or none above -inf."""
         rows, logits = len(logits_BV), logits_BV.float()
         if self.seen is not None:
             penalty = self.sampling.repetition_penalty
@@ -95,10 +101,10 @@ class Sampler:
         best, token = logits.max(-1, keepdim=True)  # a NaN is the largest
         if self.sampling.temperature > 0:
             scores = (logits - best) / self.sampling.temperature
-            token = self._drawn(scores, uniform(self.keys[:rows], steps_B)[:, None])
+            token = self._drawn(scores, self.uniform[:, :rows].gather(0, steps_B[None]).T)
         if self.seen is not None:
             self.seen[:rows].scatter_(1, token, True)
-        return torch.where(best.isfinite(), token, -1)[:, 0]
+        return torch.where(best.abs() < math.inf, token, -1)[:, 0]
 
     def _drawn(self, scores: Tensor, uniform_B1: Tensor) -> Tensor:
         """int64 [B, 1]: a token for scores [B, V], of which the largest is 0."""
@@ -120,7 +126,7 @@ class Sampler:
             threshold = threshold.clamp(min=math.log(limits.min_p))
         sums = torch.where(scores >= threshold, weights, 0).cumsum(-1)
         target = (uniform_B1 * sums[:, -1:].double()).long()
-        return (sums <= target).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+        return torch.searchsorted(sums, target, right=True).clamp(max=scores.shape[-1] - 1)
 
 
 def _weights(scores: Tensor) -> Tensor:

@@ -70,9 +70,11 @@ class TextStream:
         )
         return now[len(before) :]
 
-    def push(self, token: int) -> str:
-        """The text that `token` completes, often ''."""
+    def add(self, token: int) -> None:
         self.ids.append(token)
+
+    def piece(self) -> str:
+        """The text that the tokens since the last piece complete, often ''."""
         text = self._new_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
@@ -80,7 +82,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What never became complete."""
+        """All that has not come out, complete or not."""
         return self._new_text()
 
 

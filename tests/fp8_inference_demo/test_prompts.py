@@ -54,7 +54,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     monkeypatch.setattr("fp8_inference_demo.session.complete", interrupted)
 
 
-def test_each_prompt_has_its_samples_in_order_with_its_fields(fill: Fill, out: Path) -> None:
+def test_each_prompt_has_its_samples_in_order_with_its_fields(
+    fill: Fill, out: Path, folder: Path, demo: Demo, capfd: pytest.CaptureFixture[str]
+) -> None:
     status, error = fill()
     assert status == 0 and "decode" in error and "6/6" in error
     records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -64,6 +66,9 @@ def test_each_prompt_has_its_samples_in_order_with_its_fields(fill: Fill, out: P
     for record in records:
         assert [(c["finish_reason"], c["tokens"]) for c in record["choices"]] == [("length", 4)] * 3
         assert len({c["text"] for c in record["choices"]}) > 1, "samples are drawn each for itself"
+    base = ("--model", folder, "--prompt", TEXTS[0], "--precision", "fp32")
+    assert demo(*base, "--max_new_tokens", 4, "--ignore_eos") == 0
+    assert capfd.readouterr().out == records[0]["choices"][0]["text"] + "\n", "as it would be streamed"
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": 2, "prompt": ""', b'{"id": 2, "choices": []}'])

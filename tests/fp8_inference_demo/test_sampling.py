@@ -56,7 +56,7 @@ def transformers_probabilities(logits_V: Tensor, wanted: Sampling, prompt: list[
 
 
 def draw_many(logits_V: Tensor, wanted: Sampling, draws: int = DRAWS, step: int = 0) -> Tensor:
-    sampler = Sampler(wanted, draws, len(logits_V), "cpu")
+    sampler = Sampler(wanted, draws, step + 1, len(logits_V), "cpu")
     sampler.begin([PROMPT] * draws, [row_seed(0, 0, i) for i in range(draws)])
     return sampler.draw(logits_V.expand(draws, -1), torch.full((draws,), step))
 
@@ -89,7 +89,7 @@ def test_draws_follow_the_probabilities_of_transformers(options: dict[str, float
 
 def support(logits_V: Tensor, wanted: Sampling) -> Tensor:
     """Which tokens can be drawn, found by uniform numbers one after the other."""
-    sampler = Sampler(wanted, 1, len(logits_V), "cpu")
+    sampler = Sampler(wanted, 1, 1, len(logits_V), "cpu")
     scores = ((logits_V - logits_V.max()) / wanted.temperature).expand(4096, -1)
     drawn = sampler._drawn(scores, torch.arange(4096, dtype=torch.float64)[:, None] / 4096)
     return drawn[:, 0].bincount(minlength=len(logits_V)) > 0
@@ -114,7 +114,7 @@ def test_equal_logits_at_a_limit_all_stay() -> None:
 def test_greedy_is_argmax_after_the_penalty() -> None:
     logits = logits_of()
     best = int(logits.argmax())
-    sampler = Sampler(sampling(temperature=0, repetition_penalty=3.0), 2, len(logits), "cpu")
+    sampler = Sampler(sampling(temperature=0, repetition_penalty=3.0), 2, 2, len(logits), "cpu")
     sampler.begin([[best], [0]], [0, 0])
     second = int(logits.index_fill(0, torch.tensor([best]), -9).argmax())
     drawn = [sampler.draw(logits.expand(2, -1), torch.full((2,), step)).tolist() for step in (0, 1)]
@@ -126,7 +126,7 @@ def test_greedy_is_argmax_after_the_penalty() -> None:
 
 def test_the_penalty_makes_negative_logits_smaller() -> None:
     logits = torch.tensor([-1.0, -1.5, -4.0])
-    sampler = Sampler(sampling(temperature=0, repetition_penalty=2.0), 1, 3, "cpu")
+    sampler = Sampler(sampling(temperature=0, repetition_penalty=2.0), 1, 1, 3, "cpu")
     sampler.begin([[0]], [0])
     assert sampler.draw(logits[None], torch.zeros(1)).tolist() == [1]
 
@@ -136,7 +136,7 @@ def test_logits_that_are_not_finite_give_no_token(temperature: float) -> None:
     rows = logits_of().repeat(5, 1)
     rows[1, 3], rows[2, 4], rows[3, 5], rows[4] = torch.nan, torch.inf, -torch.inf, -torch.inf
     wanted = sampling(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-    sampler = Sampler(wanted, 5, rows.shape[1], "cpu")
+    sampler = Sampler(wanted, 5, 1, rows.shape[1], "cpu")
     sampler.begin([PROMPT] * 5, [1] * 5)
     drawn = sampler.draw(rows, torch.zeros(5, dtype=torch.int64)).tolist()
     assert [token < 0 for token in drawn] == [False, True, True, False, True]
@@ -147,11 +147,11 @@ def test_a_row_draws_the_same_alone_and_in_a_batch() -> None:
     rows = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     wanted = sampling(top_k=50, top_p=0.95, repetition_penalty=1.3)
     seeds, steps = [row_seed(5, i, 0) for i in range(6)], torch.tensor([0, 1, 5, 5, 900, 2])
-    batch = Sampler(wanted, len(seeds) + 2, 300, "cpu")  # a batch may have room for more
+    batch = Sampler(wanted, len(seeds) + 2, 1000, 300, "cpu")  # a batch may have room for more
     batch.begin([PROMPT] * 6, seeds)
     together = batch.draw(rows, steps)
     for row in range(6):
-        alone = Sampler(wanted, 1, 300, "cpu")
+        alone = Sampler(wanted, 1, 901, 300, "cpu")
         alone.begin([PROMPT], seeds[row : row + 1])
         assert alone.draw(rows[row : row + 1], steps[row : row + 1]) == together[row]
 
@@ -193,7 +193,7 @@ def test_mix_is_splitmix64() -> None:
 def test_drawing_traces_as_one_graph_without_synchronization() -> None:
     """A value of the device that the host reads breaks a full graph."""
     wanted = sampling(top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2)
-    sampler = Sampler(wanted, 2, 40, "cpu")
+    sampler = Sampler(wanted, 2, 1, 40, "cpu")
     sampler.begin([PROMPT] * 2, [1, 2])
     graphs = []
 
@@ -209,4 +209,4 @@ def test_drawing_traces_as_one_graph_without_synchronization() -> None:
 
 def test_a_vocabulary_that_sums_would_not_be_exact_for_is_refused() -> None:
     with pytest.raises(ValueError, match="exact up to 2097152"):
-        Sampler(Sampling(), 1, 2**21 + 1, "cpu")
+        Sampler(Sampling(), 1, 1, 2**21 + 1, "cpu")

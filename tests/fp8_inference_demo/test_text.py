@@ -16,20 +16,32 @@ from tests.conftest import small_config
 UNICODE_TEXT = "naïve café — 東京タワー, 🚀🎉 done. "
 
 
+def pieces_of(stream: TextStream, ids: list[int]) -> list[str]:
+    pieces = []
+    for token in ids:
+        stream.add(token)
+        pieces.append(stream.piece())
+    return pieces
+
+
 @pytest.mark.parametrize("text", [UNICODE_TEXT, " leading space", "a\n\n  indented\tline\n"])
 def test_streamed_text_is_the_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     context, ids = tokenizer.encode("say:"), tokenizer.encode(text)
     stream = TextStream(tokenizer, context)
-    pieces = [stream.push(token) for token in ids]
+    pieces = pieces_of(stream, ids)
     assert "".join(pieces) + stream.rest() == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert sum(bool(piece) for piece in pieces) > 3, "it has to come piece by piece"
+    at_once = TextStream(tokenizer, context)
+    for token in ids:
+        at_once.add(token)
+    assert at_once.rest() == text
 
 
 def test_incomplete_bytes_come_out_at_the_end(tokenizer: PreTrainedTokenizerFast) -> None:
     half = tokenizer.encode("東")[:-1]
     stream = TextStream(tokenizer, [])
-    assert [stream.push(token) for token in half] == [""] * len(half)
+    assert pieces_of(stream, half) == [""] * len(half)
     assert stream.rest() == tokenizer.decode(half)
 
 
