@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from safetensors import SafetensorError
+
 from train.checkpoint.files import CheckpointError, RunState, identity, problems, rank_file, read_state
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
@@ -35,7 +37,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, or the hf/ of a run, and the weights are to be FP8. PrecisionError: weights that have
-    no FP8 form.
+    no FP8 form. OSError: `out` cannot be written; what was is removed.
     """
     found = []
     files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
@@ -54,13 +56,19 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         raise CheckpointError("; ".join(found))
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    lines = _write_model(path, partial, form)
-    for file in files:
-        shutil.copy2(file, partial / file.name)
-    for file in partial.iterdir():  # safetensors' are for their owner alone, and a server may be another user
-        shutil.copymode(partial / "config.json", file)
-    origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
-    (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
+    try:
+        lines = _write_model(path, partial, form)
+        for file in files:
+            shutil.copy2(file, partial / file.name)
+        for file in partial.iterdir():  # safetensors' are for their owner alone: a server may be another user
+            shutil.copymode(partial / "config.json", file)
+        origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
+        (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)  # gigabytes, which a full disk needs
+        if isinstance(error, SafetensorError):  # what a full disk is to safetensors
+            raise OSError(f"{out} could not be written: {error}") from error
+        raise
     if out.exists():
         shutil.rmtree(out)
     partial.rename(out)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
+from safetensors import SafetensorError
 
 from train import export
 from train.checkpoint.files import MANIFEST, CheckpointError, name_of
@@ -80,6 +81,30 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
         "tokenizer.json": "theirs",
         "chat_template.jinja": "theirs",
     }
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
+def test_what_could_not_be_written_whole_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A full disk needs the room; and the export that was there before stays."""
+
+    def write_model(path: Path, out: Path, form: str) -> list[str]:
+        out.mkdir()
+        (out / "model.safetensors").write_text("a part")
+        raise error
+
+    monkeypatch.setattr(export, "_write_model", write_model)
+    model, out = tmp_path / "model", tmp_path / "out"
+    for folder in (model, out):
+        folder.mkdir()
+    (model / "tokenizer.json").write_text("theirs")
+    (out / "exported_from.json").write_text("before")
+    expected = OSError if isinstance(error, SafetensorError) else KeyboardInterrupt
+    with pytest.raises(expected, match="out could not be written: No space" if expected is OSError else None):
+        export.export(tmp_path, out, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert (out / "exported_from.json").read_text() == "before"
 
 
 def test_a_tokenizer_of_another_model_is_refused(
