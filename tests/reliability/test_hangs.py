@@ -19,26 +19,40 @@ from train.guard.watchdog import Watchdog, blame
 RANKS = "tests/reliability/meeting_ranks.py"
 
 
-def run_with(fault: str, rank: int, timeout_s: float) -> tuple[int, str]:
-    """Exit status and output of three ranks, of which `rank` has the fault. None of them would end by itself."""
-    done = launch(3, RANKS, fault, str(timeout_s), FAULTY_RANK=str(rank))
-    return done.returncode, done.stdout
+# (fault, the rank that has it) -> ranks, hang_timeout_s. Of those that hang none would end by itself.
+HANGS = {
+    ("hang", 1): (3, 2.0),
+    ("hang_in_c", 1): (3, 2.0),
+    ("stopped", 1): (3, 2.0),
+    ("stopped", 0): (3, 2.0),
+}
+OTHERS = {("killed", 1): (3, 600.0), ("none", 0): (2, 2.0), ("slow", 1): (3, 60.0)}
 
 
 @pytest.fixture(scope="module")
-def hung() -> dict[tuple[str, int], str]:
-    """(fault, rank) -> what was said, of jobs that wait at the same time."""
-    faults = [("hang", 1), ("hang_in_c", 1), ("stopped", 1), ("stopped", 0)]
-    with ThreadPoolExecutor(len(faults)) as pool:
-        ended = dict(zip(faults, pool.map(lambda fault: run_with(*fault, 4.0), faults), strict=True))
-    assert {status for status, _ in ended.values()} == {1}, ended
-    return {fault: output for fault, (_, output) in ended.items()}
+def jobs() -> dict[tuple[str, int], tuple[int, str]]:
+    """Exit status and output of each; most of their time they wait, and all do at the same time."""
+
+    def run(job: tuple[tuple[str, int], tuple[int, float]]) -> tuple[int, str]:
+        (fault, rank), (ranks, timeout_s) = job
+        done = launch(ranks, RANKS, fault, str(timeout_s), FAULTY_RANK=str(rank))
+        return done.returncode, done.stdout
+
+    every = HANGS | OTHERS
+    with ThreadPoolExecutor(len(every)) as pool:
+        return dict(zip(every, pool.map(run, every.items()), strict=True))
+
+
+@pytest.fixture
+def hung(jobs: dict[tuple[str, int], tuple[int, str]]) -> dict[tuple[str, int], str]:
+    assert {status for name, (status, _) in jobs.items() if name in HANGS} == {1}, jobs
+    return {name: output for name, (_, output) in jobs.items() if name in HANGS}
 
 
 @pytest.mark.process
 def test_a_rank_that_hangs_is_named_with_its_stack(hung: dict[tuple[str, int], str]) -> None:
     output = hung["hang", 1]
-    assert "no step was finished for 4 s (hang_timeout_s); rank 1 of 3 is not where the others wait" in output
+    assert "no step was finished for 2 s (hang_timeout_s); rank 1 of 3 is not where the others wait" in output
     assert re.search(
         r"rank 1 on \S+: step 20, micro-batch 1 of 1; File .*meeting_ranks.py.* never_returns", output
     )
@@ -63,24 +77,24 @@ def test_a_stopped_process_is_named(hung: dict[tuple[str, int], str], rank: int)
 
 
 @pytest.mark.process
-def test_a_killed_rank_ends_the_job() -> None:
-    status, output = run_with("killed", 1, timeout_s=600.0)
+def test_a_killed_rank_ends_the_job(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
+    status, output = jobs["killed", 1]
     assert status == 128 + 9
     assert "launch: rank 1 was killed by SIGKILL" in output
 
 
 @pytest.mark.process
-def test_no_false_alarm_in_a_clean_run() -> None:
-    done = launch(2, RANKS, "none", "2.0")
-    assert done.returncode == 0 and "all 400 steps" in done.stdout
-    assert "hang_timeout_s" not in done.stdout and "is slow" not in done.stdout
+def test_no_false_alarm_in_a_clean_run(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
+    status, output = jobs["none", 0]
+    assert status == 0 and "all 400 steps" in output
+    assert "hang_timeout_s" not in output and "is slow" not in output
 
 
 @pytest.mark.process
-def test_a_slow_rank_is_named() -> None:
-    done = launch(3, RANKS, "slow", "60")
-    assert done.returncode == 0, done.stdout
-    found = re.findall(r"warning: rank (\d) is slow: .* ([\d.]+) times .* to step (\d+)", done.stdout)
+def test_a_slow_rank_is_named(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
+    status, output = jobs["slow", 1]
+    assert status == 0, output
+    found = re.findall(r"warning: rank (\d) is slow: .* ([\d.]+) times .* to step (\d+)", output)
     assert len(found) == 1, "told once"
     rank, factor, step = found[0]
     assert rank == "1" and 1.3 < float(factor) < 1.7 and int(step) <= 50

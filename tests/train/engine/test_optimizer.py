@@ -1,6 +1,8 @@
 """Parameter groups and schedules."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from train.config.arguments import TrainingArguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
+from train.engine.zero import skip_steps_that_are_not_finite
 
 
 def arguments(**changes):
@@ -20,6 +23,27 @@ def arguments(**changes):
         **changes,
     }
     return TrainingArguments.from_dict(raw)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0])
+def test_a_plain_optimizer_skips_what_is_not_finite(clipping: float) -> None:
+    """torch's own, as DeepSpeed calls it at ZeRO 0 in float32; it clips before the step, or not at all."""
+    model = nn.Linear(4, 2, bias=False)
+    engine: Any = SimpleNamespace(
+        module=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        gradient_clipping=lambda: clipping,
+        clip_fp32_gradients=lambda: None,
+    )
+    skip_steps_that_are_not_finite(engine)
+    for value in (3.0, math.inf, math.nan, 2.0):
+        model.weight.grad, before = torch.full((2, 4), value), model.weight.detach().clone()
+        if clipping:
+            engine.clip_fp32_gradients()
+        engine.optimizer.step()
+        changed, norm = not torch.equal(model.weight, before), float(engine.optimizer._global_grad_norm)
+        assert changed == math.isfinite(value) == (not engine.optimizer.overflow)
+        assert norm == pytest.approx(value * math.sqrt(8), nan_ok=True)
 
 
 class Tied(nn.Module):
