@@ -9,7 +9,8 @@
 #
 # Settings: PYTHON=path of the Python to make .venv with; TORCH_INDEX_URL=index of torch's CPU builds, as torch's
 # installation page names it (without it pip takes the default wheel, which on Linux may bring 5 GB of CUDA packages
-# along: more to download, the same numbers); PIP_* as pip documents them.
+# along: more to download, the same numbers); PIP_* as pip documents them; TORCH_EXTENSIONS_DIR=folder of what DeepSpeed
+# compiles for CPUs (default: torch_extensions in the environment).
 
 MIN_PYTHON="3.11"
 # Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
@@ -176,6 +177,25 @@ use_torchs_cudnn() {
   export LD_LIBRARY_PATH="$home/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
+# DeepSpeed's communication between CPU ranks is compiled, which takes a minute. Here and not in the first start, which
+# would wait without a word; and for this environment alone: torch compiles anew when another one asks for it, so that
+# two of them with one folder would at every change of turns.
+build_communication() {
+  local prefix said
+  prefix="$(dirname "$(dirname "$PY")")"
+  [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # a system's: the first start builds it
+  export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
+  if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
+  say "set-up: building DeepSpeed's CPU communication"
+  mkdir -p "$TORCH_EXTENSIONS_DIR"
+  said="$(LOCAL_RANK=0 PYTHONPATH="$ROOT" "$PY" -c '
+from deepspeed.comm.torch import build_shm_op
+from train.engine.distributed import wait_out_a_dead_builder
+wait_out_a_dead_builder()
+build_shm_op()' 2>&1)" || die "DeepSpeed's CPU communication could not be built: $said"
+  : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
+}
+
 setup_env() {
   local files=("$ROOT/requirements.txt")
   HAS_GPU=0
@@ -197,6 +217,11 @@ setup_env() {
   install_torch
   install_requirements "${files[@]}"
   command -v ninja >/dev/null 2>&1 || die "ninja is missing although its package is installed; put its folder on PATH"
-  if ((HAS_GPU)); then use_torchs_cudnn; else export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"; fi
+  if ((HAS_GPU)); then
+    use_torchs_cudnn
+  else
+    export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+    build_communication
+  fi
   if [[ -n "$lock" ]]; then exec {lock}>&-; fi
 }

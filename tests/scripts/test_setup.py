@@ -39,6 +39,22 @@ def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Pat
     assert not (tmp_path / "root" / ".venv").exists()
 
 
+def test_the_cpu_communication_is_built_once_for_an_environment(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
+    folder, built = tmp_path / "venv/torch_extensions", tmp_path / "built.txt"
+    (tmp_path / "venv/pyvenv.cfg").touch()
+    (folder / "deepspeed_shm_comm.done").unlink()
+    for number, (build, status) in enumerate([("echo no space; exit 1", 1), ("exit 0", 0), ("exit 0", 0)]):
+        stand_in = f'[[ "$*" == *build_shm_op* ]] && {{ echo "$TORCH_EXTENSIONS_DIR" >> {built}; {build}; }}'
+        executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+        run = set_up(machine, tmp_path / str(number))
+        assert run.returncode == status, run.stderr
+        assert ("could not be built: no space" in run.stderr) == bool(status)
+        assert ("set-up: building DeepSpeed's CPU communication" in run.stdout) == (number < 2)
+    assert built.read_text().split() == [str(folder)] * 2
+
+
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "tools" / "c++").unlink()
 
@@ -124,9 +140,14 @@ def test_what_pip_has_to_install(
 
 def test_the_repositorys_requirements_are_pinned() -> None:
     files = sorted(ROOT.glob("requirements*.txt"))
-    assert [f.name for f in files] == [f"requirements{part}.txt" for part in ("-dev", "-gpu", "-prep", "")]
-    names = [r["name"] for file in files for r in check_requirements.parse(file.read_text())]
-    assert len(names) == len(set(names)) > 10
+    assert [f.name for f in files] == [
+        f"requirements{part}.txt" for part in ("-dev", "-gpu", "-prep", "-serving", "")
+    ]
+    pins = [r.group("name", "version") for f in files for r in check_requirements.parse(f.read_text())]
+    names = [name for name, _ in pins]
+    # that of serving, an environment of its own, has the same one with what it serves by
+    assert [name for name in names if names.count(name) > 1] == ["transformers"] * 2
+    assert len(set(pins)) == len(set(names)) > 10
     assert "torch" not in names, "torch is chosen by the machine"
     with pytest.raises(ValueError, match="line 2"):
         check_requirements.parse("a==1\nb>=2\n")
