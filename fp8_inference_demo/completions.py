@@ -33,8 +33,8 @@ class Request:
 class Completion:
     """The answer to a request as far as it has come.
 
-    `finish_reason`: "stop" at EOS or a stop string, "length" where max_new_tokens or the context ended it, "abort"
-    where the user did, None while it grows. `tokens` counts EOS, too. `text` grows where somebody looks at it or it may
+    `finish_reason`: "stop" at EOS or a stop string, "length" where max_new_tokens, the context or `grown` ended
+    it, None while it grows. `tokens` counts EOS, too. `text` grows where somebody looks at it or it may
     end at a stop string; otherwise it comes at the end, since text token by token takes the host longer than a GPU the
     tokens.
     """
@@ -108,10 +108,8 @@ def _read(
             if completion.finish_reason:
                 run.stop(row)
         if grown is not None and grown(completions):
-            for row, completion in enumerate(completions):
-                if not completion.finish_reason:
-                    completion.finish("abort")
-                    run.stop(row)
+            for row in range(len(completions)):
+                run.stop(row)
     for completion in completions:
         if not completion.finish_reason:
             completion.finish("length")

@@ -209,18 +209,17 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
             return
         session.load(longest, (count - output.done) * samples)
         rows = _rows(session, prompts, output.done)
-        begun: list[dict[str, Any]] = []  # prompts that have rows in this batch or had some in the last
         progress = tqdm(total=count, initial=output.done, unit="prompt", mininterval=1.0)
         with progress:
             while batch := list(islice(rows, session.engine.batch_size)):
                 completions, _ = session.complete([request for _, request in batch])
+                whole = []
                 for (record, _), completion in zip(batch, completions, strict=True):
-                    if not begun or begun[-1] is not record:
-                        begun.append(record)
+                    # a batch may end amid the samples of a prompt
                     record.setdefault(ADDED, []).append(_choice(completion))
-                whole = [record for record in begun if len(record[ADDED]) == samples]
+                    if len(record[ADDED]) == samples:
+                        whole.append(record)
                 output.write(whole)
-                begun = begun[len(whole) :]
                 progress.update(len(whole))
     print(session.timing.line(), file=sys.stderr)
     session.tell()

@@ -86,6 +86,8 @@ def test_a_text_ends_before_a_stop_string(say: Demo, capsys: Captured) -> None:
     assert say(*options) == 0
     whole = capsys.readouterr()
     text = whole.out.removesuffix("\n")
+    assert say(*options, "--stop", text[-1] + "never") == 0
+    assert capsys.readouterr().out == whole.out, "what was held back comes out"
     stop = text[4:8]
     assert say(*options, "--stop", "never", "--stop", stop) == 0
     captured = capsys.readouterr()

@@ -68,7 +68,13 @@ def test_each_prompt_has_its_samples_in_order_with_its_fields(
         assert len({c["text"] for c in record["choices"]}) > 1, "samples are drawn each for itself"
     base = ("--model", folder, "--prompt", TEXTS[0], "--precision", "fp32")
     assert demo(*base, "--max_new_tokens", 4, "--ignore_eos") == 0
-    assert capfd.readouterr().out == records[0]["choices"][0]["text"] + "\n", "as it would be streamed"
+    text = records[0]["choices"][0]["text"]
+    assert capfd.readouterr().out == text + "\n", "as it would be streamed"
+    out.unlink()
+    assert fill("--stop", text[1:], "--max_new_tokens", 12)[0] == 0
+    choice = json.loads(out.read_text(encoding="utf-8").splitlines()[0])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[0], "stop")
+    assert choice["tokens"] <= 4, "and the row ended there"
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": 2, "prompt": ""', b'{"id": 2, "choices": []}'])

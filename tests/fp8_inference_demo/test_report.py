@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
+from transformers import MistralForCausalLM
 
 from fp8_inference_demo import report
 from fp8_inference_demo.engine import Engine
@@ -52,6 +55,41 @@ def test_every_token_is_predicted_once(length: int, most: int, bos: int | None) 
     firsts = [part[0] for part in parts]
     assert firsts == ([0] * len(parts) if bos == 0 else [part[1] - 1 for part in parts])
     assert max(map(len, parts)) <= length
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
+    """The keyword arguments of the calls of a method of Engine."""
+    calls, method = [], getattr(Engine, name)
+
+    def call(*values: Any, **options: Any) -> Any:
+        calls.append(options)
+        return method(*values, **options)
+
+    monkeypatch.setattr(Engine, name, call)
+    return calls
+
+
+@pytest.mark.parametrize(("path", "few_rows"), [("few rows", True), ("many rows", False)])
+def test_the_logits_before_a_token_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, few_rows: bool
+) -> None:
+    """Of the path that is asked for, against the loss of transformers."""
+    calls, ids = noted(monkeypatch, "score"), list(range(1, 60))
+    engines = {precision: Engine.load(folder, precision, 1, 24) for precision in report.PRECISIONS}
+    result = report.compare(engines, ids, 100, path, bos=1)
+    model, loss = MistralForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), 0.0
+    for part in report.windows(ids, 24, 100, bos=1):
+        tokens = torch.tensor([part])
+        loss += model(tokens, labels=tokens).loss.item() * (len(part) - 1)
+    assert result["perplexity_bf16"] == pytest.approx(math.exp(loss / 58), rel=0.05)
+    assert calls == [{"few_rows": few_rows}] * 6
+
+
+def test_the_first_batch_only_warms_up(folder: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Engine.load(folder, "bf16", 1, 24).weights
+    calls = noted(monkeypatch, "generate")
+    row = report.times(weights, "bf16", 2, [1, 5, 6])
+    assert len(calls) == 2 and row["decode_tokens_per_s"] > 0
 
 
 @pytest.fixture

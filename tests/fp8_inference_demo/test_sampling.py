@@ -187,7 +187,10 @@ def test_mix_is_splitmix64() -> None:
     """The published sequence of seed 0 (its state grows by the golden ratio)."""
     golden = -0x61C8864680B583EB
     drawn = [mix(torch.tensor(golden) * n).item() % 2**64 for n in (1, 2, 3)]
-    assert drawn == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert drawn == published
+    numbers = uniform(torch.tensor(0), torch.arange(3)).tolist()
+    assert numbers == [(number >> 11) / 2**53 for number in published]
 
 
 def test_drawing_traces_as_one_graph_without_synchronization() -> None:
