@@ -137,11 +137,10 @@ class Generation:
         """Raises EngineError: logits that are not finite."""
         start = time.perf_counter()
         self.engine.prefill(self.step, self.rows)
-        yield self._read(self.step.history[:1].tolist()[0], 0)  # waits for the device
-        self.timing.prefill_tokens, self.timing.prefill_s = (
-            sum(map(len, self.rows)),
-            time.perf_counter() - start,
-        )
+        first = self._read(self.step.history[:1].tolist()[0], 0)  # waits for the device
+        self.timing.prefill_tokens = sum(map(len, self.rows))
+        self.timing.prefill_s = time.perf_counter() - start
+        yield first
         start = time.perf_counter()
         for index, tokens in self._steps():
             rows = self._read(tokens, index)

@@ -122,6 +122,9 @@ def test_rows_end_on_their_own(model: tuple[Path, MistralForCausalLM]) -> None:
             run.stop(0)
     assert counts == [5, 8, 20]
     assert (run.timing.prefill_tokens, run.timing.decode_tokens) == (44, 33 - 3)
+    run = engine.generate(prompts(3), GREEDY, [0, 0, 0], 12)
+    next(iter(run))
+    assert run.timing.prefill_s > 0, "what the reader does with a token is not the prompts' time"
     # what was left of the cache by other rows is not seen
     assert tokens(engine, rows[2:], 20) == [tokens(Engine.load(model[0], "fp32", 1, 48), rows[2:], 20)[0]]
 
