@@ -192,8 +192,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             converse(session)
         else:
             failed = answer_lines(session)
-    except torch.OutOfMemoryError as error:
-        what = str(error).split(". ")[0]
+    except (MemoryError, RuntimeError) as error:
+        # without a GPU torch has no class of its own for it
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(
+            error
+        ):
+            raise
+        what = str(error).split("\n")[0] or "no memory left"
         raise ValueError(f"{what}; give a smaller --batch_size or --max_length") from error
     return int(failed > 0)
 

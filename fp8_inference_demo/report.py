@@ -241,7 +241,7 @@ def plot(path: Path, results: dict[str, Any]) -> None:
             mine = [s for s in measured if s["precision"] == precision]
             rates = [s[f"{what}_tokens_per_s"] for s in mine]
             axis.plot([s["batch_size"] for s in mine], rates, "o-", label=precision)
-        axis.set(xlabel="batch", ylabel="tokens/s", title=what, ylim=(0, None), xscale="log")
+        axis.set(xlabel="batch", ylabel="tokens/s", title=what, xscale="log", yscale="log")
         sizes = sorted({s["batch_size"] for s in measured})
         axis.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axis.minorticks_off()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,14 +140,30 @@ def test_logits_that_are_not_finite_name_the_position(
 def test_out_of_memory_ends_with_what_to_do(
     say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    def no_room(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    def raising(error: Exception) -> Callable[..., None]:
+        def load(*arguments: object) -> None:
+            raise error
 
-    monkeypatch.setattr(Engine, "load", no_room)
-    assert say() == 1
-    assert capsys.readouterr().err == (
-        "error: CUDA out of memory; give a smaller --batch_size or --max_length\n"
-    )
+        return load
+
+    def no_room(*arguments: object) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    for load, words in (
+        (
+            raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")),
+            "CUDA out of memory",
+        ),
+        (raising(MemoryError()), "no memory left"),
+        (no_room, "allocate"),
+    ):
+        monkeypatch.setattr(Engine, "load", load)
+        assert say() == 1
+        error = capsys.readouterr().err
+        assert words in error and error.endswith("; give a smaller --batch_size or --max_length\n")
+    monkeypatch.setattr(Engine, "load", raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        say()
 
 
 def test_folders_that_will_not_do(tmp_path: Path, demo: Demo, capsys: Captured) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical, kl_divergence
 from transformers import MistralForCausalLM
 
 from fp8_inference_demo import report
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.weights import Weights
+from model.fp8 import hf_fp8
+from model.fp8.hf_fp8 import Quantized
 from tests.fp8_inference_demo.conftest import Demo
 
 
@@ -138,6 +141,34 @@ def test_a_report_in_table_json_and_plot(
     assert results["model"]["weights"] == "bf16"
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_folder_in_fp8_is_read_as_it_is_and_said(
+    folder: Path, tmp_path: Path, blocks: bool, small: None, demo: Demo, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The codes of the engine are those of the folder, and bf16 is these, multiplied out."""
+    fp8, text = tmp_path / "hf-fp8", tmp_path / "text.txt"
+    fp8.mkdir()
+    for file in folder.iterdir():
+        (fp8 / file.name).write_bytes(file.read_bytes())
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if "proj" in name:
+            shape = [-(-n // 128) for n in weight.shape] if blocks else [len(weight), 1]
+            tensors[name] = Quantized((weight * 100).to(torch.float8_e4m3fn), torch.full(shape, 0.01))
+    save_file(hf_fp8.flat(tensors), fp8 / "model.safetensors", {"format": "pt"})
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"] = hf_fp8.quantization_config(blocks, ["lm_head"])
+    (fp8 / "config.json").write_text(json.dumps(config))
+
+    stored = tensors["model.layers.1.mlp.down_proj.weight"]
+    loaded = {p: Engine.load(fp8, p, 1, 24).weights.layers[1].down for p in report.PRECISIONS}
+    assert loaded["fp8"].values.view(torch.uint8).equal(stored.codes.view(torch.uint8))
+    assert loaded["bf16"].values.equal(stored.dequantize(torch.bfloat16))
+    text.write_text("def main(): return the value of the thing", encoding="utf-8")
+    assert demo("--model", fp8, "--report", text, "--max_length", 24, "--batch_size", 1) == 0
+    assert "the weights are stored in FP8; bf16 is these, multiplied out" in capfd.readouterr().err
 
 
 def test_texts_that_will_not_do(
