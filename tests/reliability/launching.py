@@ -23,9 +23,22 @@ def clean_environment(**more: str) -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1", "PATH": path} | more
 
 
-def launch(ranks: int, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` on so many ranks to their end; standard error is in stdout."""
-    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(ranks), str(ROOT / script)]
+HASTY = f"""
+import sys
+sys.path[0] = {str(ROOT)!r}
+from train import launch
+launch.FAILED_GRACE_S = 0.2
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def launch(
+    ranks: int, script: str, *arguments: str, hasty: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` on so many ranks to their end; standard error is in stdout. hasty: when one has failed, the others,
+    which have nothing to say, end at once."""
+    launcher = ["-c", HASTY] if hasty else [str(ROOT / "train/launch.py")]
+    command = [sys.executable, *launcher, "--nproc", str(ranks), str(ROOT / script)]
     return programs.run(
         [*command, *arguments],
         env=clean_environment(**environment),

@@ -212,7 +212,7 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
 ) -> None:
     head = "import os, sys, time; from pathlib import Path; rank = int(os.environ['RANK'])"
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
-    assert launch(2, str(tmp_path / "ranks.py")).returncode == status
+    assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
 
 

@@ -63,7 +63,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
         "dist.barrier()\n"
         "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(1e6)\n"
     )
-    done = launch(2, str(tmp_path / "start.py"))
+    done = launch(2, str(tmp_path / "start.py"), hasty=True)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
     port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
     assert count == "2", "DeepSpeed names or places its buffers differently"
