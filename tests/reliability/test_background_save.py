@@ -64,11 +64,11 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_files_are_those_of_a_save_that_is_waited_for(
     settings: dict, tmp_path: Path, slow_writes: list[str], stage: int, capsys: pytest.CaptureFixture
 ) -> None:
-    """Byte for byte, of one rank, after 5, 10, 15 and 20 steps in FP8."""
+    """Byte for byte, of one rank, after 4, 8 and 12 steps in FP8."""
     settings |= {
         "deepspeed": f"ds_config_zero{stage}.json",
-        "max_steps": 20,
-        "save_steps": 5,
+        "max_steps": 12,
+        "save_steps": 4,
         "save_total_limit": 9,
     }
     one, other = (
@@ -76,9 +76,9 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
         for background in (True, False)
     )
     # in the background, of one rank; the last save never is, and at ZeRO 0 there is no file for the optimizer
-    assert len(slow_writes) == 3 * (3 if stage else 2)
+    assert len(slow_writes) == 2 * (3 if stage else 2)
     assert curve(one) == curve(other)
-    for step in (5, 10, 15, 20):
+    for step in (4, 8, 12):
         paths = [folder / "checkpoints" / name_of(step) for folder in (one, other)]
         files, expected = map(read_manifest, paths)
         assert files.keys() == expected.keys()
@@ -91,7 +91,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(
             assert all(torch.equal(a, b) for a, b in zip(tensors, same, strict=True))
         assert problems(paths[0]) == []
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("saved ")]
-    assert len(told) == 8 and all("s (training waited " in line for line in told)
+    assert len(told) == 6 and all("s (training waited " in line for line in told)
 
 
 def test_a_stop_while_a_save_is_under_way(
