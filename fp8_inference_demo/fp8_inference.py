@@ -86,7 +86,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         group.add_argument(name, help=help + shown, **options)  # type: ignore[arg-type]
 
     add(parser, "--model", "Hugging Face Mistral folder, or a run's output_dir", type=Path, required=True)
-    task = parser.add_argument_group("what to do; without any of these: a prompt a line, from standard input")
+    task = parser.add_argument_group(
+        "what to do; without any of these: --interactive on a terminal, else a prompt a line"
+    )
     task = task.add_mutually_exclusive_group()
     add(task, "--prompt", "text to continue", type=utf8)
     add(task, "--prompt_file", "UTF-8 file with the text to continue", type=Path)
@@ -138,6 +140,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=between(2),
     )
     arguments = parser.parse_args(argv)
+    tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts, arguments.report)
+    if all(task is None for task in tasks):
+        if sys.stdin is None:
+            parser.error("there is no standard input to read prompts from; give --prompt")
+        arguments.interactive |= sys.stdin.isatty()
     if problem := _problem(parser, arguments):
         parser.error(problem)
     return arguments
@@ -156,7 +163,7 @@ def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     if arguments.num_samples > 1 and not arguments.temperature:
         return "--num_samples: with --temperature 0 all samples are equal; give a temperature"
     if arguments.num_samples > 1 and arguments.interactive:
-        return "--num_samples: a conversation has one; leave out --interactive"
+        return "--num_samples: a conversation has one; leave it out, or give a --prompt"
     if arguments.report:
         taken = ("model", "report", "output", "batch_size", "max_length")
         others = [
@@ -188,15 +195,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         elif arguments.prompt_file is not None:
             name = f"--prompt_file {arguments.prompt_file}"
             session.answer_one(name, read_text(arguments.prompt_file, name))
-        elif arguments.interactive or sys.stdin.isatty():
+        elif arguments.interactive:
             converse(session)
         else:
             failed = answer_lines(session)
     except (MemoryError, RuntimeError) as error:
-        # without a GPU torch has no class of its own for it
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(
-            error
-        ):
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not known and "allocate memory" not in str(error):  # torch's words on a CPU
             raise
         what = str(error).split("\n")[0] or "no memory left"
         raise ValueError(f"{what}; give a smaller --batch_size or --max_length") from error

@@ -230,3 +230,12 @@ def test_bad_options(options: list[str], words: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         fp8_inference.parse_arguments(["--model", "x", *options])
     assert words in capsys.readouterr().err
+
+
+def test_no_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """As where a shell closes it: <&-."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert fp8_inference.parse_arguments(["--model", "x", "--prompt", "a"]).prompt == "a"
+    with pytest.raises(SystemExit):
+        fp8_inference.parse_arguments(["--model", "x"])
+    assert "give --prompt" in capsys.readouterr().err

@@ -108,6 +108,8 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
     type_lines(monkeypatch, KeyboardInterrupt, "def main", end, "never")
     assert say(b"") == 0
     assert prompts == ["<s>def main"]
+    with pytest.raises(SystemExit):
+        say(b"", "--num_samples", 2)
 
 
 def test_a_conversation_beyond_the_context_loses_its_beginning(
