@@ -19,6 +19,7 @@ from typing import Self
 
 import torch
 
+from fp8_inference_demo import reference
 from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Weights, load_weights
@@ -285,7 +286,7 @@ class Engine:
             "fp8 weights": "matrix products read FP8 weights, with bf16 activations",
             "fp8 gemm": "matrix products multiplied FP8 by FP8",
         }
-        how = "plain torch" if self.forward.kernels is None else "Triton kernels"
+        how = "plain torch" if self.forward.operations is reference else "Triton kernels"
         lines = [
             f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
             for kind, count in self.forward.ran.items()

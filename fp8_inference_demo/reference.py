@@ -6,10 +6,18 @@ Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from fp8_inference_demo.weights import FP8, FP8_MAX, Matrix
+
+if TYPE_CHECKING:
+    from fp8_inference_demo.forward import Forward
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+"""Rows of activations as a matrix product takes them: values and, of FP8 codes, a scale a row."""
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,37 +32,74 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def rotate(x_BTND: torch.Tensor, positions_BT: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (arXiv:2104.09864), Hugging Face's halves. angles: float32 [S, D / 2]."""
-    turn = angles[positions_BT][:, :, None]
-    cos, sin = turn.cos(), turn.sin()
+def rotate(
+    x_BTND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions_BT: torch.Tensor
+) -> torch.Tensor:
+    """Rotary positions (arXiv:2104.09864), Hugging Face's halves. cosines, sines: float32 [S, D / 2]."""
+    cos, sin = cosines[positions_BT][:, :, None], sines[positions_BT][:, :, None]
     first, second = x_BTND.float().chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BTND.dtype)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, C] -> FP8 codes and a float32 scale [M, 1] a row."""
+def rows(x: torch.Tensor, digits: int) -> Rows:
+    """[M, C] as an operand of `gemm`. digits 0: as it is; 1: FP8 codes and a float32 scale [M, 1] a row; 2: in bf16's
+    precision, for FP8 weights (the kernels write a second FP8 digit of what the first leaves, here nothing is to do).
+    """
+    if digits != 1:
+        return x, None
     wide = x.float()
     scale = (wide.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=1e-12)
     return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-def few_rows(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """x [M, C] times the transposed weight: the activations stay as they are, FP8 weights are widened."""
-    return F.linear(x, weight.dequantize(x.dtype))
+def add(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """x [M, C] + delta."""
+    return x + delta
 
 
-def many_rows(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """x [M, C] times the transposed weight; with an FP8 weight both operands are FP8, the sums float32."""
-    if weight.scale is None:
-        return F.linear(x, weight.values)
-    codes, scale = quantize_rows(x)
+def add_norm_rows(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, digits: int
+) -> tuple[torch.Tensor, Rows]:
+    """x + delta, and `rows` of its RMSNorm."""
+    x = x if delta is None else add(x, delta)
+    return x, rows(norm(x, weight, eps), digits)
+
+
+def swiglu_rows(gate_up: torch.Tensor, digits: int) -> Rows:
+    """silu(gate) * up of [M, 2 I], then `rows`."""
+    return rows(swiglu(gate_up), digits)
+
+
+def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
+    """Rows [M, C] times the transposed weight. Where both are FP8 the sums are float32, rounded to bf16."""
+    x, scale = rows
+    if weight.scale is None or scale is None:
+        return F.linear(x, weight.dequantize(x.dtype))
     groups = weight.scale.shape[1]
     out = torch.zeros(x.shape[0], weight.rows, device=x.device)
-    parts = zip(codes.float().chunk(groups, 1), weight.values.float().chunk(groups, 1), strict=True)
+    parts = zip(x.float().chunk(groups, 1), weight.values.float().chunk(groups, 1), strict=True)
     for group, (ours, theirs) in enumerate(parts):
         out += F.linear(ours, theirs) * weight.scale[:, group]
-    return (out * scale).to(x.dtype)
+    return (out * scale).to(torch.bfloat16)
+
+
+def rotate_into_cache(
+    qkv_MR: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    positions_BT: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """The fused projection, rows [q; k; v] -> rotated q [B, T, N, D]; rotated k, and v, go into the cache [B, K, S, D]
+    at their positions."""
+    K, D = keys.shape[1], keys.shape[3]
+    q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)
+    row = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    keys[row, :, positions_BT] = rotate(k, cosines, sines, positions_BT)
+    values[row, :, positions_BT] = v
+    return rotate(q, cosines, sines, positions_BT)
 
 
 def attend_cache(
@@ -63,8 +108,9 @@ def attend_cache(
     v_BKSD: torch.Tensor,
     positions_B: torch.Tensor,
     window: int | None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one token a row, at its position, to the cache up to and with it; -> [B, N D]."""
+    """Attention of one token a row, at its position, to the cache up to and with it -> [B, N D]."""
     at = torch.arange(k_BKSD.shape[2], device=q_BND.device)
     behind = positions_B[:, None] - at
     visible = behind >= 0
@@ -77,11 +123,11 @@ def attend_cache(
 
 
 def attend_prompt(
-    q_BNTD: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None, block: int = 1024
+    q_BTND: torch.Tensor, k_BKTD: torch.Tensor, v_BKTD: torch.Tensor, window: int | None, block: int = 1024
 ) -> torch.Tensor:
     """Causal attention of whole prompts -> [B, T, N, D]. With a window that is exceeded, by blocks of queries, so
     that the mask stays small."""
-    T = q_BNTD.shape[2]
+    q_BNTD, T = q_BTND.transpose(1, 2), q_BTND.shape[1]
     if not window or T <= window:
         out = F.scaled_dot_product_attention(q_BNTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
@@ -100,3 +146,10 @@ def attend_prompt(
             )
         )
     return torch.cat(pieces, 2).transpose(1, 2)
+
+
+def head(forward: Forward, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """The last norm of x + delta, and the head: x [M, H] -> logits float32 [M, V]."""
+    weights = forward.weights
+    _, (normed, _) = add_norm_rows(x, delta, weights.norm, forward.eps, 0)
+    return F.linear(normed, weights.head.values).float()

@@ -29,6 +29,10 @@ class Matrix:
     scale: torch.Tensor | None = None
 
     @property
+    def fp8(self) -> bool:
+        return self.values.dtype == FP8
+
+    @property
     def rows(self) -> int:
         return self.values.shape[0]
 
@@ -101,7 +105,7 @@ class Weights:
 
     @property
     def fp8(self) -> bool:
-        return any(matrix.scale is not None for matrix in self.matrices())
+        return any(matrix.fp8 for matrix in self.matrices())
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,227 @@
+"""Several rows between their matrix products: norm, SwiGLU and residual, written as `gemm` reads them, and the way into
+the cache. Shapes: M rows, C columns, B samples of T tokens, S cache, K key/value heads, D head dimension."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fp8_inference_demo.kernels.common import Sums
+from fp8_inference_demo.reference import Rows
+from fp8_inference_demo.weights import FP8, FP8_MAX
+
+
+@triton.jit
+def _row(
+    x,
+    delta,
+    total,
+    norm,
+    codes,
+    scales,
+    M,
+    C,
+    eps,
+    SPLITS: tl.constexpr,
+    DELTA: tl.constexpr,
+    NORM: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    DIGITS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """One row, plus another one, normalized or SwiGLU of its two halves, as FP8 codes and their scale, or in its own
+    dtype. What a product has left in SPLITS sums, `delta` or the two halves, is added up."""
+    if GPU:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    if SWIGLU:
+        gate, up = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = x + (split * M + row) * 2 * C + column
+            gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(at + C, mask=inside, other=0.0).to(tl.float32)
+        wide = gate * tl.sigmoid(gate) * up
+    else:
+        wide = tl.load(x + row * C + column, mask=inside, other=0.0).to(tl.float32)
+    if DELTA:
+        for split in tl.static_range(SPLITS):
+            wide += tl.load(delta + (split * M + row) * C + column, mask=inside, other=0.0).to(tl.float32)
+        narrow = wide.to(total.dtype.element_ty)
+        tl.store(total + row * C + column, narrow, mask=inside)
+        wide = narrow.to(tl.float32)
+    if NORM:
+        wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)
+        wide = wide * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    place = codes + row * C + column
+    if DIGITS > 0:
+        scale = tl.maximum(tl.max(tl.abs(wide), 0) / LIMIT, 1e-12)
+        tl.store(scales + row, scale)
+        if DIGITS == 2:
+            tl.store(scales + M + row, scale / 16.0)
+        wide = tl.minimum(tl.maximum(wide / scale, -LIMIT), LIMIT)
+    code = wide.to(codes.dtype.element_ty)
+    tl.store(place, code, mask=inside)
+    if DIGITS == 2:
+        rest = (wide - code.to(tl.float32)) * 16.0
+        tl.store(place + M.to(tl.int64) * C, rest.to(codes.dtype.element_ty), mask=inside)
+
+
+def _rows(
+    x: torch.Tensor,
+    digits: int,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    swiglu: bool = False,
+    delta: Sums | None = None,
+) -> tuple[torch.Tensor, Rows]:
+    """x + delta, and rows: [M, C], or codes [digits, M, C] with scales [digits, M, 1]."""
+    M, C = x.shape[-2:]
+    C = C // 2 if swiglu else C
+    sums = x if swiglu else delta
+    dtype = FP8 if digits else torch.bfloat16
+    codes = torch.empty(*((digits, M) if digits else (M,)), C, dtype=dtype, device=x.device)
+    scales = torch.empty(digits, M, 1, dtype=torch.float32, device=x.device) if digits else None
+    total = x if delta is None else torch.empty_like(x)
+    BLOCK = triton.next_power_of_2(C)
+    _row[(M,)](
+        x,
+        delta,
+        total,
+        norm,
+        codes,
+        scales,
+        M,
+        C,
+        eps,
+        SPLITS=1 if sums is None else len(sums),
+        DELTA=delta is not None,
+        NORM=norm is not None,
+        SWIGLU=swiglu,
+        DIGITS=digits,
+        LIMIT=FP8_MAX,
+        BLOCK=BLOCK,
+        GPU=x.is_cuda,
+        launch_pdl=True,
+        num_warps=8 if BLOCK > 2048 else 4,
+    )
+    return total, (codes, scales)
+
+
+def rows(x: torch.Tensor, digits: int) -> Rows:
+    """As reference.rows."""
+    return _rows(x, digits)[1] if digits else (x, None)
+
+
+def add(x: torch.Tensor, delta: Sums) -> torch.Tensor:
+    """As reference.add."""
+    return (x + delta.float().sum(0)).to(x.dtype)
+
+
+def add_norm_rows(
+    x: torch.Tensor, delta: Sums | None, norm: torch.Tensor, eps: float, digits: int
+) -> tuple[torch.Tensor, Rows]:
+    """As reference.add_norm_rows."""
+    return _rows(x, digits, norm, eps, delta=delta)
+
+
+def swiglu_rows(gate_up: Sums, digits: int) -> Rows:
+    """As reference.swiglu_rows."""
+    return _rows(gate_up, digits, swiglu=True)[1]
+
+
+@triton.jit
+def _rotate_into_cache(
+    qkv,
+    cosines,
+    sines,
+    positions,
+    q,
+    keys,
+    values,
+    M,
+    T,
+    S,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ALL: tl.constexpr,
+    HALF: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """All heads of one token. ALL: HEADS + 2 KV_HEADS rounded up; HALF: D / 2, too."""
+    if GPU:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    row, position = token // T, tl.load(positions + token)
+    head, channel = tl.arange(0, ALL)[:, None], tl.arange(0, HALF)[None, :]
+    fits = channel < D // 2
+    turn = position * (D // 2) + channel
+    turns = (head < HEADS + KV_HEADS) & fits  # v is only moved
+    cos = tl.load(cosines + turn, mask=turns, other=1.0)
+    sin = tl.load(sines + turn, mask=turns, other=0.0)
+    any_head = (head < HEADS + 2 * KV_HEADS) & fits
+    first, second = tl.zeros((ALL, HALF), tl.float32), tl.zeros((ALL, HALF), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = qkv + (split * M + token) * ((HEADS + 2 * KV_HEADS) * D) + head * D + channel
+        first += tl.load(at, mask=any_head, other=0.0).to(tl.float32)
+        second += tl.load(at + D // 2, mask=any_head, other=0.0).to(tl.float32)
+    one = (first * cos - second * sin).to(q.dtype.element_ty)
+    two = (second * cos + first * sin).to(q.dtype.element_ty)
+    q_at = q + (token * HEADS + head) * D + channel
+    k_at = keys + ((row * KV_HEADS + head - HEADS) * S + position) * D + channel
+    v_at = values + ((row * KV_HEADS + head - HEADS - KV_HEADS) * S + position) * D + channel
+    is_q = (head < HEADS) & fits
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS) & fits
+    is_v = (head >= HEADS + KV_HEADS) & any_head
+    tl.store(q_at, one, mask=is_q)
+    tl.store(q_at + D // 2, two, mask=is_q)
+    tl.store(k_at, one, mask=is_k)
+    tl.store(k_at + D // 2, two, mask=is_k)
+    tl.store(v_at, one, mask=is_v)
+    tl.store(v_at + D // 2, two, mask=is_v)
+
+
+def rotate_into_cache(
+    qkv: Sums,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    positions_BT: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_heads: int,
+) -> torch.Tensor:
+    """As reference.rotate_into_cache."""
+    B, T = positions_BT.shape
+    K, S, D = keys.shape[1:]
+    q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)
+    _rotate_into_cache[(B * T,)](
+        qkv,
+        cosines,
+        sines,
+        positions_BT.contiguous(),
+        q,
+        keys,
+        values,
+        B * T,
+        T,
+        S,
+        SPLITS=len(qkv),
+        HEADS=num_heads,
+        KV_HEADS=K,
+        D=D,
+        ALL=triton.next_power_of_2(num_heads + 2 * K),
+        HALF=triton.next_power_of_2(D // 2),
+        GPU=q.is_cuda,
+        launch_pdl=True,
+        num_warps=4,
+    )
+    return q
