@@ -97,7 +97,9 @@ class Step:
         before = self.forward.ran.copy()
         with torch.cuda.stream(stream):
             for _ in range(2):
+                self.steps.zero_()
                 self._step()
+        self.steps.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         self.forward.ran.clear()
         graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,40 @@
+"""test_fp8/bench_decode.py: rows for both precisions, and a report that says what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from test_fp8 import bench_decode
+
+SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1", "--without_transformers"]
+
+
+def test_a_report_with_both_precisions(tmp_path: Path) -> None:
+    output = tmp_path / "decode.json"
+    prefill = ["--prefill_batch", "2", "--prefill_length", "16"]
+    assert bench_decode.main([*SMALL, *prefill, "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    rows = [(r["what"], r["row"], r["batch"]) for r in report["results"]]
+    decoding = [("decode", row, batch) for batch in (1, 3) for row in ("fp8", "bf16")]
+    assert rows == [
+        *decoding,
+        ("prefill", "fp8", 2),
+        ("prefill", "bf16", 2),
+        ("forward of training", "te_layer fp8", 2),
+    ]
+    fp8, bf16 = report["results"][2:4]
+    assert fp8["tokens_per_s"] == pytest.approx(3 / (fp8["ms"] / 1000))
+    assert (
+        fp8["to_bf16"] == pytest.approx(fp8["tokens_per_s"] / bf16["tokens_per_s"]) and bf16["to_bf16"] == 1
+    )
+    assert fp8["weights_gib"] < bf16["weights_gib"]
+    assert output.with_suffix(".png").stat().st_size > 1000 and "--batches 1 3" in report["command"]
+
+
+def test_a_cache_without_room_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_decode.main(["--prompt", "8", "--cache", "8"])
+    assert "--cache 8: it must be above --prompt 8" in capsys.readouterr().err
