@@ -155,6 +155,12 @@ def test_no_attention_is_favoured_by_a_cool_gpu_and_none_that_is_wrong(
     ]
 
 
+def test_no_amax_is_shared_with_ranks_that_do_not_measure() -> None:
+    """They would have to reduce along; the run itself shares them."""
+    task = task_of()
+    assert task.precision.reduce_amax and not task.resolved("fp8").recipe.reduce_amax
+
+
 def test_fp8_measured_only_while_the_gpu_was_cool_is_said() -> None:
     # each way takes a second, and a third visit would not end in time
     record = autotune(task_of(), lambda _: None, seconds=8.0, timer=Script(300.0, 300.0), clock=Clock(1.0))

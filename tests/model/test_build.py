@@ -175,6 +175,25 @@ def test_a_head_of_its_own_is_refused_where_embeddings_are_tied(tmp_path: Path) 
     assert torch.equal(model.lm_head.weight.cpu(), weights[embedding])
 
 
+@pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])
+def test_recomputation_runs_each_layer_again_and_changes_no_gradient(variant: str) -> None:
+    keys = {"recipe": "tensorwise"} if variant == "torchao" else {"compute": "bf16"}
+    precision, gradients, calls = Precision(PrecisionConfig(backend="reference", **keys)), [], []
+    for recomputes in (False, True):
+        model = build_model(small_config(), variant, precision, gradient_checkpointing=recomputes).train()
+        calls.append(0)
+
+        def count(*_: Any) -> None:
+            calls[-1] += 1
+
+        next(model.model.layers[1].children()).register_forward_pre_hook(count)
+        ids = random_ids(model.config, 1, 33)
+        model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert calls == [1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.1])
 def test_weights_begin_as_normal_numbers_of_their_own(spread: float) -> None:
     """Of initializer_range, and no two matrices alike: not of one shape, of one layer, nor parts of one parameter."""

@@ -1,5 +1,7 @@
 """Shares of files: the shares of all tasks are what one task reads, in every format, wherever they are cut."""
 
+import codecs
+import gzip
 import json
 import os
 from pathlib import Path
@@ -42,6 +44,28 @@ def test_shares_together_are_everything_in_order(tmp_path, tasks):
     inputs = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl", "d.parquet", "e")]
     expected = ["one file, one document", *TEXTS, "only one", *TEXTS, *TEXTS]
     assert [text for share in shares(inputs, tasks) for text in texts_of(share)] == expected
+
+
+COMPRESSED = {
+    ".jsonl": bytes,
+    ".gz": gzip.compress,
+    ".zst": lambda b: pyarrow.compress(b, "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_byte_order_mark_before_the_first_line_is_no_part_of_it(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix.removeprefix('.jsonl')}"
+    path.write_bytes(COMPRESSED[suffix](codecs.BOM_UTF8 + b'{"text": "first"}\n{"text": "second"}\n'))
+    assert texts_of(read_documents([str(path)])) == ["first", "second"]
+
+
+def test_a_link_to_an_input_is_the_same_input(tmp_path):
+    path, link = write_lines(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    link.symlink_to(path)
+    for inputs in ([path, link], [tmp_path]):
+        with pytest.raises(ValueError, match="b.jsonl is given twice .by itself, a folder or a link"):
+            list_sources(map(str, inputs))
 
 
 def test_a_large_file_is_split_evenly_and_beyond_its_lines_some_shares_are_empty(tmp_path):
