@@ -88,6 +88,7 @@ def machine(tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(job, "PAUSE_S", 0.1)
+    monkeypatch.setattr(os, "execv", lambda _, command: pytest.fail(f"this would go on as {command}"))
     settings = "SLURM_ NNODES NODE_RANK MASTER_ NPROC HAS_GPU MAX_RESTARTS REQUEUE DEMO_PROMPT OMP_".split()
     for name in [name for name in os.environ if name.startswith(tuple(settings))]:
         monkeypatch.delenv(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,8 +31,9 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
-from train.checkpoint.rollback import left_out_since
+from train.checkpoint.rollback import Rollback, left_out_since
 from train.checkpoint.save import SaveError
+from train.guard.health import Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -252,6 +255,18 @@ def note(root: Path) -> Path:
     """That of a rollback to the checkpoint of step 2."""
     note_rollback(root / "step-00000002", [[34, 38]])
     return root / "rollback.json"
+
+
+def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None:
+    """The samples to leave out are positions in another order there."""
+    path = make(tmp_path, 3)
+    state, said = read_state(path), list[str]()
+    state.data_fingerprint = {"seed": 7}
+    metrics: Any = SimpleNamespace(message=said.append)
+    nothing: Any = None
+    rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
+    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
+    assert "step-00000003 was saved before the data changed" in said[0] and len(said) == 1
 
 
 def resumed_ranges(path: Path) -> list[list[int]]:
