@@ -16,8 +16,8 @@ from fp8_inference_demo import reference
 from fp8_inference_demo.weights import Layer, Matrix, Weights
 from model.config import head_dim, rope_theta
 
-# Up to here activations keep bf16's precision and only weights are FP8; above, both operands of a product are rounded
-# to FP8. Measured: test_fp8/results/decode.json.
+# Up to here activations keep bf16's precision, which costs next to nothing while the time is that of reading weights;
+# above, both operands of a product are rounded to FP8.
 FEW_ROWS = 16
 # Tokens of prompts that go through the layers at once: what bounds the memory of activations.
 PREFILL_TOKENS = 32768

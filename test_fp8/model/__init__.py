@@ -1,5 +1,6 @@
 """bench_model.py, and what else measures a whole model: rows with their configurations, a visit to a row, all visits
-(bench), what they come to (results); gradients of compare_gradients.py, saves of bench_save.py.
+(bench), what they come to (results); gradients of compare_gradients.py, saves of bench_save.py, decoding of
+bench_decode.py.
 
 May import: model, test_fp8/common, and of train setup, engine, data, config, checkpoint, autotune. rows does without
 torch.
