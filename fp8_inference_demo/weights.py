@@ -13,8 +13,9 @@ import torch
 from transformers import MistralConfig
 
 from model.config import weight_shapes
-from model.fp8.hf_fp8 import Quantized, read_quantized
+from model.fp8.hf_fp8 import Quantized, quantize_rows, read_quantized
 from model.fp8.precision import DTYPES
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from model.te_reference.quantize import BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -48,16 +49,10 @@ class Matrix:
         return (groups * self.scale[:, :, None]).flatten(1).to(dtype)
 
 
-def quantize(weight: torch.Tensor) -> Matrix:
-    """A scale a row: the largest magnitude of a row becomes e4m3's largest value. weight: [R, C]."""
-    weight = weight.float()
-    scale = weight.abs().amax(1, keepdim=True) / FP8_MAX
-    scale = torch.where(scale > 0, scale, 1.0)
-    return Matrix((weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
-
-
 def stack(parts: list[Matrix]) -> Matrix:
     """One matrix of the rows of all, in order."""
+    if len(parts) == 1:
+        return parts[0]
     scales = [part.scale for part in parts if part.scale is not None]
     return Matrix(
         torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
@@ -148,8 +143,13 @@ def _differences(tensors: Mapping[str, torch.Tensor | Quantized], config: Mistra
 
 def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, precision: str) -> Weights:
     """Weights by Hugging Face's names, all on one device, as the engine reads them. Takes the tensors out of `tensors`
-    as it goes, so that they are not held twice."""
+    as it goes, so that they are not held twice.
+
+    Beside weights that are stored in FP8 the others were meant to stay as they are; a fused matrix with both is bf16.
+    Raises ValueError: sizes that no FP8 product takes.
+    """
     dtype = DTYPES[precision]
+    stored = any(isinstance(tensor, Quantized) for tensor in tensors.values())
 
     def plain(name: str) -> torch.Tensor:
         tensor = tensors.pop(name)
@@ -158,15 +158,25 @@ def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, pr
 
     def part(name: str) -> Matrix:
         tensor = tensors.pop(name)
-        if precision != "fp8":
-            return Matrix(tensor.dequantize(dtype) if isinstance(tensor, Quantized) else tensor.to(dtype))
+        if precision == "fp8" and isinstance(tensor, torch.Tensor) and not stored:
+            tensor = quantize_rows(tensor)
         if isinstance(tensor, torch.Tensor):
-            return quantize(tensor)
+            return Matrix(tensor.to(dtype).contiguous())
+        if precision != "fp8":
+            return Matrix(tensor.dequantize(dtype))
+        if odd := [size for size in tensor.codes.shape if size % FP8_FEATURE_MULTIPLE]:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.codes.shape)}: an FP8 product needs dimensions divisible by "
+                f"{FP8_FEATURE_MULTIPLE}, {odd[0]} is not; use --precision bf16"
+            )
         scale = tensor.scale if tensor.by_row else tensor.scale.repeat_interleave(BLOCK, 0)
         return Matrix(tensor.codes, scale[: len(tensor.codes)])
 
     def matrix(*names: str) -> Matrix:
-        return stack([part(f"{name}.weight") for name in names])
+        parts = [part(f"{name}.weight") for name in names]
+        if len({of.fp8 for of in parts}) > 1:
+            parts = [Matrix(of.dequantize(dtype)) for of in parts]
+        return stack(parts)
 
     layers = []
     for index in range(config.num_hidden_layers):

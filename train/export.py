@@ -120,7 +120,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         trained = serving.TrainedFP8(model.config, variant, precision)
         quantized = trained.quantize(weights, fp8_state)
     else:
-        quantized = serving.quantize_rows(weights, serving.untrained_fp8(model, precision))
+        quantized = serving.by_row(weights, serving.untrained_fp8(model, precision))
     kept = [name for name in serving.linears(model) if f"{name}.weight" not in quantized]
     lines = [f"not FP8: {', '.join(kept)}, the embedding and the norms"]
     rest = weights

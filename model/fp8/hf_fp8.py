@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from model.te_reference.quantize import BLOCK, dequantize, values_of
+from model.te_reference.quantize import BLOCK, dequantize, quantize_blocks, values_of
 
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
 """What the two formats append to the name of a matrix to name its scales."""
@@ -48,6 +48,12 @@ class Quantized:
         if self.by_row:
             return (values_of(self.codes) * self.scale).to(dtype)
         return dequantize(self.codes, self.scale, dtype)
+
+
+def quantize_rows(weight: torch.Tensor) -> Quantized:
+    """[R, C] with a scale a row: its largest magnitude / 448; of a row of zeros 1."""
+    codes, scale = quantize_blocks(weight, (1, weight.shape[1]), torch.float8_e4m3fn, power_2_scale=False)
+    return Quantized(codes, scale)
 
 
 def read_quantized(

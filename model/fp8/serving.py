@@ -17,7 +17,7 @@ from torch import nn
 
 from model.build import make_modules
 from model.conversion import Parts, hf_parts, load_hf_state_dict
-from model.fp8.hf_fp8 import Quantized
+from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.modules import bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import RECIPES, PrecisionConfig
@@ -160,17 +160,9 @@ def linears(hf_model: nn.Module) -> list[str]:
     return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear)]
 
 
-def quantize_rows(weights: Weights, names: list[str]) -> dict[str, Quantized]:
-    """The matrices `names` with a scale a row: its largest magnitude / 448; of a row of zeros 1.
-
-    Raises PrecisionError: weights that are not finite.
-    """
-    quantized = {}
-    for name in names:
-        tensor = _finite(name, weights[name])
-        codes, scale = te.quantize_blocks(tensor, (1, tensor.shape[1]), E4M3, power_2_scale=False)
-        quantized[name] = Quantized(codes, scale)
-    return quantized
+def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
+    """The matrices `names` with a scale a row. Raises PrecisionError: weights that are not finite."""
+    return {name: quantize_rows(_finite(name, weights[name])) for name in names}
 
 
 def trained_in_fp8(precision: PrecisionConfig) -> bool:

@@ -13,8 +13,9 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from fp8_inference_demo.engine import Engine, EngineError
 from fp8_inference_demo.sampling import Sampling
-from fp8_inference_demo.weights import quantize
+from fp8_inference_demo.weights import pack
 from model.config import weight_shapes
+from model.fp8.hf_fp8 import Quantized, quantize_rows
 
 GREEDY = Sampling(temperature=0)
 WINDOW = 24
@@ -169,13 +170,30 @@ def test_weights_of_another_model_are_refused(model: tuple[Path, MistralForCausa
         Engine.load(tmp_path, "fp32", 1, 48)
 
 
-def test_a_row_of_codes_has_the_scale_of_its_largest_value() -> None:
-    weight = (
-        torch.randn(5, 64, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 5)[:, None]
-    )
-    weight[4] = 0
-    matrix = quantize(weight)
-    assert matrix.scale is not None
-    assert torch.equal(matrix.values.float().abs().amax(1), torch.tensor([448.0] * 4 + [0.0]))
-    error = (matrix.dequantize(torch.float32) - weight)[:4] / weight[:4].abs().amax(1, keepdim=True)
-    assert error.abs().max() < 16 / 448  # half a step of e4m3 in its top binade
+def test_weights_stored_in_fp8_are_taken_as_they_are_and_others_beside_them_stay(
+    model: tuple[Path, MistralForCausalLM],
+) -> None:
+    """Two modules of the training stayed in bf16; one of them is fused with modules that did not."""
+    _, theirs = model
+    kept = ("k_proj", "o_proj", "norm", "embed_tokens", "lm_head")
+    tensors: dict[str, torch.Tensor | Quantized] = {
+        name: p.detach().bfloat16() if any(part in name for part in kept) else quantize_rows(p.detach())
+        for name, p in theirs.named_parameters()
+    }
+    layer = pack(dict(tensors), theirs.config, "fp8").layers[1]
+    assert [m.fp8 for m in (layer.qkv, layer.o, layer.gate_up, layer.down)] == [False, False, True, True]
+    at = "model.layers.1.self_attn"
+    q, down = tensors[f"{at}.q_proj.weight"], tensors["model.layers.1.mlp.down_proj.weight"]
+    assert isinstance(q, Quantized) and isinstance(down, Quantized)
+    assert torch.equal(layer.qkv.values[:64], q.dequantize(torch.bfloat16))
+    assert torch.equal(layer.qkv.values[64:96], tensors[f"{at}.k_proj.weight"])
+    assert torch.equal(layer.down.values.float(), down.codes.float()) and layer.down.scale is down.scale
+
+
+def test_sizes_that_no_fp8_product_takes_are_refused(model: tuple[Path, MistralForCausalLM]) -> None:
+    config = copy.deepcopy(model[1].config)
+    config.intermediate_size = 168
+    tensors = {name: torch.ones(shape) for name, shape in weight_shapes(config).items()}
+    with pytest.raises(ValueError, match=r"gate_proj.weight .*\(168, 64\).*168 is not; use --precision bf16"):
+        pack(dict(tensors), config, "fp8")
+    pack(dict(tensors), config, "bf16")

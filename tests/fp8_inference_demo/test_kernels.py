@@ -12,8 +12,9 @@ from fp8_inference_demo import reference
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.forward import Cache, Forward
 from fp8_inference_demo.sampling import Sampling
-from fp8_inference_demo.weights import Matrix, Weights, pack, quantize
+from fp8_inference_demo.weights import Matrix, Weights, pack
 from model.config import weight_shapes
+from model.fp8.hf_fp8 import quantize_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -130,9 +131,9 @@ def test_rows_are_quantized_as_in_torch_and_a_second_digit_keeps_bf16() -> None:
 def test_products_are_those_of_the_codes(rows: int, groups: int) -> None:
     from fp8_inference_demo import kernels
 
-    weight = quantize(torch.randn(1000 // 8 * 8, 512, device="cuda"))
-    assert weight.scale is not None
-    weight.scale = (weight.scale * torch.rand(weight.rows, groups, device="cuda")).contiguous()
+    stored = quantize_rows(torch.randn(1008, 512, device="cuda"))
+    scale = stored.scale * torch.rand(1008, groups, device="cuda")
+    weight = Matrix(stored.codes, scale.contiguous())
     codes, scales = kernels.rows(torch.randn(rows, 512, device="cuda").bfloat16(), 1)
     assert scales is not None
     x = codes[0].double() * scales[0].double()

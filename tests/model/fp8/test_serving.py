@@ -14,7 +14,7 @@ from model.conversion import to_hf_state_dict
 from model.fp8.hf_fp8 import Quantized
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.serving import TrainedFP8, quantize_rows, untrained_fp8
+from model.fp8.serving import TrainedFP8, by_row, untrained_fp8
 from model.fp8.state import snapshot_fp8_state
 from tests.conftest import random_ids, small_config
 
@@ -183,7 +183,7 @@ def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
     weight = torch.randn(48, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
     weight[4] *= 1e-6
-    (row,) = quantize_rows({"a": weight}, ["a"]).values()
+    (row,) = by_row({"a": weight}, ["a"]).values()
     assert row.by_row and row.scale[3] == 1
     assert torch.equal(row.codes.float().abs().amax(1)[[0, 4]], torch.tensor([448.0, 448.0]))
     torch.testing.assert_close(row.scale[4], weight[4].float().abs().max()[None] / 448)
@@ -196,7 +196,7 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weight = torch.ones(4, 16)
     weight[1, 1] = value
     with pytest.raises(PrecisionError, match="^up has values that are not finite"):
-        quantize_rows({"up": weight}, ["up"])
+        by_row({"up": weight}, ["up"])
     config, precision, weights, state, _ = train("te_linear", steps=0, recipe="current")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = value
     with pytest.raises(PrecisionError, match="up_proj.weight has values that are not finite"):

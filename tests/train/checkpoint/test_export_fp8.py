@@ -120,7 +120,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
         patch.setattr(
             serving.TrainedFP8,
             "quantize",
-            lambda self, weights, _: serving.quantize_rows(weights, self.names),
+            lambda self, weights, _: serving.by_row(weights, self.names),
         )
         other, tokenizer = tmp_path / "other", export.tokenizer_of(settings["data"]["sources"])
         with pytest.raises(CheckpointError, match="11 of 11 weights of .* a fault of this program"):
