@@ -187,7 +187,8 @@ def test_weights_stored_in_fp8_are_taken_as_they_are_and_others_beside_them_stay
     assert isinstance(q, Quantized) and isinstance(down, Quantized)
     assert torch.equal(layer.qkv.values[:64], q.dequantize(torch.bfloat16))
     assert torch.equal(layer.qkv.values[64:96], tensors[f"{at}.k_proj.weight"])
-    assert torch.equal(layer.down.values.float(), down.codes.float()) and layer.down.scale is down.scale
+    assert torch.equal(layer.down.values.float(), down.codes.float())
+    assert layer.down.scale is not None and torch.equal(layer.down.scale, down.scale)
 
 
 def test_sizes_that_no_fp8_product_takes_are_refused(model: tuple[Path, MistralForCausalLM]) -> None:
