@@ -139,6 +139,7 @@ class Loop:
         if steps := args.replica_check_steps:
             run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
+        self.last_save = time.monotonic()  # or the begin of this loop
         self._start_clock()
         self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
 
@@ -223,10 +224,10 @@ class Loop:
             )
 
     def _meet(self, step: Step) -> None:
-        """What the ranks tell each other after each step: whether to stop, whether a save is over, who is slow, at
-        times whether they still have the same weights; and what is due now."""
+        """What the ranks tell each other after each step: whether to stop, whether a save is over or due by time, who
+        is slow, at times whether they still have the same weights; and what is due now."""
         run, args, number = self.run, self.args, self.state.step
-        step.stops, saving = run.stop_vote.ask(run.saver.busy)
+        step.stops, saving, by_time = run.stop_vote.ask(run.saver.busy, self._save_is_due())
         run.watchdog.met(f"step {number} is done", after_step=True)
         if run.saver.pending and not saving:
             settle(run)
@@ -235,8 +236,16 @@ class Loop:
         step.saves, step.evaluates = (
             step.last or bool(n and number % n == 0) for n in (args.save_steps, args.eval_steps)
         )
+        step.saves |= by_time
         if args.replica_check_steps and number % args.replica_check_steps == 0:
             check_replicas(self.engine, run.precision, number)
+
+    def _save_is_due(self) -> bool:
+        """By the time: rank 0 decides, as clocks differ. Not before the save under way is over, so that none waits."""
+        minutes = self.args.save_minutes if self.args.save_strategy != "no" else 0
+        if not minutes or dist.get_rank() != 0 or self.run.saver.pending:
+            return False
+        return time.monotonic() - self.last_save >= 60 * minutes
 
     def _goes_back(self, step: Step) -> bool:
         """Look at the numbers of the last steps, when something is due or there are many; tell of spikes, and go back
@@ -310,6 +319,7 @@ class Loop:
         run.watchdog.met(f"saves step {self.state.step}")
         settle(run)
         background = self.args.save_async and not last
+        self.last_save = time.monotonic()
         run.saver.begin(self.state, background)
         if not background:
             settle(run, last)
@@ -346,7 +356,7 @@ def evaluate(run: Run) -> float | None:
         loss = engine(input_ids, labels=labels, documents=documents).loss
         if tokens:  # the mean over no label is nan
             total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
-        stops, _ = run.stop_vote.ask()
+        stops, _, _ = run.stop_vote.ask()
         run.watchdog.met(f"evaluates step {run.state.step}")
         if stops:
             break

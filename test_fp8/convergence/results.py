@@ -22,7 +22,7 @@ from train.files import drawing
 SMOOTHED_POINTS = 9  # of the moving mean, the point itself in the middle
 # Keys that say where a run is kept and told of, not what it is.
 NOT_TRAINING = (
-    "output_dir save_steps save_strategy save_total_limit resume_from_checkpoint report_to run_name "
+    "output_dir save_minutes save_steps save_strategy save_total_limit resume_from_checkpoint report_to run_name "
     "wandb_project".split()
 )
 

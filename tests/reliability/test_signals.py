@@ -135,6 +135,8 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert done.returncode == signals.STOPPED, done.stdout
     left = re.findall(r"rank (\d) left after step (\d+)", done.stdout)
     assert sorted(left) == [("0", "20"), ("1", "20"), ("2", "20")]
+    saved = re.findall(r"rank (\d) saves step (\d+)", done.stdout)
+    assert sorted(saved) == [("0", "7"), ("1", "7"), ("2", "7")], "rank 0 alone finds it due"
 
 
 def test_a_signal_when_nothing_is_noted_on_a_full_disk(

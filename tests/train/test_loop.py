@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch.distributed as dist
 
 from model.fp8 import te_backend
 from model.proof import ProofError
-from tests.train.runs import gradients_without_fp8, run
+from tests.train.runs import curve, gradients_without_fp8, run
+from train.checkpoint.files import committed, name_of
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
 from train.loop import Loop, Step, TrainingError, evaluate
@@ -63,6 +66,41 @@ def test_another_attention_than_the_proven_one_ends_the_run(
         run(settings, max_steps=3, save_strategy="no")
 
 
+def test_a_run_saves_by_time_without_other_numbers(
+    settings: dict, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes count from the last save; with 0 of them only the steps do."""
+    settings |= {"save_steps": 0, "save_total_limit": 9, "save_async": False}
+    minutes = itertools.count(0, 60)  # one at each look at the clock: a step, a save
+    clock = SimpleNamespace(monotonic=lambda: next(minutes), perf_counter=time.perf_counter)
+    monkeypatch.setattr("train.loop.time", clock)
+    by_time = run(settings, save_minutes=2)
+    assert [path.name for path in committed(by_time / "checkpoints")] == [name_of(n) for n in (2, 4, 6)]
+    assert curve(by_time) == curve(trained)
+
+
+@pytest.mark.parametrize(
+    ("rank", "minutes", "strategy", "pending", "due"),
+    [
+        (0, 2.0, "steps", False, True),
+        (0, 2.1, "steps", False, False),
+        (0, 0, "steps", False, False),
+        (0, 2.0, "no", False, False),
+        (0, 2.0, "steps", True, False),
+        (1, 2.0, "steps", False, False),
+    ],
+)
+def test_rank_0_says_when_a_save_is_due(
+    monkeypatch: pytest.MonkeyPatch, rank: int, minutes: float, strategy: str, pending: bool, due: bool
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(time, "monotonic", lambda: 1120.0)
+    loop: Any = object.__new__(Loop)
+    loop.args, loop.last_save = SimpleNamespace(save_minutes=minutes, save_strategy=strategy), 1000.0
+    loop.run = SimpleNamespace(saver=SimpleNamespace(pending=pending))
+    assert loop._save_is_due() == due
+
+
 def test_mfu_is_of_one_of_the_gpus() -> None:
     """tokens_per_second is of all of them."""
     loop: Any = object.__new__(Loop)
@@ -87,7 +125,7 @@ class Evaluated:
         self.eval_stream = SimpleNamespace(num_samples=100, batch=self._batch)
         self.engine, self.forwards, self.device, self.module = self, 0, "cpu", None
         self.precision, self.state = SimpleNamespace(has_state=False), SimpleNamespace(step=1)
-        self.stop_vote = SimpleNamespace(ask=lambda: (False, False))
+        self.stop_vote = SimpleNamespace(ask=lambda: (False, False, False))
         self.watchdog = SimpleNamespace(met=lambda what: None)
         self.eval = self.train = lambda: None
 

@@ -179,9 +179,15 @@ class TrainingArguments:
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
     max_eval_samples: int = option("samples of an evaluation, over all ranks", 256, gt=0, resume="free")
-    save_steps: int = option("steps between checkpoints; 0: only at the end", 0, ge=0, resume="free")
+    save_steps: int = option("steps between checkpoints; 0: not by steps", 0, ge=0, resume="free")
+    save_minutes: float = option(
+        "minutes without a save, by rank 0's clock, after which a checkpoint is saved; 0: not by time",
+        30.0,
+        ge=0,
+        resume="free",
+    )
     save_strategy: Literal["steps", "no"] = option(
-        "steps: every save_steps and at the end; no: neither checkpoints nor hf/, a run that only measures",
+        "steps: by save_steps, save_minutes and at the end; no: neither checkpoints nor hf/, a run that only measures",
         "steps",
         resume="free",
     )

@@ -84,17 +84,17 @@ class StopVote:
             timeout = datetime.timedelta(seconds=max(timeout_s, 1800.0) + 120)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def ask(self, busy: bool = False) -> tuple[bool, bool]:
-        """Whether any rank has received a stop signal, and whether any is `busy`."""
+    def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
+        """Whether any rank has received a stop signal, is `busy`, and finds a save `due`."""
         if self.group is None:
-            return bool(_received), busy
+            return bool(_received), busy, due
         import torch
         import torch.distributed as dist
 
-        vote = torch.tensor([bool(_received), busy], dtype=torch.int32)
+        vote = torch.tensor([bool(_received), busy, due], dtype=torch.int32)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
-        stops, any_busy = vote.tolist()
-        return bool(stops), bool(any_busy)
+        stops, any_busy, any_due = map(bool, vote.tolist())
+        return stops, any_busy, any_due
 
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
