@@ -2,8 +2,10 @@
 """Text -> token shards with a manifest: `python train/prepare_data.py --input PATH... --tokenizer DIR --output DIR`.
 
 A document becomes BOS + its tokens + EOS; text never yields special ids, so a literal "</s>" in it stays text. A
-document goes to the eval split by a hash of its text: equal texts stay on one side. Documents that cannot be read are
-counted by reason, and more of them than --max_dropped end the run with status 1 and no manifest.
+document goes to the eval split by a hash of its text: equal texts stay on one side. A single text file, such as an
+input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it. Documents
+that cannot be read are counted by reason, and more of them than --max_dropped end the run with status 1 and no
+manifest.
 
 The work is split into tasks, which datatrove runs on this machine, as Slurm jobs or on a Ray cluster (--executor). The
 same inputs and options give the same bytes, whatever runs them; the same command again goes on after a crash.
@@ -20,7 +22,7 @@ if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
 from model.keys import between, unicode
-from train.prepare.corpus import ALLOWED
+from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 from train.prepare.steps import add_arguments
 
 
@@ -34,8 +36,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
     add("--output", required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
-    text = "held-out share of documents (0.01)"
+    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
+    text = "held-out share of documents, or of each document (0.01)"
     add("--eval_fraction", type=between(1e-6, 0.5, float), default=0.01, help=text)
+    text = "which they are: whole documents by a hash, or the end of each document (hash; of a single text: position)"
+    add("--eval_by", choices=("hash", "position"), help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
     text = "stop before the text exceeds this many bytes, an equal share in each task"
     add("--max_bytes", type=between(1), help=text)

@@ -20,7 +20,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
              "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
 
 from model.keys import between
-from train.prepare.corpus import ALLOWED
+from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,6 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--vocab_size", type=between(260), required=True, help="pieces, with special ids and the 256 bytes")
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
+    add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     add("--max_bytes", type=between(1), help="train on a sample of at most this many bytes of text")
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)

@@ -35,7 +35,8 @@ encoder_of = lru_cache(1)(TextEncoder)  # one load a process, whatever the numbe
 class ReadDocuments(PipelineStep):
     """A task's share of the sources as datatrove documents, `id` telling where each came from.
 
-    With `max_bytes` each task ends before the document that would exceed its share of that.
+    Where the end of each is for the eval split, it is a document of its own, and both know their split. With
+    `max_bytes` each task ends before the document that would exceed its share of that.
     """
 
     type, name = "READER", "strict"
@@ -49,14 +50,35 @@ class ReadDocuments(PipelineStep):
         left, most = None, self.preparation.max_bytes
         if most is not None:
             left = most * (rank + 1) // world_size - most * rank // world_size
-        for item in read_share(self.preparation.sources, self.preparation.text_key, rank, world_size):
+        what = self.preparation
+        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on):
             if isinstance(item, Dropped):
                 self.tally.drop(item)
                 continue
             if left is not None and (left := left - len(item.text.encode())) < 0:
                 return
-            self.tally.read += 1
-            yield Document(text=item.text, id=item.where)
+            if what.eval_by is None:
+                self.tally.read += 1
+                yield Document(text=item.text, id=item.where)
+                continue
+            for split, text in zip(SPLITS, cut_for_eval(item.text, what.eval_fraction), strict=True):
+                if text:
+                    self.tally.read += 1
+                    yield Document(text=text, id=item.where, metadata={"split": split})
+
+
+def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:
+    """A text's beginning, and its end for the eval split: from a line end on, where one is near, or between words.
+
+    The end has `eval_fraction` of the characters, or up to twice as much; it is empty where both cannot have text.
+    """
+    length = len(text.rstrip())
+    most = min(round(length * (1 - eval_fraction)), length - 1)
+    for mark in ("\n", " ", ""):
+        at = text.rfind(mark, 0, most) + 1 if mark else most
+        if length - at <= 2 * (length - most) and text[:at].strip():
+            return text[:at], text[at:]
+    return text, ""
 
 
 class WriteShards(PipelineStep):
@@ -83,9 +105,11 @@ class WriteShards(PipelineStep):
                              f"{rank:05d}_", seed)  # fmt: skip
         dtype = token_dtype(encoder.vocab_size)
         tokens, told = 0, time.monotonic()
-        for texts in self._batches(data):
+        for documents in self._batches(data):
+            texts = [document.text for document in documents]
             encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(texts)]
-            writer.write([np.array(ids, dtype) for ids in encoded], (text.encode() for text in texts))
+            splits = [document.metadata.get("split") for document in documents]
+            writer.write([np.array(ids, dtype) for ids in encoded], map(str.encode, texts), splits)
             tokens += sum(map(len, encoded))
             if time.monotonic() - told >= PROGRESS_S:
                 told = time.monotonic()
@@ -94,19 +118,19 @@ class WriteShards(PipelineStep):
         np.savez_compressed(self.results / f"{rank:05d}.npz", **writer.counts)  # type: ignore[arg-type]
         self._write(f"{rank:05d}.json", {"tally": self.tally.to_json(), "tokens": tokens, "shards": shards})
 
-    def _batches(self, data: Iterable[Document]) -> Iterator[list[str]]:
-        texts: list[str] = []
+    def _batches(self, data: Iterable[Document]) -> Iterator[list[Document]]:
+        documents: list[Document] = []
         size = 0
         for document in data:
             bytes_ = len(document.text.encode())
             self.tally.kept += 1
             self.tally.text_bytes += bytes_
-            texts.append(document.text)
+            documents.append(document)
             if (size := size + bytes_) >= BATCH_BYTES:
-                yield texts
-                texts, size = [], 0
-        if texts:
-            yield texts
+                yield documents
+                documents, size = [], 0
+        if documents:
+            yield documents
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         write_durably(self.results / name, json.dumps(values) + "\n")

@@ -1,26 +1,31 @@
 """Inputs -> files -> documents, all of them or the share of one of several tasks.
 
-One document a line in .jsonl (.gz, .zst), one a row in .parquet and in datasets' folders, one a file in .txt and
-source text. The word `python-stdlib` stands for the standard library sources of the running Python: real text on every
-machine. `hf:NAME[:CONFIG[:SPLIT]]` is a dataset of the Hugging Face hub.
+One document a line in .jsonl, one an object in .json, one a row in .csv, .parquet and datasets' folders, one a file in
+.txt and source text, or with a separator many in .txt; all but the tables of Arrow also packed as .gz or .zst. The
+word `python-stdlib` stands for the standard library sources of the running Python: real text on every machine.
+`hf:NAME[:CONFIG[:SPLIT]]` is a dataset of the Hugging Face hub.
 """
 
+import argparse
 import importlib.util
 import json
+import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from model.keys import unicode
 from train.prepare.readers import (
+    BLANK_LINE,
+    PACKED,
     Items,
     read_arrow,
-    read_compressed_jsonl,
-    read_jsonl,
     read_parquet,
-    read_text,
+    read_stdlib,
+    read_stream,
 )
 
 STDLIB = "python-stdlib"
@@ -28,15 +33,34 @@ HUB = "hf:"
 TEXT_SUFFIXES = frozenset(
     ".txt .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cu .cuh .java .js .ts .go .rs .rb .sh .sql .html .css".split()
 )
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# A folder of text or sources often has these beside it as settings and tables: read where they are named themselves.
+NAMED_ONLY = (".json", ".csv")
+RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
 ALLOWED = (
-    f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))}, a folder of datasets' save_to_disk, "
-    f"{HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
+    f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
+    f"{' and '.join(NAMED_ONLY)} files by their names, in a folder they are left out), "
+    f"a folder of datasets' save_to_disk, {HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
 )
 # Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
+
+SPLIT_ON = (
+    f"what is between the documents of a .txt: text such as '<|endoftext|>', or {BLANK_LINE} for lines without text; "
+    "default: a file is one document"
+)
+
+
+def separator(text: str) -> str:
+    """An argparse type: what --split_on takes."""
+    if not unicode(text):
+        raise argparse.ArgumentTypeError(f"empty; give {SPLIT_ON}")
+    if "\n" in text or "\\n" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a separator lies within a line; for lines without text give {BLANK_LINE}"
+        )
+    return text
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,11 @@ class Source:
         stat = path.stat()
         return cls(str(path.absolute()), kind, stat.st_size, stat.st_mtime_ns)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it is plain text, and not records."""
+        return _unpacked(self.kind) in TEXT_SUFFIXES or self.kind == "stdlib"
+
     def is_changed(self) -> bool:
         """Whether the file is another one by now, or gone."""
         try:
@@ -61,14 +90,18 @@ class Source:
             return True
 
 
-def list_sources(inputs: Iterable[str]) -> list[Source]:
+def list_sources(
+    inputs: Iterable[str], split_on: str | None = None, tell: Callable[[str], None] | None = None
+) -> list[Source]:
     """The files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
 
-    Files of other kinds inside a folder are left out, as are hidden ones; a file named itself must be of a known kind.
+    Files of other kinds inside a folder are left out, which `tell` is told, as are hidden ones, which it is not; a file
+    named itself must be of a known kind.
 
     Raises:
         ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, a
-            dataset of several splits without one of them named, or a package that an input needs is not installed.
+            dataset of several splits without one of them named, or a package that an input needs is not installed;
+            or there is no .txt for `split_on`.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
@@ -78,25 +111,30 @@ def list_sources(inputs: Iterable[str]) -> list[Source]:
             raise ValueError(
                 f"input {name!r}: its name is not UTF-8, which a manifest is; rename it"
             ) from error
-        found = _files_of(name)
+        found, left_out = _files_of(name)
         if not found:
-            raise ValueError(f"input {name} holds nothing to read; allowed: {ALLOWED}")
+            others = f", but {_in_words(left_out)}" if left_out else ""
+            raise ValueError(f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}")
+        if left_out and tell:
+            tell(f"input {name}: {len(left_out):,} files left out by suffix: {_in_words(left_out)}")
         files += found
     seen: set[str] = set()
     for file, _ in files:
         if (real := os.path.realpath(file)) in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
+    if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
+        raise ValueError("--split_on splits .txt, and there is none among the inputs; leave it out")
     return [Source.at(file, kind) for file, kind in files]
 
 
-def _files_of(name: str) -> list[tuple[Path, str]]:
-    """The files of one input, each with its kind."""
+def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """The files of one input, each with its kind, and those that a folder has beside them."""
     path = Path(name)
     if name == STDLIB:
-        return [(file, "stdlib") for file in _stdlib_files()]
+        return [(file, "stdlib") for file in _stdlib_files()], []
     if name.startswith(HUB):
-        return _hub_files(name)
+        return _hub_files(name), []
     if path.is_dir():
         if (path / SAVED_SPLITS).is_file():
             splits = json.loads((path / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
@@ -105,13 +143,33 @@ def _files_of(name: str) -> list[tuple[Path, str]]:
                 f"{path / splits[0]}"
             )
         if (path / SAVED_DATASET).is_file():
-            return _saved_files(path)
-        return [(file, kind) for file in _walk(path) if (kind := _kind(file))]
+            return _saved_files(path), []
+        read, left_out = [], []
+        for file in _walk(path):
+            kind = _kind(file)
+            if kind and _unpacked(kind) not in NAMED_ONLY:
+                read.append((file, kind))
+            else:
+                left_out.append(file)
+        return read, left_out
     if not path.is_file():
         raise ValueError(
             f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}"
         )
-    return [(path, kind)] if (kind := _kind(path)) else []
+    return ([(path, kind)], []) if (kind := _kind(path)) else ([], [path])
+
+
+def _in_words(left_out: list[Path]) -> str:
+    """How many there are of each suffix, with the first: `2 .png (a/b.png ...), 1 .json (c.json)`."""
+    by_suffix: dict[str, list[Path]] = {}
+    for file in left_out:
+        by_suffix.setdefault(file.suffix or "without a suffix", []).append(file)
+    most = sorted(by_suffix.items(), key=lambda item: -len(item[1]))
+    parts = [f"{len(files):,} {suffix} ({files[0]}{' ...' * (len(files) > 1)})" for suffix, files in most[:8]]
+    if others := sum(len(files) for _, files in most[8:]):
+        parts.append(f"{others:,} of other suffixes")
+    named = any(_unpacked(_kind(file)) in NAMED_ONLY for file in left_out)
+    return ", ".join(parts) + f"; name {' and '.join(NAMED_ONLY)} files themselves to read them" * named
 
 
 def _saved_files(folder: Path) -> list[tuple[Path, str]]:
@@ -151,44 +209,52 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     return [(Path(entry["filename"]), ".arrow") for entry in loaded.cache_files]
 
 
-def read_documents(inputs: Iterable[str], text_key: str = "text") -> Items:
+def read_documents(
+    inputs: Iterable[str],
+    text_key: str = "text",
+    split_on: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Items:
     """Every document of `inputs` in order, with a `Dropped` in the place of what cannot be read.
 
     Raises ValueError as `list_sources` does, before anything is read.
     """
-    return read_share(list_sources(inputs), text_key, 0, 1)
+    return read_share(list_sources(inputs, split_on, tell), text_key, 0, 1, split_on)
 
 
-def read_share(sources: Sequence[Source], text_key: str, task: int, tasks: int) -> Items:
+def read_share(
+    sources: Sequence[Source], text_key: str, task: int, tasks: int, split_on: str | None = None
+) -> Items:
     """The share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split. The shares
-    of all tasks in their order are what one task would read."""
-    for source, start, stop in _share(sources, task, tasks):
+    of all tasks in their order are what one task would read. `split_on`: of .txt, as --split_on takes it."""
+    for source, start, stop in _share(sources, task, tasks, split_on):
         path = Path(source.path)
-        if source.kind == ".jsonl":
-            yield from read_jsonl(path, text_key, start, stop)
-        elif source.kind == ".parquet":
+        if source.kind == ".parquet":
             yield from read_parquet(path, text_key, start, stop)
         elif source.kind == ".arrow":
             yield from read_arrow(path, text_key, start, stop)
-        elif source.kind in RECORD_SUFFIXES:
-            yield from read_compressed_jsonl(path, source.kind, text_key)
+        elif source.kind == "stdlib":
+            yield from read_stdlib(path)
         else:
-            yield from read_text(path, is_stdlib=source.kind == "stdlib")
+            yield from read_stream(path, source.kind, text_key, split_on, start, stop)
 
 
-def _share(sources: Sequence[Source], task: int, tasks: int) -> Iterator[tuple[Source, int, int]]:
+def _share(
+    sources: Sequence[Source], task: int, tasks: int, split_on: str | None
+) -> Iterator[tuple[Source, int, float]]:
     """(file, first byte, byte after the last) of a share. What cannot be split belongs where it begins. An empty file
     counts as one byte, so that it has a place."""
     total = sum(max(source.bytes, 1) for source in sources)
     low, high = total * task // tasks, total * (task + 1) // tasks
+    splittable = SPLITTABLE if split_on is None else (*SPLITTABLE, ".txt")
     begin = 0
     for source in sources:
         end = begin + max(source.bytes, 1)
-        if source.kind in SPLITTABLE and source.bytes:
+        if source.kind in splittable and source.bytes:
             if max(low, begin) < min(high, end):
                 yield source, max(low - begin, 0), min(high, end) - begin
         elif low <= begin < high:
-            yield source, 0, source.bytes
+            yield source, 0, math.inf
         begin = end
 
 
@@ -201,10 +267,15 @@ def text_key_option(text_keys: Sequence[str]) -> str:
 def _kind(path: Path) -> str:
     """The reader's name for a file ('' for an unknown one)."""
     name = path.name.lower()
-    for suffix in RECORD_SUFFIXES:
-        if name.endswith(suffix):
-            return suffix
-    return path.suffix.lower() if path.suffix.lower() in TEXT_SUFFIXES else ""
+    packing = Path(name).suffix if name.endswith(PACKED) else ""
+    base = Path(_unpacked(name)).suffix
+    is_known = base in TEXT_SUFFIXES or (base in RECORD_SUFFIXES and not (packing and base == ".parquet"))
+    return base + packing if is_known else ""
+
+
+def _unpacked(name: str) -> str:
+    """A name or a kind without .gz or .zst."""
+    return name[: name.rindex(".")] if name.endswith(PACKED) else name
 
 
 def _walk(folder: Path) -> list[Path]:

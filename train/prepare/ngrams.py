@@ -26,7 +26,7 @@ from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 from train.data.format import DataError
 from train.files import write_durably
-from train.prepare.corpus import RECORD_SUFFIXES, list_sources, read_share
+from train.prepare.corpus import list_sources, read_share
 from train.prepare.readers import Dropped
 
 # Thai, Lao, Myanmar, Khmer, kana, Chinese characters.
@@ -94,8 +94,9 @@ def evaluation_texts(file: str, key: str) -> list[str]:
                 raise DataError(
                     f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key"
                 )
-            is_record = source.kind in (*RECORD_SUFFIXES, ".arrow")
-            texts += [item.text] if is_record else [line for line in item.text.splitlines() if line.strip()]
+            texts += (
+                [line for line in item.text.splitlines() if line.strip()] if source.is_text else [item.text]
+            )
     return texts
 
 

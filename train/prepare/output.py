@@ -7,7 +7,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -136,13 +137,17 @@ class SplitWriter:
             shuffle = None if shuffle_seed is None else np.random.default_rng([*shuffle_seed, number])
             self._writers[split] = ShardWriter(folder, split, shard_tokens, prefix, shuffle)
 
-    def write(self, documents: list[np.ndarray], contents: Iterable[Any]) -> None:
-        """Append documents, tokens [n] each of the shards' type, to the splits that hashes of `contents` choose: bytes,
-        or a buffer of them, a document."""
+    def write(
+        self, documents: list[np.ndarray], contents: Iterable[Any], splits: Sequence[str | None] | None = None
+    ) -> None:
+        """Append documents, tokens [n] each of the shards' type, to `splits`, or where that has None, to those that
+        hashes of `contents` choose: bytes, or a buffer of them, a document."""
         written: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for document, content in zip(documents, contents, strict=True):
+        for document, content, given in zip(
+            documents, contents, splits or repeat(None, len(documents)), strict=True
+        ):
             digest = hashlib.blake2b(content, digest_size=8).digest()
-            split = "eval" if int.from_bytes(digest, "little") < self._eval_below else "train"
+            split = given or ("eval" if int.from_bytes(digest, "little") < self._eval_below else "train")
             self._writers[split].write(document)
             written[split].append(document)
         for split, some in written.items():
@@ -263,7 +268,8 @@ class OutputFolder:
             if not counts[split].any():
                 raise DataError(
                     f"no document for the {split} split, which training needs: prepare again with --overwrite and a "
-                    f"{remedy} --eval_fraction, or with more documents"
+                    f"{remedy} --eval_fraction, with more documents (--split_on makes many of a .txt), or with "
+                    "--eval_by position, for which one is enough"
                 )
         manifest = Manifest(
             schema=SCHEMA,

@@ -36,7 +36,8 @@ JOBS_NAME = "jobs.txt"
 class Preparation:
     """What is prepared from what, and how. The same one gives the same bytes, however its tasks are run.
 
-    `inputs` as they were given; `sources`, the files behind them. max_bytes: of text, over all tasks.
+    `inputs` as they were given; `sources`, the files behind them. max_bytes: of text, over all tasks. eval_by:
+    "position", or None for the hash of a document. split_on: of .txt, or None.
     """
 
     inputs: tuple[str, ...]
@@ -45,6 +46,8 @@ class Preparation:
     output: Path
     text_key: str
     eval_fraction: float
+    eval_by: str | None
+    split_on: str | None
     max_bytes: int | None
     shard_tokens: int
     shuffle_seed: int | None
@@ -60,10 +63,14 @@ class Preparation:
         """
         tokenizer = Path(args.tokenizer).absolute()
         encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
-        steps = options_of(args)
-        sources = list_sources(args.input)
+        steps = options_of(args, _tell)
+        sources = list_sources(args.input, args.split_on, _tell)
+        eval_by = args.eval_by
+        if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
+            eval_by = "position"  # a single document is in one split only
+            _tell(f"one text, so its last {args.eval_fraction:.2%} are the eval split (--eval_by position)")
         size = sum(source.bytes for source in sources)
-        same = ("text_key", "eval_fraction", "max_bytes", "shard_tokens", "shuffle_seed")
+        same = ("text_key", "eval_fraction", "split_on", "max_bytes", "shard_tokens", "shuffle_seed")
         return cls(
             inputs=tuple(args.input),
             sources=tuple(sources),
@@ -71,6 +78,7 @@ class Preparation:
             output=Path(args.output).absolute(),
             tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MOST_TASKS),
             steps=steps,
+            eval_by=None if eval_by == "hash" else eval_by,
             **{name: getattr(args, name) for name in same},
         )
 
@@ -87,6 +95,10 @@ class Preparation:
         values = asdict(self) | {"tokenizer": [encoder.sha256(), encoder.bos_id, encoder.eos_id]}
         del values["output"]
         return json.loads(json.dumps(values))
+
+    def _splitting(self) -> dict[str, str]:
+        """What the manifest has of it, where it is not the usual one."""
+        return {name: value for name in ("eval_by", "split_on") if (value := getattr(self, name))}
 
     def begin(self, output: OutputFolder) -> None:
         """Note the identity in the work folder, or find that it is the one which was begun there.
@@ -140,6 +152,11 @@ class Preparation:
             print(tally.table(), file=sys.stderr, flush=True)
         if (dropped := tally.dropped.total()) > max_dropped or (dropped and not tally.read):
             raise DataError(_too_many_dropped(tally, max_dropped))
+        if not tally.read and self.max_bytes is not None:
+            raise DataError(
+                f"--max_bytes {self.max_bytes} leaves no document: the first of each task is longer; raise it and "
+                "--overwrite, or give a .txt --split_on"
+            )
         return output.commit(
             shards,
             counts,
@@ -148,8 +165,12 @@ class Preparation:
             eval_fraction=self.eval_fraction,
             documents=documents,
             text_bytes=tally.text_bytes,
-            steps=asdict(self.steps) | report(self.steps, self.work("scratch")),
+            steps=asdict(self.steps) | report(self.steps, self.work("scratch")) | self._splitting(),
         )
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def prepare(args: argparse.Namespace) -> Manifest | None:

@@ -1,29 +1,37 @@
 """One file -> documents, strictly: what cannot be read is named and counted, never skipped in silence.
 
 Readers of files that can be split take a range of bytes, start to stop, and give the documents that begin in it: the
-ranges of a file together give each of its documents once.
+ranges of a file together give each of its documents once. Not datatrove's readers: a record without text, one bad byte
+or a cut file, these skip with a warning.
 """
 
 import codecs
+import csv
 import gzip
 import importlib.util
 import io
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_DOCUMENT_BYTES = 64 << 20
+MAX_JSON_BYTES = 1 << 30  # of a .json that is read as a whole
 BATCH_ROWS = 1024
+PACKED = (".gz", ".zst")
+BLANK_LINE = "blank_line"  # the word for --split_on
 
 BAD_UTF8 = "bad UTF-8"
 INVALID_JSON = "invalid JSON"
+INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
 BAD_PARQUET = "unreadable .parquet"
+SHORTER = "split it (--split_on does that to .txt), or give it as .jsonl"
 
 
 @dataclass(frozen=True)
@@ -67,81 +75,235 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         return Dropped(BAD_UTF8, where, str(error))
     if size > MAX_DOCUMENT_BYTES:
-        return Dropped(TOO_LONG, where, f"{size} bytes; split it, or give it as .jsonl")
+        return Dropped(TOO_LONG, where, f"{size} bytes; {SHORTER}")
     return Text(text, where)
 
 
-def read_text(path: Path, is_stdlib: bool) -> Items:
-    """A whole file as one document."""
-    where = str(path)
-    if path.stat().st_size > MAX_DOCUMENT_BYTES:
-        yield Dropped(TOO_LONG, where, f"{path.stat().st_size} bytes; split it, or give it as .jsonl")
-        return
-    data = path.read_bytes()
+def read_stdlib(path: Path) -> Items:
+    """A file of Python's own sources, which may name another encoding in its first lines, as one document."""
     try:
-        # Python's own sources may name another encoding in their first lines.
-        text = importlib.util.decode_source(data) if is_stdlib else data.decode("utf-8-sig")
+        text = importlib.util.decode_source(path.read_bytes())
     except UnicodeDecodeError as error:
-        yield Dropped(BAD_UTF8, where, str(error))
+        yield Dropped(BAD_UTF8, str(path), str(error))
         return
-    yield check_text(text, where)
+    yield check_text(text, str(path))
 
 
-# ---------------------------------------------------------------- lines of JSON
+class Lines:
+    """The lines that begin at byte `start` of an unpacked file or behind it, to its end.
 
+    `begin`: where the last one began. `where`: names it by its number, or by its first byte where `start` is not 0.
+    limit: of the bytes of a line; what is longer comes in parts.
+    """
 
-def read_jsonl(path: Path, text_key: str, start: int, stop: int) -> Items:
-    """The lines that begin in bytes start..stop-1. Lines are numbered where the range begins with the file's first,
-    elsewhere they are named by their first byte."""
-    with open(path, "rb") as file:
+    def __init__(self, file: BinaryIO, path: Path, start: int = 0, limit: int = -1) -> None:
+        self.file, self.path, self.start, self.limit = file, path, start, limit
+        self.number = self.begin = self._end = 0
         if start:  # the line that holds the byte before belongs to the range before
             file.seek(start - 1)
-            file.readline()
-        number, position = 0, file.tell()
-        if position == stop == 0:
-            yield Dropped(EMPTY, str(path), "an empty file")
-        while position < stop and (line := file.readline()):
-            number += 1
-            where = f"{path}:byte {position}" if start else f"{path}:{number}"
-            if position == 0:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            position = file.tell()
-            if line.strip():
-                yield _parse_line(line, where, text_key)
+            self._end = start - 1 + len(file.readline())
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:byte {self.begin}" if self.start else f"{self.path}:{self.number}"
+
+    def __iter__(self) -> Iterator[bytes]:
+        while line := self.file.readline(self.limit):
+            yield self._counted(line)
+
+    def rest(self, limit: int) -> bytes:
+        """What is left of the file; more than `limit` bytes (by one) if that is more."""
+        data = self.file.read(limit + 1)
+        return self._counted(data) if data else data
+
+    def _counted(self, data: bytes) -> bytes:
+        self.number += 1
+        self.begin, self._end = self._end, self._end + len(data)
+        return data if self.begin else data.removeprefix(codecs.BOM_UTF8)
 
 
-def read_compressed_jsonl(path: Path, kind: str, text_key: str) -> Items:
-    """The lines of a .jsonl.gz or .jsonl.zst, which can only be read from its beginning."""
-    import pyarrow
-
-    number = 0
+def read_stream(
+    path: Path, kind: str, text_key: str, split_on: str | None, start: int = 0, stop: float = math.inf
+) -> Items:
+    """The documents of a .jsonl, .json, .csv or plain text, which may be packed (`kind`: the suffixes). .jsonl and what
+    `split_on` splits can be read in ranges, if they are not packed."""
+    packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
+    base = kind.removesuffix(packing)
+    lines = None
     try:
-        # a cut frame is an error to Arrow, for zstandard's own reader it is the end of the data
-        is_gzip = kind == ".jsonl.gz"
-        with gzip.open(path) if is_gzip else io.BufferedReader(pyarrow.input_stream(path, "zstd")) as stream:
-            for number, line in enumerate(stream, start=1):
-                if number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield _parse_line(line, f"{path}:{number}", text_key)
+        with _open(path, packing) as file:
+            lines = Lines(file, path, start, limit=MAX_JSON_BYTES + 1 if base == ".json" else -1)
+            if base == ".jsonl":
+                yield from _read_jsonl(lines, text_key, stop)
+            elif base == ".json":
+                yield from _read_json(lines, text_key)
+            elif base == ".csv":
+                yield from _read_csv(lines, text_key)
+            elif base == ".txt" and split_on is not None:
+                yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
+            else:
+                yield from _read_text(lines)
+            if not lines.number and not start:
+                yield Dropped(EMPTY, str(path), "an empty file")
     except (EOFError, OSError, zlib.error) as error:
-        if getattr(error, "errno", None):  # the disk's, not the file's
+        if not packing or getattr(error, "errno", None):  # the disk's, not the file's
             raise
-        yield Dropped(
-            f"truncated or corrupt {kind.removeprefix('.jsonl')}", f"{path}:{number + 1}", str(error)
-        )
-        return
-    if number == 0:
-        yield Dropped(EMPTY, str(path), "an empty file")
+        number = lines.number if lines else 0
+        yield Dropped(f"truncated or corrupt {packing}", f"{path}:{number + 1}", str(error))
+
+
+def _open(path: Path, packing: str) -> BinaryIO:
+    if packing == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]
+    if packing == ".zst":
+        import pyarrow
+
+        # a cut frame is an error to Arrow, for zstandard's own reader it is the end of the data
+        return io.BufferedReader(pyarrow.input_stream(path, "zstd"))
+    return open(path, "rb")
+
+
+# ---------------------------------------------------------------- plain text
+
+
+def _read_text(lines: Lines) -> Items:
+    """The whole file as one document."""
+    data, where = lines.rest(MAX_DOCUMENT_BYTES), str(lines.path)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        yield Dropped(TOO_LONG, where, SHORTER)
+    elif data:
+        yield _decoded(data, where)
+
+
+def _decoded(data: bytes, where: str) -> Text | Dropped:
+    try:
+        return check_text(data.decode("utf-8"), where)
+    except UnicodeDecodeError as error:
+        return Dropped(BAD_UTF8, where, str(error))
+
+
+def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
+    """What is between separators (None: lines without text), without the line ends around it; blank parts are none.
+
+    A document is of the range that has the line of the separator before it, the first one of the first range.
+    """
+    document, size, is_ours = [b""], 0, not lines.start
+    where = f"{lines.path}:1"
+
+    def whole() -> Items:
+        if is_ours and size > MAX_DOCUMENT_BYTES:
+            yield Dropped(TOO_LONG, where, f"{size} bytes; {SHORTER}")
+        elif is_ours and (data := b"".join(document).strip(b"\r\n")).strip():
+            yield _decoded(data, where)
+
+    for line in lines:
+        if not is_ours and lines.begin >= stop:
+            return
+        if separator is not None:
+            *ended, rest = line.split(separator)
+        else:
+            ended, rest = ([], line) if line.strip() else ([b""], b"")
+        for part in ended:
+            document.append(part)
+            size += len(part)
+            yield from whole()
+            document, size, is_ours, where = [], 0, lines.begin < stop, lines.where
+            if not is_ours:
+                return
+        if is_ours:
+            size += len(rest)
+            if size <= MAX_DOCUMENT_BYTES:
+                document.append(rest)
+            else:  # told at its end
+                document.clear()
+    yield from whole()
+
+
+# ---------------------------------------------------------------- records
+
+
+def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
+    for line in lines:
+        if lines.begin >= stop:
+            return
+        if line.strip():
+            yield _parse_line(line, lines.where, text_key)
+
+
+def _read_json(lines: Lines, text_key: str) -> Items:
+    """An array of objects or one object, read as a whole; or, as many name it so, an object a line."""
+    for line in lines:
+        if not line.strip():
+            continue
+        if line.lstrip().startswith(b"{") and _is_json(line):
+            yield _parse_line(line, lines.where, text_key)
+            yield from _read_jsonl(lines, text_key, math.inf)
+            return
+        data, where = line + lines.rest(MAX_JSON_BYTES), str(lines.path)
+        if len(data) > MAX_JSON_BYTES:
+            detail = "give it as .jsonl, such as jq -c '.[]' makes of an array"
+            yield Dropped(f".json over {MAX_JSON_BYTES >> 30} GiB", where, detail)
+            return
+        records = _parse(data, where)
+        if isinstance(records, Dropped):
+            yield records
+            return
+        for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
+            yield _text_of(record, f"{where}:record {number}", text_key)
+        if records == []:
+            yield Dropped(EMPTY, where, "an empty array")
+
+
+def _is_json(line: bytes) -> bool:
+    return not isinstance(_parse(line, ""), Dropped)
+
+
+def _read_csv(lines: Lines, text_key: str) -> Items:
+    """The rows under a header, fields between commas and quoted as RFC 4180 has it."""
+    path = lines.path
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)
+    # what is not UTF-8 becomes lone surrogates, which check_text finds in the row that has them
+    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
+    row = 0
+    try:
+        header = next(rows, [])
+        if header and text_key not in header:
+            first = next(rows, [])
+            longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
+            detail = f"no column {text_key!r} among {', '.join(header[:8])}"
+            count = bool(first) + sum(map(bool, rows))
+            keys = tuple(key for key, _ in longest)
+            yield Dropped(MISSING_KEY, str(path), detail, max(count, 1), keys)
+            return
+        row = last = rows.line_num
+        for fields in rows:
+            where, row = f"{path}:{row + 1}", rows.line_num
+            if fields and len(fields) != len(header):
+                yield Dropped(INVALID_CSV, where, f"{len(fields)} fields under {len(header)} names")
+            elif fields:
+                yield check_text(fields[header.index(text_key)], where)
+        if header and last == rows.line_num:
+            yield Dropped(EMPTY, str(path), "no row under the header")
+    except csv.Error as error:
+        yield Dropped(INVALID_CSV, f"{path}:{row + 1}", str(error))
 
 
 def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
+    record = _parse(line, where)
+    return record if isinstance(record, Dropped) else _text_of(record, where, text_key)
+
+
+def _parse(data: bytes, where: str) -> Any:
+    """The JSON value, or a Dropped."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Dropped(BAD_UTF8, where, str(error))
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of over 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
+
+
+def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
@@ -155,7 +317,7 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
 # ---------------------------------------------------------------- columns of Arrow
 
 
-def read_parquet(path: Path, text_key: str, start: int, stop: int) -> Items:
+def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
     """The rows of the row groups that begin in bytes start..stop-1, a group with the share k of the rows before it
     counting as beginning at the share k of the file's bytes. The first range tells what is wrong with the file."""
     import pyarrow
@@ -193,7 +355,7 @@ def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) ->
         yield Dropped(BAD_PARQUET, f"{path}:{row + 1}", str(error).splitlines()[0])
 
 
-def read_arrow(path: Path, text_key: str, start: int, stop: int) -> Items:
+def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
     """The rows of the record batches that begin in bytes start..stop-1 of an Arrow stream, as datasets saves one."""
     import pyarrow
 

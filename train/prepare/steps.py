@@ -14,6 +14,7 @@ The command line has its flags from here: what needs datatrove is imported where
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minhash_seed", type=int, default=1, help="chooses MinHash's hash functions (1)")
 
 
-def options_of(args: argparse.Namespace) -> StepOptions:
-    """The steps that the command line asks for, with everything found that they need.
+def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = None) -> StepOptions:
+    """The steps that the command line asks for, with everything found that they need. `tell`: see list_sources.
 
     Raises:
         DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had.
@@ -100,7 +101,7 @@ def options_of(args: argparse.Namespace) -> StepOptions:
     model = language_model(args.languages, args.language_model) if args.languages else None
     if args.quality:
         check_splitter(args.quality_language)
-    evaluation = [source.path for file in args.decontaminate for source in list_sources([file])]
+    evaluation = [source.path for file in args.decontaminate for source in list_sources([file], tell=tell)]
     files = [*([model] if model else []), *evaluation]
     values: dict[str, Any] = {key.name: getattr(args, key.name, None) for key in fields(StepOptions)}
     values |= {name: tuple(values[name]) for name in ("languages", "quality", "decontaminate")}

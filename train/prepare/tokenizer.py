@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -223,7 +224,10 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
                          "prepared with the old one will not fit the new one)")  # fmt: skip
     start = time.monotonic()
-    texts = sample_texts(read_documents(args.input, args.text_key), args.max_bytes)
+    items = read_documents(
+        args.input, args.text_key, args.split_on, lambda line: print(line, file=sys.stderr)
+    )
+    texts = sample_texts(items, args.max_bytes)
     size = sum(len(text.encode()) for text in texts)
     print(f"training on {len(texts):,} documents, {size / 1e6:.1f} MB", flush=True)
     with take_lock(output / "train_tokenizer.lock") as lock:

@@ -22,9 +22,9 @@ def write_lines(path: Path, texts: list[str] = TEXTS, end: str = "\n") -> Path:
     return path
 
 
-def shares(inputs: list[Path], tasks: int) -> list[list]:
+def shares(inputs: list[Path], tasks: int, split_on: str | None = None) -> list[list]:
     sources = list_sources(map(str, inputs))
-    return [list(read_share(sources, "text", task, tasks)) for task in range(tasks)]
+    return [list(read_share(sources, "text", task, tasks, split_on)) for task in range(tasks)]
 
 
 def texts_of(items) -> list[str]:

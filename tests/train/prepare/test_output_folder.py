@@ -31,11 +31,11 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
 
 @pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
 def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
-    (tmp_path / "held_out.txt").write_text(HELD_OUT)
-    inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count)) if count else tmp_path / "held_out.txt"
+    inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count) if count else [HELD_OUT])
     assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 1
     error = capsys.readouterr().err
     assert f"no document for the {split} split, which training needs" in error and "--overwrite" in error
+    assert "--eval_by position" in error
     assert not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(SystemExit) as stop:
         prepare(tmp_path / "out", inputs, eval_fraction=0)
@@ -214,10 +214,10 @@ def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, c
 def test_ctrl_c_ends_in_a_sentence_and_the_same_command_goes_on(
     tmp_path, prepare, corpus, capsys, monkeypatch
 ):
-    def stopped(sources, text_key, rank, tasks):
+    def stopped(sources, text_key, rank, *others):
         if rank:
             raise KeyboardInterrupt
-        return read_share(sources, text_key, rank, tasks)
+        return read_share(sources, text_key, rank, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr("train.prepare.blocks.read_share", stopped)

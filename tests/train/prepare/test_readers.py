@@ -1,0 +1,194 @@
+"""Text with separators, .json and .csv, packed or not; a single text that is cut for its eval split."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from tests.fixtures import corpus_texts
+from tests.train.prepare.test_corpus import shares, texts_of
+from tests.train.prepare.test_prepare_data import contents, decoded
+from train.data.format import read_manifest
+from train.prepare import readers
+from train.prepare.blocks import cut_for_eval
+from train.prepare.corpus import list_sources, read_documents
+from train.prepare.readers import Dropped
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
+PLAY = b"\xef\xbb\xbf\r\nFirst:\r\nSpeak.\r\n \t\r\n\r\nSecond:\n  Hear\xc3\xa9.\n\n\n\nThird:"
+STORIES = b"One\nday.\n<|end|>\n\nTwo<|end|>Three<|end|><|end|>\nFour\n<|end|>\n"
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(PACKED[path.suffix if path.suffix in PACKED else ""](data))
+    return path
+
+
+def outcome(path: Path, text_key: str = "text") -> list[str]:
+    """Texts, and of what was dropped the reason with the place behind the path."""
+    return [
+        f"{item.reason} {item.where.removeprefix(str(path))}" if isinstance(item, Dropped) else item.text
+        for item in read_documents([str(path)], text_key)
+    ]
+
+
+@pytest.mark.parametrize("packing", PACKED)
+def test_a_separator_makes_many_documents_of_a_text(tmp_path, packing):
+    path = write(tmp_path / f"a.txt{packing}", PLAY)
+    play = ["First:\r\nSpeak.", "Second:\n  Hearé.", "Third:"]
+    assert texts_of(read_documents([str(path)], split_on="blank_line")) == play
+    (whole,) = texts_of(read_documents([str(path)]))
+    assert whole == PLAY.decode("utf-8-sig")
+    write(path, STORIES)
+    stories = ["One\nday.", "Two", "Three", "Four"]
+    assert texts_of(read_documents([str(path)], split_on="<|end|>")) == stories
+
+
+@pytest.mark.parametrize(
+    "split_on, data", [("blank_line", PLAY), ("<|end|>", STORIES), ("--", b"a-----b--c")]
+)
+def test_every_cut_of_a_text_gives_each_document_once(tmp_path, split_on, data):
+    path = write(tmp_path / "a.txt", data)
+    expected = texts_of(read_documents([str(path)], split_on=split_on))
+    assert len(expected) in (3, 4)
+    for tasks in range(2, len(data)):
+        found = shares([path], tasks, split_on)
+        assert [text for share in found for text in texts_of(share)] == expected, tasks
+    write(path, (b"x" * 99 + b"\n\n" + b"y" * 99 + split_on.encode() + b"\n\n") * 20)
+    first, second = shares([path], 2, split_on)
+    assert abs(len(first) - len(second)) <= 2 and second  # each task does its part
+
+
+def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
+    write(tmp_path / "a.txt", b"one\n\ntwo\n\nlo\nng\n\xff\n\nfour\n\n\xff\n")
+    write(tmp_path / "b.py", b"x = 1\n\n\ny = 2\n")
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 6)
+    items = list(read_documents([str(tmp_path / "a.txt")], split_on="blank_line"))
+    assert [getattr(item, "text", "-") for item in items] == ["one", "two", "-", "four", "-"]
+    assert items[2].reason == readers.TOO_LONG and items[2].where.endswith("a.txt:4")
+    assert items[4].reason == readers.BAD_UTF8
+    (whole,) = read_documents([str(tmp_path / "a.txt")])
+    assert whole.reason == readers.TOO_LONG and "--split_on" in whole.detail
+    monkeypatch.undo()
+    items = [
+        item for share in shares([tmp_path / "b.py", tmp_path / "a.txt"], 1, "blank_line") for item in share
+    ]
+    assert items[0].text == "x = 1\n\n\ny = 2\n" and len(items) == 6
+    with pytest.raises(ValueError, match="--split_on splits .txt, and there is none among the inputs"):
+        list_sources([str(tmp_path / "b.py")], "blank_line")
+
+
+RECORDS = {
+    "a.json": (b'\xef\xbb\xbf[{"text": "one"},\n {"i": 2},\n {"text": "2"}]', ["one", "missing key :record 2", "2"]),
+    "a.json.gz": (b'\n{"text": "one"}\n\n{"text": \n{"text": "two"}', ["one", "invalid JSON :4", "two"]),
+    "object.json": (b'{\n "text": "one"\n}\n', ["one"]),
+    "number.json": (b"[1]", ["invalid JSON :record 1"]),
+    "cut.json": (b'[{"text": "one"},', ["invalid JSON "]),
+    "none.json": (b"[]", ["empty document "]),
+    "a.csv": (
+        b'id,text\r\n1,"one, ""1""\r\n\r\nand more"\r\n\r\n2,tw\xc3\xa9\r\n3,\r\n4,f\xff\r\n5,five,5\r\n6,six',
+        ['one, "1"\r\n\r\nand more', "twé", "empty document :7", "bad UTF-8 :8", "invalid CSV :9", "six"],
+    ),
+    "a.csv.zst": (b"\xef\xbb\xbftext,id\none,1\n", ["one"]),
+    "open.csv": (b'text\none\n"two\nthree\n', ["one", "invalid CSV :3"]),
+    "key.csv": (b"id;content\n1;one\n2;two\n", ["missing key "]),
+    "head.csv": (b"id,text\n", ["empty document "]),
+    "none.csv": (b"", ["empty document "]),
+    "cut.txt.gz": (b"", ["truncated or corrupt .gz :1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
+    data, expected = RECORDS[name]
+    path = write(tmp_path / name, data)
+    if name == "cut.txt.gz":
+        path.write_bytes(gzip.compress(b"some text" * 99)[:-9])
+    assert outcome(path) == expected
+
+
+def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
+    path = write(tmp_path / "a.csv", b"id,content\n1,one\n2,two\n")
+    (item,) = read_documents([str(path)])
+    assert (item.count, item.text_keys) == (2, ("content", "id"))
+
+
+def test_a_json_array_that_is_too_large_says_how_to_give_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_JSON_BYTES", 20)
+    path = write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
+    (item,) = read_documents([str(path)])
+    assert item.reason.startswith(".json over") and "jq" in item.detail
+
+
+def test_what_a_folder_has_besides_is_named_and_counted(tmp_path, prepare, capsys):
+    for name in ("a.png", "sub/b.png", "package.json", "LICENSE", "table.csv.gz", "c.txt", "d.TXT.gz"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / "in" / name, b"text")
+    folder = tmp_path / "in"
+    assert [Path(source.path).name for source in list_sources([str(folder)])] == ["c.txt", "d.TXT.gz"]
+    assert prepare(tmp_path / "out", folder, all_train=True) == 0
+    assert (
+        f"input {folder}: 5 files left out by suffix: 2 .png ({folder}/a.png ...), 1 without a suffix "
+        f"({folder}/LICENSE), 1 .json ({folder}/package.json), 1 .gz ({folder}/table.csv.gz); name .json and .csv "
+        "files themselves to read them\n"
+    ) in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"holds nothing to read, but 1 .png .*b.png"):
+        list_sources([str(folder / "sub")])
+
+
+def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, capsys):
+    """tinyshakespeare's input.txt: its end is the eval split, as much of it as asked."""
+    text = "".join(corpus_texts(200))
+    path = write(tmp_path / "input.txt", text.encode())
+    assert prepare(tmp_path / "out", path, eval_fraction=0.1) == 0
+    assert "its last 10.00% are the eval split (--eval_by position)" in capsys.readouterr().err
+    (train,), (held_out,) = decoded(tmp_path / "out"), decoded(tmp_path / "out", "eval")
+    assert train + held_out == text and train.endswith("\n") and 0.1 <= len(held_out) / len(text) < 0.11
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.documents == {"in": 2, "out": 2, "dropped": {}, "removed": {}}
+    assert manifest.steps["eval_by"] == "position" and "split_on" not in manifest.steps
+
+    assert prepare(tmp_path / "hash", path, eval_by="hash") == 1  # as asked; the way out is named
+    assert "--eval_by position" in capsys.readouterr().err
+    assert prepare(tmp_path / "few", path, max_bytes=100) == 1
+    assert "--max_bytes 100 leaves no document" in capsys.readouterr().err
+    assert prepare(tmp_path / "many", path, split_on="blank_line", eval_fraction=0.1) == 0
+    manifest = read_manifest(tmp_path / "many")
+    assert manifest.documents["out"] == 201 and manifest.steps["split_on"] == "blank_line"
+
+
+def test_the_end_of_each_document_as_eval_split(tmp_path, prepare):
+    """Of several, by request; the same bytes for any number of workers and tasks' shares."""
+    texts = corpus_texts(60)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert prepare(tmp_path / "out", path, eval_by="position", eval_fraction=0.2, tasks=3) == 0
+    train, held_out = decoded(tmp_path / "out"), decoded(tmp_path / "out", "eval")
+    assert [a + b for a, b in zip(train, held_out, strict=True)] == texts
+    assert prepare(tmp_path / "usual", path, eval_fraction=0.2, tasks=3) == 0
+    assert prepare(tmp_path / "named", path, eval_by="hash", eval_fraction=0.2, tasks=3) == 0
+    assert contents(tmp_path / "usual") == contents(tmp_path / "named")
+    assert not {"eval_by", "split_on"} & set(read_manifest(tmp_path / "usual").steps)
+
+
+@pytest.mark.parametrize(
+    "text, fraction, end",
+    [
+        ("line\n" * 100, 0.1, "line\n" * 11),
+        ("word " * 100, 0.1, "word " * 11),  # no line end near: between words
+        ("x" * 100 + "\n\n\n", 0.1, "x" * 10 + "\n\n\n"),  # what is blank counts for nothing
+        ("ab", 1e-6, "b"),
+        ("a", 0.5, ""),
+    ],
+)
+def test_where_a_text_is_cut(text, fraction, end):
+    assert cut_for_eval(text, fraction) == (text[: len(text) - len(end)], end)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", r"a\nb", "\udce9"])
+def test_separators_that_cannot_be_meant(tmp_path, prepare, capsys, text):
+    with pytest.raises(SystemExit) as stop:
+        prepare(tmp_path / "out", "a.txt", split_on=text)
+    assert stop.value.code == 2 and "--split_on" in capsys.readouterr().err
