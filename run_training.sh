@@ -19,13 +19,14 @@
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
 #
-# On SIGTERM, SIGUSR1 or SIGHUP the run finishes its step, saves and stops: with status 75 here, requeued in a Slurm job
-# (the line with --signal asks Slurm for that signal 300 seconds before the time limit), where it goes on by itself. When
-# a process dies, the training is started again from the last checkpoint, as often as MAX_RESTARTS says and as long as
-# each start comes further than the one before; one that does not is repeated once, after 30 seconds.
+# On Ctrl-C the run finishes its step, saves and stops, with status 75; on the second, or while no training is under way,
+# it ends at once, with status 130. SIGTERM, SIGUSR1 and SIGHUP stop it in the same way: with status 75 here, requeued in a
+# Slurm job (the line with --signal asks Slurm for that signal 300 seconds before the time limit), where it goes on by
+# itself. When a process dies, the training is started again from the last checkpoint, as often as MAX_RESTARTS says and
+# as long as each start comes further than the one before; one that does not is repeated once, after 30 seconds.
 #
-# Exit status: 0 done; 75 stopped on request, the same command goes on; 2 it cannot be done as it is configured, or the
-# numbers went wrong; else it crashed.
+# Exit status: 0 done; 75 stopped on request, the same command goes on; 130 ended by Ctrl-C, without a save; 2 it cannot
+# be done as it is configured, or the numbers went wrong; else it crashed.
 #
 # Settings: NPROC (processes a node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: the
 # Slurm job is not requeued), DEMO_PROMPT, and those of scripts/setup_env.sh.

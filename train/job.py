@@ -35,12 +35,11 @@ from train.config.arguments import ConfigurationError, TrainingArguments, load_a
 from train.config.differences import resume_differences
 from train.files import tell
 from train.guard import signals
-from train.guard.signals import NOT_AS_IT_IS, SIGNALS, STOPPED
+from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.run_folder import RunFolder
 
 # Before a start that came no further is repeated: for a port, a file system or a node to be well again.
 PAUSE_S = 30.0
-INTERRUPTED = 128 + signal.SIGINT
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
@@ -54,7 +53,6 @@ def main(argv: list[str]) -> int:
     try:
         job = Job(argv)
         signals.install(job.pass_on)
-        signal.signal(signal.SIGINT, job.pass_on)
         return job.run()
     except ConfigurationError as error:
         tell(str(error), file=sys.stderr)
@@ -73,6 +71,7 @@ class Job:
         self.slurm_job = setting("SLURM_JOB_ID")
         self.first_node = setting("NODE_RANK", "0") == "0"
         self.child: subprocess.Popen | None = None
+        self.trains = False
         self.stop_asked = self.interrupted = False
 
     def run(self) -> int:
@@ -104,17 +103,24 @@ class Job:
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Handler of signals: what runs gets it too, SIGUSR1 for a stop, which srun hands to its tasks; SIGTERM could
-        be meant for srun itself. Before anything runs it is remembered."""
+        be meant for srun itself. Before anything runs it is remembered.
+
+        A Ctrl-C came to what runs from the terminal, too: there the first is a request to stop in a training, and ends
+        a preparation. The second is passed on as it is, for what did not get it: it ends the launcher at once."""
+        again = number == signal.SIGINT and (self.stop_asked or self.interrupted)
+        first_in_preparation = number == signal.SIGINT and not again and not self.trains
         self.interrupted |= number == signal.SIGINT
         self.stop_asked |= number != signal.SIGINT
         # not send_signal, which polls: a handler must not reap what call() is waiting for
-        if self.child is None or self.child.returncode is not None:
+        if self.child is None or self.child.returncode is not None or first_in_preparation:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.child.pid, signal.SIGINT if self.interrupted else signal.SIGUSR1)
+            os.kill(self.child.pid, signal.SIGINT if again else signal.SIGUSR1)
 
     def call(self, command: list[str]) -> int:
         """Run a program to its end, however many signals arrive; returns its status, 128 + n if signal n ended it."""
+        if self.interrupted:
+            return self.nothing_ran()
         try:
             # killed itself, this process leaves nothing that trains on unwatched: it saves and stops
             self.child = subprocess.Popen(command, preexec_fn=signals.at_parents_end(signal.SIGUSR1))
@@ -122,20 +128,22 @@ class Job:
             tell(f"{command[0]}: {error}", file=sys.stderr)
             return 127
         if self.stop_asked or self.interrupted:  # before there was anybody to tell
-            self.pass_on(signal.SIGINT if self.interrupted else signal.SIGUSR1, None)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child.pid, signal.SIGUSR1)
         # With a timeout it polls. A wait that blocks would not see a signal that came just before it.
         status = self.child.wait(timeout=math.inf)
         self.child = None
         return status if status >= 0 else 128 - status
 
     def ended(self, status: int) -> int:
-        """The exit status after a program that did not end with 0; a Slurm job that was stopped is queued again."""
-        if self.interrupted:
+        """The exit status after a program that did not end with 0; a Slurm job that was stopped is queued again, but
+        not after Ctrl-C: who is there to press it goes on when it suits."""
+        if self.interrupted and status - 128 in (signal.SIGINT, *SIGNALS):
             return INTERRUPTED
         if status != STOPPED and not (self.stop_asked and status - 128 in SIGNALS):
             return status  # a signal ends what has not yet begun: that is a stop, too
         at = f"training: stopped on request at {self.newest_name()}"
-        if not self.slurm_job or not self.first_node or setting("REQUEUE", "1") == "0":
+        if self.interrupted or not self.slurm_job or not self.first_node or setting("REQUEUE", "1") == "0":
             tell(f"{at}; the same command goes on from there")
         elif output_of(["scontrol", "requeue", self.slurm_job]) is not None:
             tell(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
@@ -145,7 +153,7 @@ class Job:
 
     def train(self, launch: list[str]) -> int:
         """Start it until it is done, stopped, or another start would not help; returns the exit status."""
-        restarts, once_more = 0, False
+        restarts, once_more, self.trains = 0, False, True
         begins = self.mark()
         while True:
             mark, step = self.mark(), self.last_step()
@@ -184,7 +192,14 @@ class Job:
             if until() or time.monotonic() >= ends:
                 return True
             time.sleep(0.5)
+        if self.interrupted:
+            self.nothing_ran()
         return False
+
+    def nothing_ran(self) -> int:
+        """Say so after a Ctrl-C that no program could tell of; returns the status of a program that it ended."""
+        tell("Ctrl-C: ended while nothing ran; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(committed(self.folder.checkpoints)), None)

@@ -8,10 +8,11 @@
 What it is for, beside deepspeed and torchrun, which start the same script: both exit with 1 whatever their ranks say,
 so that a stop on request, a wrong key and a crash look alike, and give the ranks that are left 30 seconds to end when
 one has died; deepspeed's kills its ranks 30 seconds after a SIGTERM. Here SIGTERM, SIGUSR1 and SIGHUP go to every rank,
-which then has the time it needs to save; when a rank dies, the others end within seconds.
+which then has the time it needs to save; when a rank dies, the others end within seconds. The first Ctrl-C, which the
+ranks get from the terminal themselves, asks for the same; the second, or one after another signal, ends them at once.
 
-Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; else that of the rank which
-failed first, 128 + n if signal n killed it.
+Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; INTERRUPTED (130) when Ctrl-C
+ended them; else that of the rank which failed first, 128 + n if signal n killed it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from model.keys import between
 from train.files import remove_dead_buffers, tell
 from train.guard import signals
-from train.guard.signals import SIGNALS, STOPPED
+from train.guard.signals import INTERRUPTED, SIGNALS, STOPPED
 
 POLL_S = 0.2
 # For the others to say what they have to say once a rank has failed: rank 0 speaks first, the others after 2 s.
 FAILED_GRACE_S = 4.0
+# After a Ctrl-C nobody is waited for but one that is about to end, too.
+INTERRUPTED_GRACE_S = 1.0
 # Ranks that stop on request leave together, after their checkpoint is committed.
 STOPPED_GRACE_S = 60.0
 
@@ -91,10 +94,9 @@ class Launcher:
 
     def __init__(self, options: argparse.Namespace):
         self.first_rank = options.node_rank * options.nproc
-        self.asked_to_stop = self.interrupted = False
+        self.asked_to_stop = self.interrupted = self.ends = False
         self.processes: list[subprocess.Popen] = []
         signals.install(self._pass_on)
-        signal.signal(signal.SIGINT, self._pass_on)
         environment = dict(
             os.environ,
             WORLD_SIZE=str(options.nnodes * options.nproc),
@@ -104,6 +106,8 @@ class Launcher:
             MASTER_PORT=str(options.master_port or free_port()),
         )
         command = [sys.executable, "-u", options.script, *options.arguments]
+        # inherited: in a rank that does not take signals yet, a Ctrl-C would be a traceback
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         for local in range(options.nproc):
             mine = {**environment, "RANK": str(self.first_rank + local), "LOCAL_RANK": str(local)}
             # no rank stays behind, holding a GPU, when the launcher is killed
@@ -111,11 +115,15 @@ class Launcher:
             self.processes.append(subprocess.Popen(command, env=mine, preexec_fn=dies_with_it))
             if self.asked_to_stop:
                 self.processes[-1].send_signal(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:  # wait() ends, and then the ranks
-            self.interrupted = True
-            return
+        if number == signal.SIGINT:
+            if self.asked_to_stop:
+                self.ends = True  # wait() does, and then the ranks
+                return
+            # Not as SIGINT, which ranks of this terminal have already. Those that do not take signals yet end by this.
+            self.interrupted, number = True, signal.SIGTERM
         self.asked_to_stop = True
         for process in self.processes:
             # not send_signal, which polls: a handler must not reap what wait() is looking at
@@ -127,19 +135,23 @@ class Launcher:
         """Watch the ranks until all have ended or must be; returns the exit status."""
         failed: dict[int, int] = {}  # rank -> status, in the order of their ends
         deadline: float | None = None
-        while not self.interrupted:
+        while not self.ends:
             for rank, process in enumerate(self.processes, self.first_rank):
                 if rank not in failed and process.poll() not in (None, 0):
                     failed[rank] = process.returncode
                     grace = STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
+                    if process.returncode == INTERRUPTED:
+                        grace = INTERRUPTED_GRACE_S
                     deadline = min(deadline or float("inf"), time.monotonic() + grace)
             if all(process.returncode is not None for process in self.processes):
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        if self.interrupted:
-            return 128 + signal.SIGINT
+        if (
+            self.ends or INTERRUPTED in failed.values()
+        ):  # a rank that lost its connection to such a one is no news
+            return INTERRUPTED
         left = [rank for rank, p in enumerate(self.processes, self.first_rank) if p.returncode is None]
         return self._status(failed, left)
 
@@ -152,7 +164,8 @@ class Launcher:
         rank = min(failed, key=lambda rank: (failed[rank] >= 0, failed[rank] == STOPPED))
         status = failed[rank]
         if status < 0 and self.asked_to_stop and -status in SIGNALS:
-            return STOPPED  # so early that the rank did not yet take signals: it had done nothing
+            # so early that the rank did not yet take signals: it had done nothing
+            return INTERRUPTED if self.interrupted else STOPPED
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         also = f"; ranks {left} are ended with it" if left else ""
         tell(f"launch: rank {rank} {how}{also}", file=sys.stderr)

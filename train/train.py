@@ -39,8 +39,9 @@ CRASHED = 1
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; NOT_AS_IT_IS (2): what was asked for
-    cannot be done, or the numbers went wrong; CRASHED (1): all else, worth another start from the last checkpoint."""
+    """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
+    NOT_AS_IT_IS (2): what was asked for cannot be done, or the numbers went wrong; CRASHED (1): all else, worth another
+    start from the last checkpoint."""
     try:
         arguments = load_arguments(argv)
         # What the imports make stays: to search it for garbage takes a third of their time, and as much again whenever
@@ -68,6 +69,8 @@ def main(argv: list[str]) -> int:
     except signals.Stopped:
         dist.destroy_process_group()
         return signals.STOPPED
+    except signals.Interrupted:
+        return leave(signals.INTERRUPTED)
     except Exception:
         return fail(traceback.format_exc(), CRASHED)
     dist.destroy_process_group()
@@ -83,7 +86,12 @@ def fail(message: str, status: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
     tell(f"rank {rank}: {message}" if several else message, file=sys.stderr)
-    if several:
+    return leave(status)
+
+
+def leave(status: int) -> int:
+    """End this rank at once, which of several would wait for the others; one alone ends by returning `status`."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)
@@ -132,7 +140,8 @@ def run_training(args: TrainingArguments) -> None:
         watchdog=Watchdog(args.hang_timeout_s),
     )
     try:
-        last = train(run)
+        with signals.taking_steps():
+            last = train(run)
     except signals.Stopped as stopped:
         if dist.get_rank() == 0:
             signals.write_stopped(folder.path, stopped)

@@ -19,7 +19,7 @@ __all__ = [
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """As in train.py, whose __main__ installs them; nothing is noted yet."""
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGINT)}
     signals.install()
     signals._received.clear()
     yield

@@ -235,7 +235,7 @@ def test_the_launcher_passes_signals_on_and_ends_with_its_own_interruption(tmp_p
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
         "open(f'ready-{os.environ[\"RANK\"]}', 'w').close()\n"
-        "time.sleep(1e6)\n"
+        "while True: time.sleep(0.01)\n"  # a long sleep would miss the signal that comes as it begins
     )
     command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", "ranks.py"]
     stops = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)

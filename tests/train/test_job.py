@@ -255,9 +255,11 @@ def test_a_crash_after_a_stop_was_asked_for_is_a_crash(machine: Machine) -> None
     assert machine.run() == 9 and len(machine.starts()) == 1
 
 
-def test_an_interrupted_job_is_not_started_again(machine: Machine) -> None:
-    machine.plan(f"trap 'got=1' INT; kill -INT $PPID; {AWAIT}; {checkpoint(4)}; exit 9")
-    assert machine.run() == 130 and len(machine.starts()) == 1
+def test_a_job_stopped_by_ctrl_c_is_neither_started_again_nor_requeued(machine: Machine) -> None:
+    once = f"trap 'got=1' USR1; kill -INT $PPID; {AWAIT}"
+    machine.plan(f"{once}; {STOPPED}", f"{once}; exit 130", f"{once}; exit 9", "exit 0")
+    assert [machine.run(**SLURM) for _ in range(3)] == [75, 130, 9]
+    assert len(machine.starts()) == 3 and not machine.written("scontrol.txt")
 
 
 # ---------------------------------------------------------------- launchers
@@ -443,8 +445,6 @@ def test_missing_corpus(config: Path, tmp_path: Path) -> None:
     folder = tmp_path / job.EMBEDDED_CORPUS
     arguments = load_arguments([str(config), "--data.sources.text", str(folder)])
     assert job.missing_corpus(arguments) == folder
-    assert job.missing_corpus(load_arguments([str(config)])) is None, (
-        "the user's own data is not ours to make"
-    )
+    assert job.missing_corpus(load_arguments([str(config)])) is None, "the user's data is not ours to make"
     shipped = load_arguments([str(ROOT / "train_args" / "train_config_tiny.json")])
     assert [Path(folder).name for folder in shipped.data.sources.values()] == [job.EMBEDDED_CORPUS]

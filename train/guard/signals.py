@@ -1,9 +1,14 @@
-"""Stopping on request: SIGTERM, SIGUSR1 or SIGHUP on any rank ends the run after the running step, with a checkpoint.
+"""Stopping on request: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C on any rank ends the run after the running step, with a
+checkpoint.
 
 A signal handler only takes a note. After each step, and between the batches of an evaluation, the ranks ask each other
 whether anyone has one (`StopVote`); the loop then saves as at any other step and raises `Stopped`, and train.py exits
 with status STOPPED on every rank. `stopped.json` in the run's folder says the same as the status, for launchers that do
 not pass it on: torchrun exits with 1 whatever its processes say.
+
+A terminal sends the SIGINT of a Ctrl-C to all processes of the job at once: ranks, launcher and train/job.py. Each
+counts its own, and none passes it on as SIGINT, which would be a second Ctrl-C. Where no training is under way, and for
+the second one, it ends a rank at once, with status INTERRUPTED.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -28,9 +33,11 @@ STOPPED = 75
 # What was asked for cannot be done, or the numbers went wrong: another start would end so again.
 NOT_AS_IT_IS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT
 PR_SET_PDEATHSIG = 1
 
 _received: list[str] = []
+_steps = False  # are being taken: a Ctrl-C has to wait for one
 
 
 class Stopped(Exception):
@@ -43,24 +50,79 @@ class Stopped(Exception):
         self.step, self.checkpoint = step, checkpoint
 
 
+class Interrupted(SystemExit):
+    """Ctrl-C while no training is under way. As a SystemExit it passes what catches any Exception, without a
+    traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def taking_steps() -> Iterator[None]:
+    """In the block the first Ctrl-C is a request to stop after the running step, as SIGTERM is."""
+    global _steps
+    _steps = True
+    try:
+        yield
+    finally:
+        _steps = False
+
+
+def _tell(text: str) -> None:
+    # print would raise if the signal had arrived within another print, and this does on a full disk
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
 def _note(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        return _interrupt()
     name, first = signal.Signals(number).name, not _received
     _received.append(name)
     if first:
-        rank = os.environ.get("RANK", "0")
-        # print would raise if the signal had arrived within another print, and this does on a full disk
-        with contextlib.suppress(OSError):
-            os.write(2, f"rank {rank}: {name}: the run stops after this step and saves\n".encode())
+        _tell(f"rank {os.environ.get('RANK', '0')}: {name}: the run stops after this step and saves")
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _interrupt() -> None:
+    """A Ctrl-C. Each rank gets it, and rank 0 tells of it. Raises Interrupted: no training is under way."""
+    speaks = os.environ.get("RANK", "0") == "0"
+    passed_on = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends each one to its ranks once more
+    if not _steps:
+        for (
+            number
+        ) in SIGNALS:  # a launcher may ask for a stop as well; Python tells of one that meets SIG_IGN here
+            signal.signal(number, _nothing)
+        signal.signal(signal.SIGINT, _nothing if passed_on else signal.SIG_DFL)
+        if speaks:
+            _tell("Ctrl-C: ended; no training was under way, and what is saved is as it was")
+        raise Interrupted
+    if "SIGINT" not in _received:
+        _received.append("SIGINT")
+        if speaks:
+            _tell(
+                "Ctrl-C: the run stops after this step and saves; Ctrl-C again ends it at once, without a save"
+            )
+    elif not passed_on:
+        if speaks:
+            _tell("Ctrl-C again: ended at once, without a save")
+        os._exit(INTERRUPTED)
 
 
 def install(handler: Callable[[int, FrameType | None], None] = _note) -> None:
-    """From now on a stop signal calls `handler`, which takes a note, instead of ending the process."""
-    for number in SIGNALS:
+    """From now on a stop signal or Ctrl-C calls `handler`, which takes a note, instead of ending the process."""
+    for number in (*SIGNALS, signal.SIGINT):
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue  # nohup: it goes on when its terminal is closed
         signal.signal(number, handler)
         # a write of a checkpoint that is under way in C is not to see the signal either
         signal.siginterrupt(number, False)
+    # which train/launch.py blocks in the ranks until here, where nothing but a traceback would come of it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def at_parents_end(number: int) -> Callable[[], object] | None:
