@@ -117,8 +117,15 @@ class Generation:
     timing: filled as it goes. full: the rows that ended because the cache or the model's positions did.
     """
 
-    def __init__(self, engine: Engine, step: Step, rows: Sequence[Sequence[int]], max_new_tokens: int):
-        self.engine, self.step, self.timing = engine, step, Timing()
+    def __init__(
+        self,
+        engine: Engine,
+        rows: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: int,
+    ):
+        self.engine, self.sampling, self.seeds, self.timing = engine, sampling, seeds, Timing()
         room = [engine.max_length - len(ids) for ids in rows]
         self.left = [min(max_new_tokens, space) for space in room]
         self.full = {row for row, space in enumerate(room) if space < max_new_tokens}
@@ -137,7 +144,10 @@ class Generation:
         return all(self._done(row, index) for row in range(len(self.rows)))
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        """Raises EngineError: logits that are not finite."""
+        """Raises EngineError: logits that are not finite; another generation has begun, which has the cache."""
+        self.engine.current, self.timing = self, Timing()
+        self.step = self.engine.step(len(self.rows), self.sampling)
+        self.step.sampler.begin(self.rows, self.seeds)
         start = time.perf_counter()
         self.engine.prefill(self.step, self.rows)
         first = self._read(self.step.history[:1].tolist()[0], 0)  # waits for the device
@@ -152,6 +162,10 @@ class Generation:
             yield rows
 
     def _read(self, tokens: list[int], index: int) -> list[int | None]:
+        if self.engine.current is not self:
+            raise EngineError(
+                "another generation has begun on this engine, which has one cache; read one at a time"
+            )
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
             error = EngineError(
@@ -200,7 +214,7 @@ class Engine:
     """A loaded model for up to `batch_size` rows of up to `max_length` tokens each, prompt and continuation."""
 
     def __init__(self, weights: Weights, batch_size: int, max_length: int):
-        """Raises EngineError: too little memory, more positions than the model has."""
+        """Raises EngineError: more positions than the model has; torch.OutOfMemoryError: too little memory."""
         self.config, self.weights = weights.config, weights
         self.batch_size, self.max_length = batch_size, max_length
         if max_length > self.config.max_position_embeddings:
@@ -211,6 +225,7 @@ class Engine:
         self.cache = Cache(weights, batch_size, max_length)
         self.forward = Forward(weights, self.cache)
         self._steps: dict[tuple[int, Sampling], Step] = {}
+        self.current: Generation | None = None  # whose the cache is
 
     @classmethod
     def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
@@ -241,11 +256,10 @@ class Engine:
                     f"row {index} has {len(ids)} tokens, 1 to {self.max_length - 1} are allowed: max_length is "
                     f"{self.max_length}, with what is generated"
                 )
-        step = self._step(len(rows), sampling)
-        step.sampler.begin(rows, seeds)
-        return Generation(self, step, rows, max_new_tokens)
+        return Generation(self, rows, sampling, seeds, max_new_tokens)
 
-    def _step(self, rows: int, sampling: Sampling) -> Step:
+    def step(self, rows: int, sampling: Sampling) -> Step:
+        """The step of so many rows, captured when it is first asked for."""
         key = (rows, sampling)
         if key not in self._steps:
             step = self._steps[key] = Step(self.forward, rows, sampling)

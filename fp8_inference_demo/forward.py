@@ -38,8 +38,11 @@ class Cache:
 
 
 def choose_operations(weights: Weights) -> ModuleType:
-    """Triton's kernels where the weights are on a GPU in a dtype that they have, else plain torch."""
+    """Triton's kernels where the weights are on a Hopper GPU, or a later one, in a dtype that they have, else plain
+    torch."""
     if weights.device.type != "cuda" or weights.dtype == torch.float32:
+        return reference
+    if torch.cuda.get_device_capability(weights.device) < (9, 0):
         return reference
     from fp8_inference_demo import kernels
 

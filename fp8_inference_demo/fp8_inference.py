@@ -26,6 +26,7 @@ fast and how large both are, as a table, and with --output as JSON with a plot b
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -55,6 +56,13 @@ def find_model_folder(given: Path) -> Path:
     raise ValueError(
         f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir"
     )
+
+
+def temperature(text: str) -> float:
+    """An argparse type: 0, or what float32 can divide by."""
+    if not (value := float(text)) or 1e-6 <= value <= 100:
+        return value
+    raise argparse.ArgumentTypeError(f"{text}: allowed is 0 (the likeliest token) or 1e-6 to 100")
 
 
 def utf8(text: str) -> str:
@@ -99,7 +107,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
     text = parser.add_argument_group("text")
     add(text, "--max_new_tokens", "tokens to generate at most", type=between(1), default=128)
-    add(text, "--temperature", "0: always the likeliest token", type=between(0, 100, float), default=0.8)
+    add(text, "--temperature", "0: always the likeliest token", type=temperature, default=0.8)
     add(text, "--top_k", "only the likeliest tokens; 0: all", type=between(0), default=50)
     add(text, "--top_p", "only the likeliest up to this sum", type=between(1e-6, 1, float), default=1.0)
     add(
@@ -210,6 +218,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 def main() -> int:
     arguments = parse_arguments()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 shows what it can
+        sys.stdout.reconfigure(errors="replace")
     try:
         return run(arguments, find_model_folder(arguments.model))
     except BrokenPipeError:  # who read standard output has enough

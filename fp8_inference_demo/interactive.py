@@ -18,6 +18,7 @@ def piped_prompts() -> Iterator[str]:
     """The lines of standard input that are not blank, as they come. Raises ValueError: not UTF-8, with the line."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
+        text = text.removeprefix("\ufeff") if number == 1 else text
         if text.strip():
             yield text
 

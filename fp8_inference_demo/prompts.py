@@ -46,7 +46,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     text = decoded(line, where)
     try:
         record = json.loads(text, parse_constant=_no_json)
-        json.dumps(record, ensure_ascii=False).encode()
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is infinite
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} has half of a surrogate pair, which is no character") from error
     except (ValueError, RecursionError) as error:
@@ -74,8 +74,8 @@ def decoded(text: bytes, where: str) -> str:
 
 
 def read_text(path: Path, name: str) -> str:
-    """A file in UTF-8. Raises ValueError: it names the byte that is not."""
-    return decoded(path.read_bytes(), name)
+    """A file in UTF-8, without a byte order mark. Raises ValueError: it names the byte that is not."""
+    return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
 def sha256_sampled(*files: Path) -> str:
@@ -149,6 +149,8 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         return
     try:
         made = json.loads(beside.read_text(encoding="utf-8"))
+        if not isinstance(made, dict):
+            raise ValueError("no settings")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--output {path} is there and {beside.name}, which says how it was made, cannot be read; {again}"
@@ -187,6 +189,8 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     Raises ValueError, before anything is loaded: a file that will not do (`read_prompts`, `open_output`). EngineError:
     out of memory; what is written by then stays.
     """
+    if not prompts.is_file():
+        raise ValueError(f"--prompts {prompts}: allowed is a file, which is read several times, no pipe")
     lengths = [0]
     for number, record in read_prompts(prompts):
         name = f"--prompts {prompts}: line {number}"

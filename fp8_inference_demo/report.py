@@ -143,6 +143,10 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     stored = "FP8" if quantization_of(folder) else "bf16"
     if stored == "FP8":
         print("note: the weights are stored in FP8; bf16 is these, multiplied out", file=sys.stderr)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(output.parent, os.W_OK):
+            raise ValueError(f"--output {output}: its folder cannot be written")
     machine, versions = describe()
     print(headline(machine, versions), file=sys.stderr)
 

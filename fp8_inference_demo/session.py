@@ -72,7 +72,7 @@ class Session:
 
     def load(self, longest: int | None, rows: int) -> None:
         """Load the engine for prompts of up to `longest` tokens (None: not known), `rows` samples together, or as many
-        as are allowed. Raises ValueError; EngineError: out of memory."""
+        as are allowed. Raises ValueError; torch.OutOfMemoryError."""
         begin, arguments = time.perf_counter(), self.arguments
         batch_size = min(rows, arguments.batch_size or BATCH_SIZE)
         self.engine = Engine.load(self.folder, arguments.precision, batch_size, self.max_length(longest))

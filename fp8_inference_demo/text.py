@@ -30,7 +30,8 @@ def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
     Raises ValueError: nothing to begin with, or a tokenizer of another model.
     """
     bos = tokenizer.bos_token_id
-    ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    # as in training, where "</s>" in a text is letters
+    ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     ids = ([] if bos is None else [bos]) + list(ids)
     if not ids:
         raise ValueError(

@@ -119,6 +119,8 @@ def load_weights(folder: Path, config: MistralConfig, precision: str, device: to
     Raises ValueError: no weights in safetensors, damaged ones, or not those of `config`.
     """
     tensors = read_quantized(folder, device)
+    if config.tie_word_embeddings:  # some keep the embedding under both names
+        tensors.pop("lm_head.weight", None)
     if problems := _differences(tensors, config):
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
@@ -168,6 +170,11 @@ def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, pr
             raise ValueError(
                 f"{name} has shape {tuple(tensor.codes.shape)}: an FP8 product needs dimensions divisible by "
                 f"{FP8_FEATURE_MULTIPLE}, {odd[0]} is not; use --precision bf16"
+            )
+        if not tensor.by_row and tensor.codes.shape[1] % BLOCK:
+            raise ValueError(
+                f"{name} has {tensor.codes.shape[1]} columns, which blocks of {BLOCK} do not divide; use "
+                "--precision bf16"
             )
         scale = tensor.scale if tensor.by_row else tensor.scale.repeat_interleave(BLOCK, 0)
         return Matrix(tensor.codes, scale[: len(tensor.codes)])

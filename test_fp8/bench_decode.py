@@ -70,9 +70,14 @@ def plot(path: Path, results: Sequence[Result]) -> None:
 def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     OPTIONS.settle(options)
-    if options.prompt >= options.cache:
-        OPTIONS.error(f"--cache {options.cache}: it must be above --prompt {options.prompt}")
+    if options.cache < options.prompt + 2:
+        OPTIONS.error(f"--cache {options.cache}: it must hold --prompt {options.prompt} and two tokens more")
+    from model.config import load_config
     from test_fp8.model.decoding import measure
+
+    positions = load_config(options.config).max_position_embeddings
+    if (longest := max(options.cache, options.prefill_length + 1)) > positions:
+        OPTIONS.error(f"--cache, --prefill_length: {longest} tokens, and --config has {positions} positions")
 
     print(headline(*describe()), flush=True)
     results = measure(options)

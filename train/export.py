@@ -47,6 +47,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         )
     if out.exists() and not (out / EXPORTED_FROM).exists():
         found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
+    if out.is_symlink():
+        found.append(f"{out} is a link; name the folder itself")
     if form != "hf" and out.name == "hf" and (out.parent / "checkpoints").is_dir():
         found.append(
             f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "

@@ -65,12 +65,13 @@ def _row(
         tl.store(scales + row, scale)
         if DIGITS == 2:
             tl.store(scales + M + row, scale / 16.0)
-        wide = tl.minimum(tl.maximum(wide / scale, -LIMIT), LIMIT)
+        # a NaN stays one, for whoever reads the logits to see
+        wide = tl.clamp(wide / scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     code = wide.to(codes.dtype.element_ty)
     tl.store(place, code, mask=inside)
     if DIGITS == 2:
         rest = (wide - code.to(tl.float32)) * 16.0
-        tl.store(place + M.to(tl.int64) * C, rest.to(codes.dtype.element_ty), mask=inside)
+        tl.store(codes + (M + row) * C + column, rest.to(codes.dtype.element_ty), mask=inside)
 
 
 def _rows(

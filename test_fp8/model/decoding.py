@@ -103,7 +103,7 @@ def _prefill(options: argparse.Namespace, config: Any, weights: dict[str, Weight
     results = []
     for precision, of in weights.items():
         engine = Engine(of, batch, length + 1)
-        step, rows = engine._step(batch, GREEDY), ids.tolist()
+        step, rows = engine.step(batch, GREEDY), ids.tolist()
         seconds = _timed(options.rounds, lambda e=engine, s=step, r=rows: e.prefill(s, r))
         results.append(_result("prefill", precision, batch, seconds, ids.numel()))
         results[-1]["tflops"] = flops / seconds / 1e12
@@ -144,10 +144,12 @@ def _transformers(options: argparse.Namespace, config: Any, generator: torch.Gen
             return time.perf_counter() - start
 
         new = options.cache - options.prompt
-        generate(new)
-        generate(new)
-        whole = statistics.median(generate(new) for _ in range(options.rounds))
-        results.append(_result("decode", "transformers", batch, whole / new, batch))
+        for tokens in (new, new, 1):
+            generate(tokens)
+        whole, first = (
+            statistics.median(generate(tokens) for _ in range(options.rounds)) for tokens in (new, 1)
+        )
+        results.append(_result("decode", "transformers", batch, (whole - first) / (new - 1), batch))
         results[-1]["weights_gib"] = num_parameters(config) * 2 / GIB
         print(f"transformers, batch {batch}, is done", flush=True)
     return results

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import MistralConfig, MistralForCausalLM
 
 from fp8_inference_demo.engine import Engine, EngineError
@@ -198,3 +199,41 @@ def test_sizes_that_no_fp8_product_takes_are_refused(model: tuple[Path, MistralF
     with pytest.raises(ValueError, match=r"gate_proj.weight .*\(168, 64\).*168 is not; use --precision bf16"):
         pack(dict(tensors), config, "fp8")
     pack(dict(tensors), config, "bf16")
+
+
+def test_blocks_that_do_not_divide_the_columns_are_refused(model: tuple[Path, MistralForCausalLM]) -> None:
+    config = copy.deepcopy(model[1].config)
+    config.intermediate_size = 384
+    tensors: dict[str, torch.Tensor | Quantized] = {
+        name: Quantized(
+            torch.ones(shape).to(torch.float8_e4m3fn), torch.ones(-(-shape[0] // 128), -(-shape[1] // 128))
+        )
+        if "proj" in name
+        else torch.ones(shape)
+        for name, shape in weight_shapes(config).items()
+    }
+    with pytest.raises(ValueError, match=r"q_proj.weight has 64 columns, which blocks of 128 do not divide"):
+        pack(dict(tensors), config, "fp8")
+
+
+def test_a_tied_model_may_store_its_head_too(model: tuple[Path, MistralForCausalLM], tmp_path: Path) -> None:
+    tied = copy.deepcopy(model[1])
+    tied.config.tie_word_embeddings = True
+    tied.config.save_pretrained(tmp_path)
+    embedding = tied.model.embed_tokens.weight.detach()
+    save_file({**tied.state_dict(), "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    weights = Engine.load(tmp_path, "fp32", 1, 48).weights
+    assert weights.head.values is weights.embedding and torch.equal(weights.embedding, embedding)
+
+
+def test_one_generation_at_a_time_has_the_cache(model: tuple[Path, MistralForCausalLM]) -> None:
+    engine, sampling = Engine.load(model[0], "fp32", 2, 64), Sampling(temperature=1.0, repetition_penalty=1.3)
+    first, second = (engine.generate([[1, 5, 9]], sampling, [seed], 20) for seed in (1, 2))
+    alone = list(first)
+    assert list(second) != alone == list(first), "begun in turn, each has its own seed, and the same again"
+    assert first.timing.prefill_tokens == 3
+    interrupted = iter(first)
+    next(interrupted)
+    next(iter(second))
+    with pytest.raises(EngineError, match="another generation has begun"):
+        list(interrupted)

@@ -212,6 +212,7 @@ def test_damaged_models_end_with_an_error_and_no_traceback(
         (["--top_p", "0"], "--top_p"),
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "1e-50"], "1e-6 to 100"),
         (["--max_new_tokens", "0"], "--max_new_tokens"),
         (["--top_k", "x"], "--top_k"),
         (["--stop", ""], "allowed is a text"),

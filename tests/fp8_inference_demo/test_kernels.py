@@ -126,6 +126,26 @@ def test_rows_are_quantized_as_in_torch_and_a_second_digit_keeps_bf16() -> None:
     assert error((codes.float() * scales).sum(0), x.float()) < 2**-8 / 3**0.5  # bf16's own rounding
 
 
+@pytest.mark.parametrize("digits", [1, 2])
+def test_one_row_and_rows_with_a_nan(digits: int) -> None:
+    """A NaN must reach the logits, where it is looked for."""
+    from fp8_inference_demo import kernels
+
+    x = torch.randn(2, 512, device="cuda").bfloat16()
+    x[1, 7] = float("nan")
+    codes, scales = kernels.rows(x[:1].contiguous(), digits)
+    assert scales is not None
+    assert error((codes.float() * scales).sum(0), x[:1].float()) < 0.03
+    stored = quantize_rows(torch.randn(64, 512, device="cuda"))
+    weight = Matrix(stored.codes, stored.scale)
+    out = kernels.gemm(kernels.rows(x, digits), weight).float().sum(0)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+    halves = torch.randn(1, 1, 1024, device="cuda").bfloat16()
+    codes, scales = kernels.swiglu_rows(halves, digits)
+    expected, _ = reference.swiglu_rows(halves[0].float(), 0)
+    assert scales is not None and error((codes.float() * scales).sum(0), expected) < 0.04
+
+
 @pytest.mark.parametrize("rows", [1, 5, 64, 200])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_products_are_those_of_the_codes(rows: int, groups: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,6 +160,7 @@ def test_two_processes_do_not_write_one_output(fill: Fill, out: Path) -> None:
 
 
 BAD_LINES = {
+    '{"prompt": "b", "x": 1e999}': "Out of range float values",
     '{"prompt": "a"': "is not JSON",
     '{"prompt": "a", "x": NaN}': "NaN is no number",
     '{"text": "a"}': "allowed is an object",
@@ -181,6 +183,21 @@ def test_a_line_that_will_not_do_is_named_before_anything_runs(
     status, error = fill()
     assert status == 1 and "in.jsonl: line 3" in error and words in error
     assert not out.exists() and "Traceback" not in error and "loaded" not in error
+
+
+def test_a_pipe_is_refused_and_settings_that_are_none(fill: Fill, out: Path, tmp_path: Path) -> None:
+    out.write_text("mine\n")
+    (tmp_path / "out.jsonl.settings.json").write_text("[]")
+    assert "which says how it was made, cannot be read" in fill()[1] and out.read_text() == "mine\n"
+    (tmp_path / "in.jsonl").unlink()
+    os.mkfifo(tmp_path / "in.jsonl")
+    status, error = fill()
+    assert status == 1 and "in.jsonl: allowed is a file" in error
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfdef")
+    assert prompts.read_text(tmp_path / "a.txt", "a.txt") == "def"
 
 
 def test_bytes_that_are_not_utf8_are_named(fill: Fill, tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ def test_a_prompt_begins_as_each_training_document(tokenizer: PreTrainedTokenize
     text = tokenizer("def main", add_special_tokens=False)["input_ids"]
     assert text and encode(tokenizer, "def main", 512) == [tokenizer.bos_token_id, *text]
     assert encode(tokenizer, "", 512) == [tokenizer.bos_token_id]
+    marks = encode(tokenizer, f"a {tokenizer.bos_token}b{tokenizer.eos_token}", 512)[1:]
+    assert marks and not {tokenizer.bos_token_id, tokenizer.eos_token_id} & set(marks), (
+        "in a text they are letters"
+    )
 
 
 def test_prompts_that_are_none(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -37,4 +37,4 @@ def test_a_report_with_both_precisions(tmp_path: Path) -> None:
 def test_a_cache_without_room_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_decode.main(["--prompt", "8", "--cache", "8"])
-    assert "--cache 8: it must be above --prompt 8" in capsys.readouterr().err
+    assert "--cache 8: it must hold --prompt 8 and two tokens more" in capsys.readouterr().err
