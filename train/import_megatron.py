@@ -42,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the data was committed, else 1 with the reason on stderr, or 130
     after Ctrl-C."""
     args = parse_arguments(argv)
-    from train.prepare.megatron import import_datasets
-
     try:
+        from train.prepare.megatron import import_datasets  # which takes seconds
+
         manifest, warning = import_datasets(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

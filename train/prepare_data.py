@@ -75,9 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the data was committed (slurm: submitted), else 1 with the reason on stderr,
     or 130 after Ctrl-C."""
     args = parse_arguments(argv)
-    from train.prepare.preparation import prepare
-
     try:
+        from train.prepare.preparation import prepare  # which takes seconds
+
         manifest = prepare(args)
     except (ValueError, RuntimeError, OSError) as error:
         kept = f"; what is done in {args.output} is kept, and the same command goes on"

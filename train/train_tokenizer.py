@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr, or 130
     after Ctrl-C."""
     args = parse_arguments(argv)
-    from train.prepare.tokenizer import train_tokenizer
-
     try:
+        from train.prepare.tokenizer import train_tokenizer  # which takes seconds
+
         train_tokenizer(args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

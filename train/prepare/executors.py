@@ -6,6 +6,7 @@ Each stage has a folder with datatrove's logs and its marks of completed tasks: 
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -79,18 +80,27 @@ def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[
 
 
 def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[], None]) -> None:
-    """As datatrove's own pool, which would wait for ever for a worker that died."""
+    """As datatrove's own pool, which would wait for ever for a worker that died. A Ctrl-C ends the workers at once: a
+    task that is not completed begins anew."""
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
     workers = min(executor.workers, len(ranks))
     pool = ProcessPoolExecutor(workers, spawn, _start_worker, (dill.dumps(executor),))
+    # which the workers inherit: a terminal sends a Ctrl-C to them as well, and they would have a traceback each
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         pending = {pool.submit(_run_rank, rank) for rank in ranks}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while pending:
             done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
             watch()
             for future in done:
                 future.result()
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        raise
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         pool.shutdown(cancel_futures=True)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -112,6 +113,27 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.process
+def test_ctrl_c_ends_workers_at_once_and_is_told_in_one_line(tmp_path, command, large):
+    """Stopped workers do not take it themselves, nor complete their tasks."""
+    results, said = tmp_path / "out" / WORK_NAME / "results", tmp_path / "said.txt"
+    with said.open("w") as log:
+        line = command(tmp_path / "out", large, **OPTIONS)
+        process = programs.Popen(line, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    while process.poll() is None and not (len(children_of(process.pid)) == 2 and any(results.glob("*.json"))):
+        time.sleep(0.02)
+    for worker in children_of(process.pid):
+        os.kill(worker, signal.SIGSTOP)
+        [blocked] = re.findall(r"SigBlk:\t(.+)", Path(f"/proc/{worker}/status").read_text())
+        assert int(blocked, 16) & 1 << signal.SIGINT - 1
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=200) == 130
+    told = said.read_text()
+    assert (
+        told.endswith("stopped; what is done is kept, and the same command goes on\n") and "Trace" not in told
+    )
 
 
 # ---------------------------------------------------------------- Slurm
