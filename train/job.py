@@ -30,6 +30,9 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
+
 from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences

@@ -31,10 +31,13 @@ from types import FrameType
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
+
 from model.keys import between
 from train.files import remove_dead_buffers, tell
 from train.guard import signals
-from train.guard.signals import INTERRUPTED, SIGNALS, STOPPED
+from train.guard.signals import INTERRUPTED, SIGNALS, STOPPED, WITHOUT_STEPS
 
 POLL_S = 0.2
 # For the others to say what they have to say once a rank has failed: rank 0 speaks first, the others after 2 s.
@@ -165,7 +168,10 @@ class Launcher:
         status = failed[rank]
         if status < 0 and self.asked_to_stop and -status in SIGNALS:
             # so early that the rank did not yet take signals: it had done nothing
-            return INTERRUPTED if self.interrupted else STOPPED
+            if not self.interrupted:
+                return STOPPED
+            tell(WITHOUT_STEPS, file=sys.stderr)
+            return INTERRUPTED
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         also = f"; ranks {left} are ended with it" if left else ""
         tell(f"launch: rank {rank} {how}{also}", file=sys.stderr)

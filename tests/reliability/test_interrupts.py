@@ -136,7 +136,7 @@ sys.exit(signals.STOPPED)
 @pytest.mark.parametrize(
     ("steps", "presses", "status", "said"),
     [
-        ("before handlers", 1, 130, ""),
+        ("before handlers", 1, 130, ONCE_NO_STEPS),
         ("none", 1, 130, ONCE_NO_STEPS),
         ("taken", 1, 75, ONCE),
         ("never end", 2, 130, ONCE + TWICE),

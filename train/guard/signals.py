@@ -34,6 +34,7 @@ STOPPED = 75
 NOT_AS_IT_IS = 2
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
+WITHOUT_STEPS = "Ctrl-C: ended; no training was under way, and what is saved is as it was"
 PR_SET_PDEATHSIG = 1
 
 _received: list[str] = []
@@ -99,7 +100,7 @@ def _interrupt() -> None:
             signal.signal(number, _nothing)
         signal.signal(signal.SIGINT, _nothing if passed_on else signal.SIG_DFL)
         if speaks:
-            _tell("Ctrl-C: ended; no training was under way, and what is saved is as it was")
+            _tell(WITHOUT_STEPS)
         raise Interrupted
     if "SIGINT" not in _received:
         _received.append("SIGINT")
