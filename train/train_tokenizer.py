@@ -34,7 +34,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    add("--max_bytes", type=between(1), help="train on a sample of at most this many bytes of text")
+    text = (
+        "train on a sample of at most this many bytes of text (250,000,000, which take about 3 GB of memory)"
+    )
+    add("--max_bytes", type=between(1), default=250_000_000, help=text)
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")

@@ -20,7 +20,7 @@ from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import read_share
 from train.prepare.output import SplitWriter
-from train.prepare.readers import Dropped
+from train.prepare.readers import Dropped, Place
 from train.prepare.tally import Tally
 
 if TYPE_CHECKING:
@@ -50,13 +50,14 @@ class ReadDocuments(PipelineStep):
         left, most = None, self.preparation.max_bytes
         if most is not None:
             left = most * (rank + 1) // world_size - most * rank // world_size
-        what = self.preparation
-        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on):
+        what, place = self.preparation, Place()
+        for item in read_share(what.sources, what.text_key, rank, world_size, what.split_on, place):
+            self.tally.source_bytes = place.bytes
             if isinstance(item, Dropped):
                 self.tally.drop(item)
                 continue
             if left is not None and (left := left - len(item.text.encode())) < 0:
-                return
+                break
             if what.eval_by is None:
                 self.tally.read += 1
                 yield Document(text=item.text, id=item.where)
@@ -65,6 +66,7 @@ class ReadDocuments(PipelineStep):
                 if text:
                     self.tally.read += 1
                     yield Document(text=text, id=item.where, metadata={"split": split})
+        self.tally.source_bytes = place.total
 
 
 def cut_for_eval(text: str, eval_fraction: float) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from train.prepare.readers import (
     BLANK_LINE,
     PACKED,
     Items,
+    Place,
     read_arrow,
     read_parquet,
     read_stdlib,
@@ -209,25 +210,34 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     return [(Path(entry["filename"]), ".arrow") for entry in loaded.cache_files]
 
 
-def read_documents(
-    inputs: Iterable[str],
-    text_key: str = "text",
-    split_on: str | None = None,
-    tell: Callable[[str], None] | None = None,
-) -> Items:
+def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str | None = None) -> Items:
     """Every document of `inputs` in order, with a `Dropped` in the place of what cannot be read.
 
     Raises ValueError as `list_sources` does, before anything is read.
     """
-    return read_share(list_sources(inputs, split_on, tell), text_key, 0, 1, split_on)
+    return read_share(list_sources(inputs, split_on), text_key, 0, 1, split_on)
 
 
 def read_share(
-    sources: Sequence[Source], text_key: str, task: int, tasks: int, split_on: str | None = None
+    sources: Sequence[Source],
+    text_key: str,
+    task: int,
+    tasks: int,
+    split_on: str | None = None,
+    place: Place | None = None,
 ) -> Items:
     """The share of `task` (from 0) of `tasks`: contiguous, and equal in bytes as far as files can be split. The shares
-    of all tasks in their order are what one task would read. `split_on`: of .txt, as --split_on takes it."""
-    for source, start, stop in _share(sources, task, tasks, split_on):
+    of all tasks in their order are what one task would read.
+
+    split_on: of .txt, as --split_on takes it. place: is told how far the reading is.
+    """
+    share = [
+        (source, start, stop, source.bytes - start if stop == math.inf else int(stop) - start)
+        for source, start, stop in _share(sources, task, tasks, split_on)
+    ]
+    place = place or Place()
+    place.total = sum(size for *_, size in share)
+    for source, start, stop, size in share:
         path = Path(source.path)
         if source.kind == ".parquet":
             yield from read_parquet(path, text_key, start, stop)
@@ -236,7 +246,8 @@ def read_share(
         elif source.kind == "stdlib":
             yield from read_stdlib(path)
         else:
-            yield from read_stream(path, source.kind, text_key, split_on, start, stop)
+            yield from read_stream(path, source.kind, text_key, split_on, start, stop, place)
+        place.done += size
 
 
 def _share(

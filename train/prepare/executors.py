@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import dill
@@ -51,21 +52,23 @@ def _run_rank(rank: int) -> None:
     deepcopy(_executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
 
 
-def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[], None]) -> None:
+def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[int, int], None]) -> None:
     """Run the tasks of the stages that are not completed, one stage after the other, in `workers` processes (1: in this
-    one). `watch` is called every few seconds.
+    one). `watch` is called first and every few seconds, with the stage (from 0) and the number of its completed tasks.
 
     Raises:
         RuntimeError: a worker died.
         Exception: what a task raised; the others that had begun are completed first.
     """
-    for stage in stages:
+    for number, stage in enumerate(stages):
         logs = str(folder / stage.name)
         executor = LocalPipelineExecutor(stage.pipeline, stage.tasks, workers, logging_dir=logs)
         ranks = executor.get_incomplete_ranks()
+        if ranks:
+            watch(number, stage.tasks - len(ranks))
         if workers > 1 and ranks:
             try:
-                _run_in_pool(executor, ranks, watch)
+                _run_in_pool(executor, ranks, partial(watch, number))
             except BrokenProcessPool as error:
                 left = len(executor.get_incomplete_ranks())
                 raise RuntimeError(
@@ -73,13 +76,30 @@ def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[
                     f"{stage.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers "
                     "if memory was short"
                 ) from error
-            continue
+        elif ranks:
+            _run_here(executor, ranks, partial(watch, number))
+
+
+def _run_here(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[int], None]) -> None:
+    """One after the other; a thread calls `watch`, also while a task is at work."""
+    done, ended = executor.tasks - len(ranks), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(POLL_S):
+            watch(done)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
         for rank in ranks:
             deepcopy(executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
-            watch()
+            done += 1
+    finally:
+        ended.set()
+        thread.join()
 
 
-def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[], None]) -> None:
+def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable[[int], None]) -> None:
     """As datatrove's own pool, which would wait for ever for a worker that died. A Ctrl-C ends the workers at once: a
     task that is not completed begins anew."""
     spawn = multiprocessing.get_context("spawn")  # fork is unsafe beside the tokenizers' threads
@@ -92,7 +112,7 @@ def _run_in_pool(executor: LocalPipelineExecutor, ranks: list[int], watch: Calla
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while pending:
             done, pending = wait(pending, POLL_S, FIRST_COMPLETED)
-            watch()
+            watch(executor.tasks - len(pending))
             for future in done:
                 future.result()
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ from train.prepare.executors import run_local, run_ray, running_slurm, submit_sl
 from train.prepare.output import IDENTITY_NAME, WORK_NAME, OutputFolder
 from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
-from train.prepare.tally import Stage, Tally
+from train.prepare.tally import Pace, Stage, Tally
 
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
@@ -187,7 +187,8 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
         preparation.begin(output)
         if args.executor == "local":
             workers = args.workers or min(os.cpu_count() or 1, 16)
-            run_local(preparation.stages(), preparation.work("stages"), workers, Progress(preparation).show)
+            stages = preparation.stages()
+            run_local(stages, preparation.work("stages"), workers, Progress(preparation, stages).show)
         elif args.executor == "ray":
             run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
         done = read_progress(preparation.work("results"), preparation.tasks)[0]
@@ -225,23 +226,40 @@ def _too_many_dropped(tally: Tally, max_dropped: int) -> str:
 
 
 class Progress:
-    """A line with the rate every few seconds on stderr."""
+    """A line with the rate, the share that is done and the time left on stderr, every few seconds."""
 
-    def __init__(self, preparation: Preparation) -> None:
+    def __init__(self, preparation: Preparation, stages: list[Stage]) -> None:
         self.results, self.tasks = preparation.work("results"), preparation.tasks
-        self.start_s = self.last_s = time.monotonic()
-        _, _, self.before = read_progress(self.results, self.tasks)  # tokens of an earlier, unfinished run
+        self.stages, self.size = stages, sum(source.bytes for source in preparation.sources)
+        self.last_s = time.monotonic()
+        # what an earlier, unfinished run did
+        _, tally, self.before = read_progress(self.results, self.tasks)
+        self.stage, self.pace = -1, Pace()
+        self.share_before = self._share(tally)
 
-    def show(self) -> None:
+    def _share(self, tally: Tally) -> float:
+        return min(tally.source_bytes / max(self.size, 1), 1.0)
+
+    def show(self, number: int, done: int) -> None:
+        """Of stage `number` (from 0), of which `done` tasks are completed."""
+        is_last = number == len(self.stages) - 1
+        stage = self.stages[number]
+        if number != self.stage:
+            self.stage, self.pace = number, Pace(self.share_before if is_last else done / stage.tasks)
         now = time.monotonic()
         if now - self.last_s < PROGRESS_S:
             return
         self.last_s = now
+        place = f"stage {number + 1} of {len(self.stages)}, {stage.name}: " if len(self.stages) > 1 else ""
+        if not is_last:
+            _tell(f"{place}{done} of {stage.tasks} tasks, {self.pace.words(done / stage.tasks)}")
+            return
         done, tally, tokens = read_progress(self.results, self.tasks)
-        rate = (tokens - self.before) / (now - self.start_s) / 1e6
-        print(f"{done} of {self.tasks} tasks, {tally.kept:,} documents, {tally.text_bytes / 1e6:,.1f} MB, {tokens:,} "
-              f"tokens in {now - self.start_s:.0f} s ({rate:.2f} M tokens/s), {tally.dropped.total():,} dropped, "
-              f"{tally.by_step.total():,} removed", file=sys.stderr, flush=True)  # fmt: skip
+        seconds = now - self.pace.start_s
+        rate = (tokens - self.before) / max(seconds, 1e-9) / 1e6
+        _tell(f"{place}{self.pace.words(self._share(tally))}: {done} of {self.tasks} tasks, {tally.kept:,} documents, "
+              f"{tally.text_bytes / 1e6:,.1f} MB, {tokens:,} tokens in {seconds:.0f} s ({rate:.2f} M tokens/s), "
+              f"{tally.dropped.total():,} dropped, {tally.by_step.total():,} removed")  # fmt: skip
 
 
 # ---------------------------------------------------------------- Slurm

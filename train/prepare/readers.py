@@ -122,8 +122,23 @@ class Lines:
         return data if self.begin else data.removeprefix(codecs.BOM_UTF8)
 
 
+class Place:
+    """How far the reading of a share is: `bytes` of `total` of its files, as they are on the disk."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.file: BinaryIO | None = None  # the one that is read, if it tells how far
+        self.start = 0
+
+    @property
+    def bytes(self) -> int:
+        if self.file is None or self.file.closed:  # that a file is broken is told when it is closed
+            return self.done
+        return self.done + max(self.file.tell() - self.start, 0)
+
+
 def read_stream(
-    path: Path, kind: str, text_key: str, split_on: str | None, start: int = 0, stop: float = math.inf
+    path: Path, kind: str, text_key: str, split_on: str | None, start: int, stop: float, place: Place
 ) -> Items:
     """The documents of a .jsonl, .json, .csv or plain text, which may be packed (`kind`: the suffixes). .jsonl and what
     `split_on` splits can be read in ranges, if they are not packed."""
@@ -131,7 +146,8 @@ def read_stream(
     base = kind.removesuffix(packing)
     lines = None
     try:
-        with _open(path, packing) as file:
+        with open(path, "rb") as packed, _unpacked(packed, packing) as file:
+            place.file, place.start = packed, start
             lines = Lines(file, path, start, limit=MAX_JSON_BYTES + 1 if base == ".json" else -1)
             if base == ".jsonl":
                 yield from _read_jsonl(lines, text_key, stop)
@@ -150,17 +166,19 @@ def read_stream(
             raise
         number = lines.number if lines else 0
         yield Dropped(f"truncated or corrupt {packing}", f"{path}:{number + 1}", str(error))
+    finally:
+        place.file = None
 
 
-def _open(path: Path, packing: str) -> BinaryIO:
+def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
     if packing == ".gz":
-        return gzip.open(path)  # type: ignore[return-value]
+        return gzip.open(file)  # type: ignore[return-value]
     if packing == ".zst":
         import pyarrow
 
         # a cut frame is an error to Arrow, for zstandard's own reader it is the end of the data
-        return io.BufferedReader(pyarrow.input_stream(path, "zstd"))
-    return open(path, "rb")
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+    return file
 
 
 # ---------------------------------------------------------------- plain text

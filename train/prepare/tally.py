@@ -1,9 +1,11 @@
-"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all of them."""
+"""What a preparation counts: documents read, dropped, removed and kept, by one task and by all; its pace."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from train.prepare.readers import Dropped
@@ -23,18 +25,34 @@ class Stage:
     tasks: int
 
 
+class Pace:
+    """The time that is left of work of which a share was `before` done at the start."""
+
+    def __init__(self, before: float = 0.0) -> None:
+        self.before, self.start_s = before, time.monotonic()
+
+    def words(self, share: float) -> str:
+        """`25 %, 0:01:30 left`, at the pace since the start."""
+        percent = f"{100 * share:.0f} %"
+        if share <= self.before:
+            return percent
+        left_s = (time.monotonic() - self.start_s) * (1 - share) / (share - self.before)
+        return f"{percent}, {timedelta(seconds=round(left_s))} left"
+
+
 @dataclass
 class Tally:
     """One task's counts. All blocks of a pipeline share one, also after the pipeline was copied or pickled.
 
     `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
     `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `text_keys`
-    hold strings in the first document whose key was missing.
+    hold strings in the first document whose key was missing. `source_bytes`: of the files, how far reading is.
     """
 
     read: int = 0
     kept: int = 0
     text_bytes: int = 0
+    source_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     by_step: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -60,6 +78,7 @@ class Tally:
         self.read += other.read
         self.kept += other.kept
         self.text_bytes += other.text_bytes
+        self.source_bytes += other.source_bytes
         self.dropped += other.dropped
         self.by_step += other.by_step
         self.text_keys = self.text_keys or other.text_keys

@@ -16,12 +16,14 @@ from pathlib import Path
 import sentencepiece
 
 from train.data.encoder import TOKENIZER_FILES
-from train.prepare.corpus import read_documents, text_key_option
+from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
-from train.prepare.readers import MISSING_KEY, Dropped, Text
+from train.prepare.readers import MISSING_KEY, Dropped, Place, Text
+from train.prepare.tally import Pace
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MODEL_NAME = "tokenizer.model"
+PROGRESS_S = 5.0
 # Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
 MAX_SENTENCE_BYTES = 8192
 # sentencepiece writes the number into the model, so it must not follow the machine.
@@ -39,7 +41,7 @@ HARD_STRINGS = (
 )  # fmt: skip
 
 
-def sample_texts(items: Iterable[Text | Dropped], max_bytes: int | None) -> list[str]:
+def sample_texts(items: Iterable[Text | Dropped], max_bytes: int) -> list[str]:
     """The texts, or a sample of at most `max_bytes` of them: those with the smallest hashes, in their order.
 
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
@@ -61,7 +63,7 @@ def sample_texts(items: Iterable[Text | Dropped], max_bytes: int | None) -> list
         key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
         heapq.heappush(kept, (-key, -number, size, item.text))
         kept_bytes += size
-        while max_bytes is not None and kept_bytes > max_bytes and len(kept) > 1:
+        while kept_bytes > max_bytes and len(kept) > 1:
             kept_bytes -= heapq.heappop(kept)[2]
     if not kept:
         raise ValueError("the inputs hold no text; a tokenizer needs some")
@@ -209,6 +211,32 @@ def check_identity(folder: Path, texts: Iterable[str]) -> int:
     return compared
 
 
+class _Reading:
+    """The documents of the inputs, counted; how far it is goes to stderr every few seconds."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.documents = self.text_bytes = 0
+        self.place = Place()
+        sources = list_sources(args.input, args.split_on, _tell)
+        self._items = read_share(sources, args.text_key, 0, 1, args.split_on, self.place)
+
+    def __iter__(self) -> Iterator[Text | Dropped]:
+        pace, told = Pace(), time.monotonic()
+        for item in self._items:
+            if isinstance(item, Text):
+                self.documents += 1
+                self.text_bytes += len(item.text.encode())
+            if time.monotonic() - told >= PROGRESS_S:
+                told = time.monotonic()
+                share = pace.words(self.place.bytes / max(self.place.total, 1))
+                _tell(f"reading: {share}: {self.documents:,} documents, {self.text_bytes / 1e6:,.1f} MB")
+            yield item
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
@@ -224,12 +252,15 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
                          "prepared with the old one will not fit the new one)")  # fmt: skip
     start = time.monotonic()
-    items = read_documents(
-        args.input, args.text_key, args.split_on, lambda line: print(line, file=sys.stderr)
-    )
-    texts = sample_texts(items, args.max_bytes)
+    reading = _Reading(args)
+    texts = sample_texts(reading, args.max_bytes)
     size = sum(len(text.encode()) for text in texts)
-    print(f"training on {len(texts):,} documents, {size / 1e6:.1f} MB", flush=True)
+    of = (
+        f", a sample of {reading.text_bytes / 1e6:,.1f} MB (--max_bytes)"
+        if len(texts) < reading.documents
+        else ""
+    )
+    print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
     with take_lock(output / "train_tokenizer.lock") as lock:
         try:
             shutil.rmtree(work, ignore_errors=True)

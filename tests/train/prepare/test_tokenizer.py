@@ -1,3 +1,5 @@
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +176,16 @@ def test_sample_is_spread_bounded_and_in_order():
     sample = sample_texts([Text(text, "") for text in texts], max_bytes=10_000)
     assert len(sample) == 100 and sample == sorted(sample)
     assert sum(text > texts[500] for text in sample) in range(30, 70)
+
+
+def test_what_is_a_sample_says_of_how_much_and_reading_how_far_it_is(tmp_path, corpus, capsys, monkeypatch):
+    monkeypatch.setattr("train.prepare.tokenizer.PROGRESS_S", 0)
+    arguments = ["--input", str(corpus), "--vocab_size", "320", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--max_bytes", "10000"]) == 0
+    captured = capsys.readouterr()
+    size = sum(len(json.loads(line)["text"].encode()) for line in corpus.read_text().splitlines())
+    assert re.search(rf"documents, 0.0 MB, a sample of {size / 1e6:.1f} MB .--max_bytes.", captured.out)
+    assert re.search(r"reading: \d+ %, 0:00:\d\d left: 150 documents", captured.err)
 
 
 def test_training_sentences_keep_the_text_and_stay_short():

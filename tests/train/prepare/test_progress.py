@@ -1,0 +1,87 @@
+"""What a preparation says of how far it is: share of the input, and the time left."""
+
+import gzip
+import json
+import os
+import re
+import threading
+from types import SimpleNamespace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from train.prepare import preparation
+from train.prepare.blocks import WriteShards
+from train.prepare.corpus import list_sources, read_share
+from train.prepare.readers import Place
+from train.prepare.tally import Pace, Stage
+
+LINES = b"".join(json.dumps({"text": os.urandom(500).hex()}).encode() + b"\n" for _ in range(1000))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_the_place_in_a_file_is_that_on_the_disk(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    pack = {".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
+    path.write_bytes(pack.get(path.suffix, bytes)(LINES))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"] * 1000}), tmp_path / "b.parquet")
+    sources = list_sources([str(path), str(tmp_path / "b.parquet")])
+    place, places = Place(), []
+    for number, _ in enumerate(read_share(sources, "text", 0, 1, None, place)):
+        if number < 1000:
+            places.append(place.bytes / path.stat().st_size)
+    assert places == sorted(places) and 0.4 < places[500] < 0.8 and places[-1] <= 1
+    assert place.bytes == place.total == sum(source.bytes for source in sources)
+    totals = []
+    for task in range(3):
+        place = Place()
+        list(read_share(sources, "text", task, 3, None, place))
+        assert place.bytes == place.total
+        totals.append(place.total)
+    assert sum(totals) == sum(source.bytes for source in sources)
+
+
+def test_pace_tells_the_time_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    pace = Pace(before=0.5)
+    now[0] = 130.0
+    assert pace.words(0.6) == "60 %, 0:02:00 left"
+    assert pace.words(0.5) == "50 %"
+
+
+def test_share_and_time_are_told_while_a_task_is_at_work(tmp_path, prepare, corpus, monkeypatch):
+    """Also by a single worker, whose task may be hours long: a large .gz cannot be split."""
+    lines, told, write = [], threading.Event(), WriteShards._write
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    def write_and_wait(block: WriteShards, name: str, values: dict) -> None:
+        write(block, name, values)
+        for _ in range(2 * name.endswith(".progress")):  # the first may have looked before
+            told.clear()
+            assert told.wait(30)
+
+    monkeypatch.setattr(preparation, "_tell", tell)
+    monkeypatch.setattr(WriteShards, "_write", write_and_wait)
+    monkeypatch.setattr("train.prepare.executors.POLL_S", 0.001)
+    monkeypatch.setattr("train.prepare.preparation.PROGRESS_S", 0)
+    monkeypatch.setattr("train.prepare.blocks.PROGRESS_S", 0)
+    monkeypatch.setattr("train.prepare.blocks.BATCH_BYTES", corpus.stat().st_size // 6)
+    assert prepare(tmp_path / "out", corpus, tasks=1, eval_fraction=0.1) == 0
+    found = [re.match(r"(\d+) %, 0:00:\d\d left: 0 of 1 tasks, \d+ documents", line) for line in lines]
+    assert len({line[1] for line in found if line} - {"0", "100"}) >= 3
+
+
+def test_stages_before_the_last_are_told_by_their_tasks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preparation, "PROGRESS_S", 0)
+    what = SimpleNamespace(work=tmp_path.joinpath, tasks=2, sources=[])
+    progress = preparation.Progress(what, [Stage("signatures", [], 4), Stage("tokenize", [], 2)])
+    for done in (1, 3):
+        progress.show(0, done)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "stage 1 of 2, signatures: 1 of 4 tasks, 25 %"
+    assert second == "stage 1 of 2, signatures: 3 of 4 tasks, 75 %, 0:00:00 left"
