@@ -208,6 +208,8 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A folder for the temporary files of this run and all that it starts; the server of programs listens there."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background; tests press Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         # what nohup does, but not for the programs that tests start
         signal.signal(signal.SIGHUP, lambda *_: None)

@@ -72,14 +72,6 @@ def test_a_conversation_goes_on_with_all_that_was_said(
     assert captured.err.count("decode 5 tokens at") == 2
 
 
-@pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """As in a shell's foreground: tests that run in its background find SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_ctrl_c_ends_the_answer_and_not_the_session(
     say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
