@@ -66,6 +66,12 @@ def test_torchrun_passes_each_on_so_that_two_are_one(no_exit: None, monkeypatch:
     assert signals._received == ["SIGINT"]
 
 
+def test_what_a_script_started_in_its_background_goes_on(no_exit: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.install()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def test_before_and_after_the_steps_the_first_ends(
     no_exit: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -117,8 +117,8 @@ def _interrupt() -> None:
 def install(handler: Callable[[int, FrameType | None], None] = _note) -> None:
     """From now on a stop signal or Ctrl-C calls `handler`, which takes a note, instead of ending the process."""
     for number in (*SIGNALS, signal.SIGINT):
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup: it goes on when its terminal is closed
+        if number in (signal.SIGHUP, signal.SIGINT) and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # nohup, or a script's background: it goes on whatever its terminal does
         signal.signal(number, handler)
         # a write of a checkpoint that is under way in C is not to see the signal either
         signal.siginterrupt(number, False)
