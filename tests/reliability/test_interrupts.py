@@ -173,7 +173,9 @@ def test_a_terminal_sends_it_to_launcher_and_ranks(
                     time.sleep(0.02)
                 os.killpg(process.pid, signal.SIGINT)
             assert process.wait(timeout=200) == status
-    assert (tmp_path / "said.txt").read_text() == said
+    told = (tmp_path / "said.txt").read_text().splitlines(keepends=True)
+    # the server of programs passes Ctrl-C on to each rank by itself: the launcher's request may be there first
+    assert "".join(line for line in told if not line.startswith("rank 0: SIGTERM")) == said
     assert launch.INTERRUPTED_GRACE_S < launch.FAILED_GRACE_S
 
 
