@@ -99,7 +99,6 @@ class Step:
             for _ in range(2):
                 self.steps.zero_()
                 self._step()
-        self.steps.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         self.forward.ran.clear()
         graph = torch.cuda.CUDAGraph()

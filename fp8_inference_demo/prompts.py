@@ -78,6 +78,16 @@ def read_text(path: Path, name: str) -> str:
     return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """On the disk when this returns; until then `path` is as it was."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
 def sha256_sampled(*files: Path) -> str:
     """A hash of the sizes of files and of 64 pieces of 64 KiB of each, spread evenly: other weights have another, and
     14 GB of them need not be read twice."""
@@ -140,12 +150,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     beside = path.with_name(path.name + ".settings.json")
     again = f"give another --output, or remove {path} to begin anew"
     if not path.stat().st_size:
-        temporary = beside.with_name(beside.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(settings, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, beside)
+        write_json(beside, settings)
         return
     try:
         made = json.loads(beside.read_text(encoding="utf-8"))

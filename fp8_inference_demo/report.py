@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import math
 import os
 import shlex
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from fp8_inference_demo.engine import Engine, EngineError
-from fp8_inference_demo.prompts import read_text
+from fp8_inference_demo.prompts import read_text, write_json
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.weights import Weights
@@ -178,7 +177,7 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     }
     print("\n".join(lines(results)))
     if output is not None:
-        write(output, results)
+        write_json(output, results)
         plot(output.with_suffix(".png"), results)
         print(f"{output} and {output.with_suffix('.png').name}", file=sys.stderr)
 
@@ -221,14 +220,6 @@ def command(arguments: argparse.Namespace) -> str:
         if value is not None:
             words += [f"--{key}", value.name if isinstance(value, Path) else str(value)]
     return shlex.join(words)
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the JSON, making its folder; `path` is whole or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def plot(path: Path, results: dict[str, Any]) -> None:
