@@ -14,7 +14,7 @@ ONLY_IN = {
     "transformer_engine": {"model/fp8/te_backend.py"},
     "transformer_engine_torch": {"model/fp8/te_backend.py"},
     "torchao": {"model/fp8/torchao_fp8.py"},
-    "wandb": {"train/metrics.py"},
+    "wandb": {"train/record/metrics.py"},
     "deepspeed": {"train/engine", "train/checkpoint"},
     "sentencepiece": {"train/prepare", "train/data/encoder.py"},
     "datasets": {"train/prepare/corpus.py"},
@@ -33,8 +33,8 @@ PRIVATE = re.compile(
 KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
 # Of the folder train/: each line may import the lines above it, and of its own line only the room itself.
 LAYERS = [
-    ["train/files.py", "train/run_folder.py"],
-    ["train/data", "train/metrics.py"],
+    ["train/files.py"],
+    ["train/data", "train/record"],
     ["train/config", "train/prepare", "train/inspect_data.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
     ["train/guard"],

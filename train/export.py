@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from train.checkpoint.files import CheckpointError, RunState, identity, problems, rank_file, read_state
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
-from train.run_folder import EXPORTED_FROM
+from train.record.run_folder import EXPORTED_FROM
 
 FORMATS = ("hf", "hf-fp8")
 

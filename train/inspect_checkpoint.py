@@ -27,7 +27,7 @@ from train.checkpoint.files import (
     size_text,
     step_folders,
 )
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 
 def report(path: Path, verify: bool) -> list[str] | None:

@@ -39,7 +39,7 @@ from train.config.differences import resume_differences
 from train.files import tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 # Before a start that came no further is repeated: for a port, a file system or a node to be well again.
 PAUSE_S = 30.0

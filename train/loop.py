@@ -34,8 +34,8 @@ from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
-from train.metrics import MetricsLogger, mfu, peak_tflops
-from train.run_folder import RunFolder
+from train.record.metrics import MetricsLogger, mfu, peak_tflops
+from train.record.run_folder import RunFolder
 
 
 class TrainingError(UserError):

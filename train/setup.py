@@ -39,8 +39,8 @@ from train.data.stream import SampleStream, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import tell, write_durably
-from train.metrics import MetricsLogger, peak_tflops
-from train.run_folder import RunFolder
+from train.record.metrics import MetricsLogger, peak_tflops
+from train.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import MistralConfig

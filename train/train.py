@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         from train import setup  # noqa: F401  (all that a run needs before its export)
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
-        from train.run_folder import RunFolder
+        from train.record.run_folder import RunFolder
 
         gc.freeze()
         gc.enable()
@@ -109,7 +109,7 @@ def run_training(args: TrainingArguments) -> None:
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
-    from train.run_folder import RunFolder
+    from train.record.run_folder import RunFolder
 
     world = dist.get_world_size()
     setup.seed(args)
@@ -159,7 +159,7 @@ def export_last(run: Run, last: Path | None) -> None:
     """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there."""
     from train.checkpoint.files import identity
     from train.export import export, tokenizer_of
-    from train.metrics import plot_loss
+    from train.record.metrics import plot_loss
 
     folder = run.folder
     if last is None:

@@ -191,8 +191,8 @@ METRICS_ON_A_FULL_DISK = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from train.metrics import MetricsLogger
-from train.run_folder import RunFolder
+from train.record.metrics import MetricsLogger
+from train.record.run_folder import RunFolder
 
 folder = Path(sys.argv[1])
 log = MetricsLogger(RunFolder(folder), {"report_to": "none", "max_steps": 9}, is_main=True)

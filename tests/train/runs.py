@@ -22,7 +22,7 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
     run, unless it `plots`."""
     merged = {**settings, **changes}
     arguments = TrainingArguments.from_dict(merged).resolve(dist.get_world_size())
-    with nullcontext() if plots else mock.patch("train.metrics.plot_loss", return_value=None):
+    with nullcontext() if plots else mock.patch("train.record.metrics.plot_loss", return_value=None):
         train.run_training(arguments)
     return Path(merged["output_dir"])
 

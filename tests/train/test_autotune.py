@@ -22,7 +22,7 @@ from train import train
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
 from train.config.ds_config import resolve_ds_config
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

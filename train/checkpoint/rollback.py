@@ -26,7 +26,7 @@ from train.checkpoint.files import (
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.data.stream import SampleStream
 from train.guard.health import Health, Spike, samples_record, samples_text
-from train.metrics import MetricsLogger
+from train.record.metrics import MetricsLogger
 
 # From one checkpoint. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from model.config import UserError
 from train.guard.signals import NOT_AS_IT_IS
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 BEAT_S, LOOK_S = 5.0, 1.0
 LEASE_S = 60.0  # far more than a beat takes where a file system or the interpreter's lock is busy

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from train.files import write_durably
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 # EX_TEMPFAIL of sysexits.h, "try again later": nothing is wrong, the same command goes on from the checkpoint.
 STOPPED = 75

@@ -19,7 +19,7 @@ from tests.train.runs import ROOT
 from train.engine.distributed import TASKS, init_distributed
 from train.guard import lock
 from train.guard.lock import FORMER_START_S, LEASE_S, Lock, LockError, held
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 DEAD = 2**30  # above what Linux gives
 

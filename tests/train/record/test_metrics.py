@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from train import metrics as metrics_module
-from train.metrics import MetricsLogger, mfu, peak_tflops, plot_loss
-from train.run_folder import RunFolder
+from train.record import metrics as metrics_module
+from train.record.metrics import MetricsLogger, mfu, peak_tflops, plot_loss
+from train.record.run_folder import RunFolder
 
 METRICS = "metrics.jsonl"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from train.files import drawing, tell
-from train.run_folder import RunFolder
+from train.record.run_folder import RunFolder
 
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
