@@ -251,7 +251,7 @@ class Loop:
         """Look at the numbers of the last steps, when something is due or there are many; tell of spikes, and go back
         if so configured."""
         run, found = self.run, []
-        if not ((step.due or self.health.full()) and (spikes := self.health.look())):  # waits for the GPU
+        if not ((step.due or self.health.full()) and (spikes := self.health.look(self.tokens))):  # waits
             return False
         for spike in spikes:
             record = samples_record(run.train_stream, spike.first_sample, self.samples)
@@ -287,7 +287,7 @@ class Loop:
         run, state, health, record = self.run, self.state, self.health, step.record
         rate = (state.step - self.clock_step) * self.tokens / (time.perf_counter() - self.clock)
         norm = self.engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
-        record["loss"] = loss
+        record["loss"], record["step_loss"] = health.interval_loss(), loss
         record["grad_norm"] = None if norm is None else float(norm)
         record["learning_rate"] = step.learning_rate
         record["tokens_per_second"] = rate

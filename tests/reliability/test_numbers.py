@@ -183,7 +183,7 @@ def test_no_alarm_on_real_runs_and_one_on_a_spike() -> None:
     for row, curves in recorded("convergence_hybrid") + recorded("convergence_600_steps"):
         for key in ("loss", "grad_norm"):
             values = curves[key]
-            detector = SpikeDetector(window=128, factor=10.0)
+            detector = SpikeDetector(window=25, factor=10.0)  # every fifth of 128 steps
             assert [i for i, value in enumerate(values) if detector.judge(value)] == [], (row, key)
             steps += len(values) if key == "loss" else 0
             last = statistics.median(values[-16:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +17,11 @@ import torch.distributed as dist
 
 from model.fp8 import te_backend
 from model.proof import ProofError
-from tests.train.runs import curve, gradients_without_fp8, run
+from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
+from train.guard.health import Health
 from train.loop import Loop, Step, TrainingError, evaluate
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
@@ -101,13 +104,55 @@ def test_rank_0_says_when_a_save_is_due(
     assert loop._save_is_due() == due
 
 
+def test_the_loss_of_a_line_is_the_mean_since_the_last_one_also_over_a_stop(
+    settings: dict, trained: Path, tmp_path: Path
+) -> None:
+    """A run that is stopped in the middle of an interval goes on with what it had of it."""
+    by_step = [m["loss"] for m in metrics(trained)]
+    assert by_step == pytest.approx([m["step_loss"] for m in metrics(trained)], rel=1e-12)
+    settings |= {
+        "logging_steps": 3,
+        "save_steps": 2,
+        "save_total_limit": 9,
+        "output_dir": str(tmp_path / "by_3"),
+    }
+    whole = curve(run(settings))
+    assert [entry[1] for entry in whole] == pytest.approx(
+        [sum(by_step[:3]) / 3, sum(by_step[3:]) / 3], rel=1e-12
+    )
+    assert [m["step_loss"] for m in metrics(tmp_path / "by_3")] == [by_step[2], by_step[5]]
+    for path in committed(tmp_path / "by_3/checkpoints")[1:]:
+        (path / "manifest.json").unlink()
+    assert curve(run(settings)) == whole
+
+
+def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped() -> None:
+    engine: Any = SimpleNamespace(
+        module=torch.nn.Linear(1, 1), skipped_steps=0, get_global_grad_norm=lambda: 1.0
+    )
+    precision: Any = SimpleNamespace(device="cpu", has_state=False)
+    health = Health(engine, precision, 16, 10.0)
+    assert math.isnan(health.interval_loss())
+    for step, (skipped, loss, share) in enumerate([(0, 2.0, 1.0), (0, 2.0, 0.25), (1, 9.0, 1.0)], start=1):
+        engine.skipped_steps += skipped
+        health.before_step()
+        health.after_step(step, 0, torch.tensor(loss * share), torch.tensor(share))
+    health.look(tokens=100)
+    health.after_step(4, 0, torch.tensor(5.0), None)
+    resumed = Health(engine, precision, 16, 10.0)
+    health.look(tokens=300)  # of a batch that a resume made larger
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    assert resumed.interval_loss() == pytest.approx((2.0 * 125 + 5.0 * 300) / 425)
+    assert math.isnan(resumed.interval_loss())
+
+
 def test_mfu_is_of_one_of_the_gpus() -> None:
     """tokens_per_second is of all of them."""
     loop: Any = object.__new__(Loop)
     loop.state, loop.clock_step, loop.clock = SimpleNamespace(step=30), 20, time.perf_counter() - 2.0
     loop.tokens, loop.world, loop.flops, loop.peak = 4000, 4, 1e9, 10.0
     loop.engine = SimpleNamespace(get_global_grad_norm=lambda: 1.0)
-    loop.health = SimpleNamespace(skipped=0, spikes=0, mended=lambda: 0)
+    loop.health = SimpleNamespace(skipped=0, spikes=0, mended=lambda: 0, interval_loss=lambda: 1.0)
     loop.run = SimpleNamespace()
     step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
     loop._log(step, 1.0)

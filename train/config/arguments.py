@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
-SMALLEST_WINDOW = 16  # steps: the median of fewer says little
+SMALLEST_WINDOW = 16  # steps of spike_window: the median of fewer says little
 
 
 class ConfigurationError(ValueError):
@@ -156,7 +156,10 @@ class TrainingArguments:
         resume="free",
     )
     spike_window: int = option(
-        "steps whose median and spread a spike is judged by", 128, ge=SMALLEST_WINDOW, resume="free"
+        "steps whose median and spread a spike is judged by; none is judged before there are so many",
+        128,
+        ge=SMALLEST_WINDOW,
+        resume="free",
     )
     replica_check_steps: int = option(
         "steps between comparisons of the ranks' weights by checksum, one pass over the weights each; 0: none",

@@ -7,7 +7,8 @@ DeepSpeed's optimizer decides that a step is skipped, by the norm of the reduced
 that check to the one that has none; MicroStep makes a gradient NaN where the loss is not finite). Here that is seen by
 the engine's count, and the FP8 state put back; train/loop.py tells of it, and ends the run when they are too many.
 
-What is known of recent steps is saved with the run: a resumed one judges as one that was not interrupted.
+What is known of recent steps is saved with the run: a resumed one judges as one that was not interrupted, and its first
+line of metrics has the mean loss of the whole interval, also of the steps before the stop.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ import torch.distributed as dist
 
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
-from train.config.arguments import SMALLEST_WINDOW
 from train.data.stream import SampleStream
 
-# Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 2.5 in
-# the gradient norm and 12 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
+# Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 1.3 in
+# the gradient norm and 5 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
 SPREAD_OF_MAD = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 SMALLEST_SPREAD = 0.02  # of the median: a flat stretch must not make noise an alarm
 LONGEST_WAIT = 1000  # steps that are kept on the device between two looks
@@ -57,7 +57,8 @@ class SpikeDetector:
 
     The spread is 1.4826 times the median absolute deviation (Hampel, JASA 69, 1974), at least 2% of the median: unlike
     mean and standard deviation neither is moved by the spikes themselves. Flagged values enter the window, too: a level
-    that stays is the new normal once it fills half of it.
+    that stays is the new normal once it fills half of it. Nothing is judged before the window is full: in its first
+    steps a model learns so fast that single norms of several times the median are no sign of harm.
     """
 
     def __init__(self, window: int, factor: float) -> None:
@@ -70,7 +71,7 @@ class SpikeDetector:
         if not math.isfinite(value):
             return None
         found = None
-        if self.factor and len(self.recent) >= SMALLEST_WINDOW:
+        if self.factor and len(self.recent) == self.recent.maxlen:
             median = statistics.median(self.recent)
             deviation = statistics.median(abs(v - median) for v in self.recent)
             spread = max(SPREAD_OF_MAD * deviation, SMALLEST_SPREAD * abs(median))
@@ -98,6 +99,7 @@ class Health:
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "spikes": self.spikes,
+            "interval": self._interval,
             **{what: list(detector.recent) for what, detector in self.detectors.items()},
         }
 
@@ -108,6 +110,8 @@ class Health:
         self.skipped = self.engine.skipped_steps  # DeepSpeed's count, which its checkpoints keep
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)
+        # of the steps looked at since the last line of metrics: loss times tokens with a label, and these tokens
+        self._interval: list[float] = list(saved.get("interval", [0.0, 0.0]))
         for what, detector in self.detectors.items():
             detector.recent.clear()
             detector.recent.extend(saved.get(what, []))
@@ -153,16 +157,22 @@ class Health:
         """Whether so many steps wait to be looked at that it should not be left to the next log line."""
         return len(self._steps) >= LONGEST_WAIT
 
-    def look(self) -> list[Spike]:
-        """Judge the steps since the last look; every rank calls it and finds the same."""
+    def look(self, tokens: int) -> list[Spike]:
+        """Judge the steps since the last look, each of so many `tokens` over all ranks; every rank calls it and finds
+        the same."""
         if not self._steps:
             return []
         steps, first_samples, of_rank, norms_alone = zip(*self._steps, strict=True)
         values = torch.cat([torch.stack(of_rank), torch.stack(norms_alone).to(of_rank[0])[:, None]], 1)
-        # the norms, too, though each rank has the same: all must judge by the same bits
+        # In float64 the sum has the same bits in whatever order the ranks are added, which depends on how many steps
+        # are looked at together. The norms, too, though each rank has the same: all must judge by the same bits.
+        values = values.double()
         dist.all_reduce(values)
-        losses = (values[:, 0] / values[:, 1]).tolist()
-        norms = (values[:, 2] / dist.get_world_size()).tolist()
+        means = values / dist.get_world_size()
+        losses, norms = (means[:, 0] / means[:, 1]).tolist(), means[:, 2].tolist()
+        for loss, share in means[:, :2].tolist():
+            self._interval[0] += loss * tokens
+            self._interval[1] += share * tokens
         found = []
         for step, first_sample, loss, norm in zip(steps, first_samples, losses, norms, strict=True):
             for what, value in (("loss", loss), ("grad_norm", norm)):
@@ -172,6 +182,13 @@ class Health:
         self._steps.clear()
         self.spikes += len({spike.step for spike in found})
         return found
+
+    def interval_loss(self) -> float:
+        """Mean loss over all tokens of the steps since the last call that were looked at and not skipped; NaN without
+        any."""
+        loss, tokens = self._interval
+        self._interval = [0.0, 0.0]
+        return loss / tokens if tokens else math.nan
 
     def _mend_histories(self) -> None:
         """Take amaxes that are not finite out of the histories. FP8 casts saturate, so that an inf need not make a
