@@ -26,7 +26,7 @@ from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
-from train.data.stream import NO_LABEL, MicroBatches, SampleStream
+from train.data.stream import NO_LABEL, MicroBatches, SampleStream, held_out_batches
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
 from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
@@ -53,7 +53,7 @@ class Run:
     precision: Precision
     attention: str  # that was proven
     train_stream: SampleStream
-    eval_stream: SampleStream
+    eval_streams: dict[str, SampleStream]  # by the name of the loss
     metrics: MetricsLogger
     state: RunState
     resumed_from: Path | None
@@ -305,11 +305,11 @@ class Loop:
 
     def _evaluate(self, step: Step) -> None:
         run = self.run
-        eval_loss = None if step.stops else evaluate(run)
-        if eval_loss is None:  # the resumed run makes up for it
+        losses = None if step.stops else evaluate(run)
+        if losses is None:  # the resumed run makes up for it
             step.stops = self.state.evaluation_due = True
         else:
-            step.record["eval_loss"], step.record["unigram_loss"] = eval_loss, run.train_stream.unigram_loss
+            step.record |= losses | {"unigram_loss": run.train_stream.unigram_loss}
         self._start_clock()
 
     def _save(self, step: Step) -> None:
@@ -332,25 +332,36 @@ class Loop:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float | None:
-    """Mean loss in nats a token over the held-out samples (at most max_eval_samples), in the precision of training.
+def evaluate(run: Run) -> dict[str, float] | None:
+    """Mean loss in nats a token over the samples of each held-out set (at most max_eval_samples), by the loss' name,
+    in the precision of training.
 
-    The FP8 scales and histories are put back afterwards: evaluating changes nothing in training. Every rank
-    makes the same number of forwards (the collectives of ZeRO 3 would hang otherwise); rows beyond the last
-    sample are masked. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
+    The FP8 scales and histories are put back after each set: evaluating changes nothing in training, nor does one set
+    in another. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
     """
-    args, engine = run.arguments, run.engine
-    rank, world = dist.get_rank(), dist.get_world_size()
-    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
-    samples = min(args.max_eval_samples, run.eval_stream.num_samples)
+    engine = run.engine
     before = snapshot_fp8_state(engine.module, run.precision)
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)  # loss sum, tokens
+    losses: dict[str, float] = {}
     engine.eval()
-    stops = False
-    for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
-        rows = max(0, min(size, samples - start))
-        batch = run.eval_stream.batch(start if rows else 0, max(rows, 1)).filled(size)
-        batch.labels[rows:] = NO_LABEL
+    for name, stream in run.eval_streams.items():
+        total = _held_out_loss(run, stream)
+        for key, tensor in fp8_state(engine.module, run.precision).items():
+            tensor.copy_(before[key])
+        if total is None:
+            break
+        dist.all_reduce(total)
+        losses[name] = float(total[0] / total[1])
+    engine.train()
+    return losses if len(losses) == len(run.eval_streams) else None
+
+
+def _held_out_loss(run: Run, stream: SampleStream) -> torch.Tensor | None:
+    """(sum of the losses, tokens) of this rank's part of a held-out set; None, on every rank: asked to stop."""
+    args, engine = run.arguments, run.engine
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
+    samples = min(args.max_eval_samples, stream.num_samples)
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for *_, batch in held_out_batches(stream, samples, size, dist.get_rank(), dist.get_world_size()):
         tokens = int((batch.labels != NO_LABEL).sum())
         input_ids, labels, documents = batch.to(engine.device)
         loss = engine(input_ids, labels=labels, documents=documents).loss
@@ -359,24 +370,18 @@ def evaluate(run: Run) -> float | None:
         stops, _, _ = run.stop_vote.ask()
         run.watchdog.met(f"evaluates step {run.state.step}")
         if stops:
-            break
-    engine.train()
-    for key, tensor in fp8_state(engine.module, run.precision).items():
-        tensor.copy_(before[key])
-    if stops:
-        return None
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
+            return None
+    return total
 
 
 def evaluate_late(run: Run) -> None:
     """Make up for the evaluation that the run was stopped in. Raises Stopped: it is stopped again meanwhile."""
     state = run.state
-    eval_loss = evaluate(run)
-    if eval_loss is None:
+    losses = evaluate(run)
+    if losses is None:
         raise Stopped(state.step, run.checkpoint)
     state.evaluation_due = False
-    run.log({"eval_loss": eval_loss, "unigram_loss": run.train_stream.unigram_loss})
+    run.log({**losses, "unigram_loss": run.train_stream.unigram_loss})
 
 
 def settle(run: Run, last: bool = False) -> None:

@@ -35,7 +35,7 @@ from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.resume import resume_state
 from train.checkpoint.rollback import left_out_since
 from train.config.arguments import TrainingArguments
-from train.data.stream import SampleStream, open_stream
+from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import tell, write_durably
@@ -90,30 +90,27 @@ def model_for(args: TrainingArguments, resume_from: Path | None = None) -> tuple
     return model, precision
 
 
-def streams_for(args: TrainingArguments, config: MistralConfig) -> tuple[SampleStream, SampleStream]:
-    """The training and the evaluation data, which fit the model. Raises DataError, ValueError: they do not."""
-    train, evaluation = (
-        open_stream(
-            args.data.sources,
-            args.data.weights,
-            args.max_seq_length,
-            args.seed,
-            split=split,
-            document_mask=args.data.document_mask,
-        )
-        for split in ("train", "eval")
+def streams_for(
+    args: TrainingArguments, config: MistralConfig
+) -> tuple[SampleStream, dict[str, SampleStream]]:
+    """The training data, and the evaluation data by the name of their loss, which fit the model. Raises DataError,
+    ValueError: they do not."""
+    data = args.data
+    train = open_stream(
+        data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
     )
+    held_out = open_held_out(train, data.sources, data.eval_sources or {})
     train.check_vocabulary(config.vocab_size)
     if args.data.verify:
         rank, world = dist.get_rank(), dist.get_world_size()
-        shards = sum(stream.verify(rank, world) for stream in (train, evaluation))
+        shards = sum(stream.verify(rank, world) for stream in (train, *held_out.values()))
         say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
     if args.max_seq_length > config.max_position_embeddings:
         raise ValueError(
             f"max_seq_length {args.max_seq_length} exceeds the model's max_position_embeddings "
             f"{config.max_position_embeddings}; lower the one or raise the other"
         )
-    return train, evaluation
+    return train, held_out
 
 
 # ---------------------------------------------------------------- where it begins

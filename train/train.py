@@ -115,7 +115,7 @@ def run_training(args: TrainingArguments) -> None:
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
-    train_stream, eval_stream = setup.streams_for(args, config)
+    train_stream, eval_streams = setup.streams_for(args, config)
     ds_config = resolve_ds_config(args, world)
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     model, precision = setup.model_for(args, resume_from)
@@ -131,7 +131,7 @@ def run_training(args: TrainingArguments) -> None:
         precision=precision,
         attention=attention,
         train_stream=train_stream,
-        eval_stream=eval_stream,
+        eval_streams=eval_streams,
         metrics=metrics,
         state=state,
         resumed_from=resume_from,

@@ -167,7 +167,7 @@ class Evaluated:
         self.arguments = SimpleNamespace(
             per_device_eval_batch_size=None, per_device_train_batch_size=size, max_eval_samples=samples
         )
-        self.eval_stream = SimpleNamespace(num_samples=100, batch=self._batch)
+        self.eval_streams: Any = {"eval_loss": SimpleNamespace(num_samples=100, batch=self._batch)}
         self.engine, self.forwards, self.device, self.module = self, 0, "cpu", None
         self.precision, self.state = SimpleNamespace(has_state=False), SimpleNamespace(step=1)
         self.stop_vote = SimpleNamespace(ask=lambda: (False, False, False))
@@ -199,3 +199,36 @@ def test_ranks_without_a_sample_evaluate_none_of_another(
         forwards.append(of_rank.forwards)
     assert forwards[0] == forwards[1] == -(-samples // 4)
     assert sum(totals).tolist() == [4 * sum(range(samples)), 4 * samples]
+
+
+def test_each_held_out_set_is_evaluated_by_itself(
+    process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the FP8 state that training left, which is there again afterwards."""
+    scale = torch.ones(1)
+    monkeypatch.setattr("train.loop.fp8_state", lambda *_: {"scale": scale})
+    monkeypatch.setattr("train.loop.snapshot_fp8_state", lambda *_: {"scale": scale.clone()})
+
+    class Scaled(Evaluated):
+        def __call__(self, ids: torch.Tensor, labels: torch.Tensor, documents: None) -> Any:
+            scale.add_(1)
+            return SimpleNamespace(loss=super().__call__(ids, labels, documents).loss * scale[0])
+
+    of_run: Any = Scaled(samples=3, size=2)
+    of_run.eval_streams["eval_loss/short"] = SimpleNamespace(num_samples=1, batch=of_run._batch)
+    of_run.eval_streams["eval_loss/same"] = of_run.eval_streams["eval_loss"]
+    # samples 0 and 1 with a scale of 2, sample 2 with one of 3; then sample 0, and a row without labels
+    assert evaluate(of_run) == {
+        "eval_loss": (1 * 2 + 2 * 3) / 3,
+        "eval_loss/short": 0,
+        "eval_loss/same": 8 / 3,
+    }
+    assert scale == 1
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 4])
+def test_an_evaluation_that_is_left_has_no_loss_of_any_set(process_group: None, batches: int) -> None:
+    of_run: Any = Evaluated(samples=3, size=2)
+    of_run.eval_streams["eval_loss/other"] = of_run.eval_streams["eval_loss"]
+    of_run.stop_vote.ask = lambda: (of_run.forwards == batches, False, False)
+    assert evaluate(of_run) is None and of_run.forwards == batches

@@ -78,6 +78,13 @@ class DataArguments:
         resume="data",
         example={"NAME": 0.7, "OTHER": 0.3},
     )
+    # what is evaluated changes no step
+    eval_sources: dict[str, str] | None = option(
+        "name -> further folder whose eval split is evaluated too, by itself, as eval_loss/NAME",
+        None,
+        resume="free",
+        example={"NAME": "data/held_out"},
+    )
     verify: bool = option(
         "recompute every hash and look at every token id of the shards at the start", False, resume="free"
     )
@@ -181,7 +188,9 @@ class TrainingArguments:
     )
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
-    max_eval_samples: int = option("samples of an evaluation, over all ranks", 256, gt=0, resume="free")
+    max_eval_samples: int = option(
+        "samples of an evaluation of each set, over all ranks", 256, gt=0, resume="free"
+    )
     save_steps: int = option("steps between checkpoints; 0: not by steps", 0, ge=0, resume="free")
     save_minutes: float = option(
         "minutes without a save, by rank 0's clock, after which a checkpoint is saved; 0: not by time",
@@ -403,9 +412,10 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     if raw.get("output_dir") in (None, ""):
         raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
-    for name, folder in arguments.data.sources.items():
-        if not Path(folder).exists() and (REPOSITORY / folder).exists():
-            arguments.data.sources[name] = str(REPOSITORY / folder)
+    for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
+        for name, folder in folders.items():
+            if not Path(folder).exists() and (REPOSITORY / folder).exists():
+                folders[name] = str(REPOSITORY / folder)
     return arguments
 
 

@@ -9,7 +9,7 @@ seq_length, weights, position); the state of a run is the number of samples it h
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -110,13 +110,8 @@ class SampleStream:
         self._plan = lru_cache(4)(self._make_plan)
 
     def _check_tokenizers(self) -> None:
-        first = self.sources[0]
         for source in self.sources[1:]:
-            if source.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
-                raise DataError(
-                    f"data sources {first.name!r} and {source.name!r} were prepared with different tokenizers "
-                    f"({first.folder} and {source.folder}); prepare both with the same"
-                )
+            _check_same_tokenizer(self.sources[0], source)
 
     def _unigram_loss(self) -> float:
         pairs = [
@@ -289,6 +284,46 @@ def open_stream(
         raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
     opened = [TokenSource(name, folder, split, seq_length) for name, folder in sources.items()]
     return SampleStream(opened, weights, seed, document_mask)
+
+
+def open_held_out(
+    train: SampleStream, sources: Mapping[str, str | Path], sets: Mapping[str, str | Path]
+) -> dict[str, SampleStream]:
+    """What a run on `train`, of the folders `sources`, is evaluated on, by the name of its loss: "eval_loss" the eval
+    split of the sources, "eval_loss/NAME" that of each of the `sets`.
+
+    Raises:
+        DataError: as open_stream does; a set that was prepared with another tokenizer than the sources.
+    """
+    streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
+    opened = {
+        loss: open_stream(folders, None, train.seq_length, train.seed, "eval", train.document_mask)
+        for loss, folders in streams.items()
+    }
+    for stream in opened.values():
+        _check_same_tokenizer(train.sources[0], stream.sources[0])
+    return opened
+
+
+def _check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
+    if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
+        raise DataError(
+            f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
+            f"({one.folder} and {other.folder}); prepare both with the same"
+        )
+
+
+def held_out_batches(
+    stream: SampleStream, samples: int, size: int, rank: int, world: int
+) -> Iterator[tuple[int, int, Batch]]:
+    """The first `samples` samples of an eval split as the batches of one rank: (the first sample, how many rows of the
+    batch are samples of this rank, the batch of `size` rows). Rows beyond these have no labels. Each rank has the same
+    number of batches: the collectives of ZeRO 3 would hang otherwise."""
+    for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
+        rows = max(0, min(size, samples - start))
+        batch = stream.batch(start if rows else 0, max(rows, 1)).filled(size)
+        batch.labels[rows:] = NO_LABEL
+        yield start, rows, batch
 
 
 class MicroBatches:

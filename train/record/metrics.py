@@ -25,6 +25,7 @@ from train.record.run_folder import RunFolder
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
 LOSSES = {"loss": ("training", "-"), "eval_loss": ("evaluation", "o-")}  # in the plot: label and style
+SET_LOSS = "eval_loss/"  # and the name of one of data.eval_sources
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -253,11 +254,13 @@ def plot_loss(folder: RunFolder) -> Path | None:
     Returns its path, None when no loss was logged yet.
     """
     records = [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
-    points = {key: [(r["tokens"], r[key]) for r in records if r.get(key) is not None] for key in LOSSES}
+    sets = dict.fromkeys(key for record in records for key in record if key.startswith(SET_LOSS))
+    losses = LOSSES | {key: (f"evaluation, {key.removeprefix(SET_LOSS)}", "o-") for key in sets}
+    points = {key: [(r["tokens"], r[key]) for r in records if r.get(key) is not None] for key in losses}
     if not any(points.values()):
         return None
     with drawing(folder.loss_plot, figsize=(8, 5)) as (_, ((axes,),)):
-        for key, (label, style) in LOSSES.items():
+        for key, (label, style) in losses.items():
             if points[key]:
                 axes.plot(*zip(*points[key], strict=True), style, label=label, markersize=4, linewidth=1)
         unigram = next((r["unigram_loss"] for r in records if r.get("unigram_loss") is not None), None)
@@ -297,4 +300,10 @@ def _brief(metrics: dict[str, Any]) -> str:
         "mfu": "mfu {:.1%}",
         "memory_gib": "{:.1f} GiB",
     }
-    return "  ".join(text.format(metrics[k]) for k, text in formats.items() if metrics.get(k) is not None)
+    parts = []
+    for key, text in formats.items():
+        if metrics.get(key) is not None:
+            parts.append(text.format(metrics[key]))
+        if key == "eval_loss":
+            parts += [f"{name} {metrics[name]:.4f}" for name in metrics if name.startswith(SET_LOSS)]
+    return "  ".join(parts)

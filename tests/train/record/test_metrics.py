@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from train.record import metrics as metrics_module
 from train.record.metrics import MetricsLogger, mfu, peak_tflops, plot_loss
@@ -270,16 +271,20 @@ def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypat
     assert metrics_module._has_wandb_key() is has
 
 
-def test_plot_needs_a_loss(tmp_path):
+def test_plot_needs_a_loss(tmp_path, capsys, monkeypatch):
     log = logger(tmp_path)
     assert plot_loss(RunFolder(tmp_path)) is None
     log.log({"step": 1, "tokens": 64, "loss": 5.0})
     log.log({"step": 2, "tokens": 128, "loss": float("nan")})
-    log.log({"step": 2, "tokens": 128, "eval_loss": 4.0, "unigram_loss": 6.0})
+    log.log({"step": 2, "tokens": 128, "eval_loss": 4.0, "eval_loss/a {b}": 4.5, "unigram_loss": 6.0})
     log.close()
+    assert "eval_loss 4.0000  eval_loss/a {b} 4.5000  (unigram model 6.0000)" in capsys.readouterr().out
+    labels = []
+    monkeypatch.setattr(Axes, "legend", lambda axes: labels.extend(axes.get_legend_handles_labels()[1]))
     path = plot_loss(RunFolder(tmp_path))
     assert path == tmp_path / "loss.png"
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert labels == ["training", "evaluation", "evaluation, a {b}", "unigram model"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""Evaluation: several sets in training (data.eval_sources)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import curve, metrics, run
+from train.data.format import DataError
+
+
+@pytest.fixture(scope="session")
+def other(
+    tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., int], data: Path, corpus: Path
+) -> Path:
+    """Data of other text, by the tokenizer of `data`."""
+    folder = tmp_path_factory.mktemp("other")
+    assert prepare(folder, corpus, tokenizer=data / "tokenizer", eval_fraction=0.2) == 0
+    return folder
+
+
+def test_further_sets_are_evaluated_and_change_nothing(
+    trained: Path, settings: dict, data: Path, other: Path
+) -> None:
+    settings["data"]["eval_sources"] = {"same": str(data), "other": str(other)}
+    output_dir = run(settings)
+    assert curve(output_dir) == curve(trained)
+    last = metrics(output_dir)[-1]
+    assert last["eval_loss/same"] == last["eval_loss"] != last["eval_loss/other"]
+    again = run({**settings, "data": {**settings["data"], "eval_sources": None}}, max_steps=6)
+    assert again == output_dir  # which a resume may change
+
+
+def test_a_set_of_another_tokenizer_is_refused(settings: dict, shards: Path) -> None:
+    settings["data"]["eval_sources"] = {"held_out": str(shards)}
+    with pytest.raises(DataError, match="'text' and 'held_out' were prepared with different tokenizers"):
+        run(settings)
+    assert not Path(settings["output_dir"]).exists()
