@@ -88,6 +88,10 @@ class Popen(RealPopen):
     def _internal_poll(self, *values: Any, **options: Any) -> int | None:
         if self.connection is None:
             return super()._internal_poll(*values, **options)  # type: ignore[misc]
+        if self.returncode is None and self.connection.fileno() == -1:
+            # nobody waited, and this object and its connection were garbage together: subprocess asks once more before
+            # its next start, and the server has killed whom nobody asks for
+            self.returncode = -signal.SIGKILL
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid == self.pid:

@@ -7,6 +7,8 @@ from torch import nn
 
 from model.fp8.precision import Precision, PrecisionError
 
+COLUMNS = {"scaling_fwd": 3, "scaling_bwd": 2}  # tensors of a GEMM, by direction
+
 
 def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]:
     """Scales and amax histories of delayed scaling, as plain float32 tensors.
@@ -19,7 +21,7 @@ def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]
     if precision.has_state:
         for name, module in model.named_modules():
             meta = getattr(module, "fp8_meta", None)
-            for direction in ("scaling_fwd", "scaling_bwd"):
+            for direction in COLUMNS:
                 if meta and direction in meta:
                     state[f"{name}.{direction}.scale"] = meta[direction].scale
                     state[f"{name}.{direction}.amax_history"] = meta[direction].amax_history
@@ -38,14 +40,17 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     """
     modules = dict(model.named_modules())
     for key, tensor in saved.items():
-        name, direction, what = key.rsplit(".", 2)
+        name, direction, what = ["", "", *key.rsplit(".", 2)][-3:]
         if name not in modules or not hasattr(modules[name], "fp8_meta"):
             raise PrecisionError(f"saved FP8 state names {name!r}, which this model does not have")
+        if direction not in COLUMNS or what not in ("scale", "amax_history"):
+            raise PrecisionError(f"saved FP8 state has {key}, which is neither a scale nor an amax_history")
         meta = modules[name].fp8_meta
         if direction not in meta:
-            columns = 3 if direction == "scaling_fwd" else 2
+            if (scale := f"{name}.{direction}.scale") not in saved:
+                raise PrecisionError(f"saved FP8 state lacks {scale}, and has {key}")
             meta["recipe"] = precision.recipe
-            meta["num_gemms"] = saved[f"{name}.{direction}.scale"].numel() // columns
+            meta["num_gemms"] = saved[scale].numel() // COLUMNS[direction]
             modules[name].init_fp8_meta_tensors(precision.recipe)
         target = getattr(meta[direction], what)
         if target.shape != tensor.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -105,6 +106,22 @@ def test_a_start_removes_what_killed_ranks_left(tmp_path: Path) -> None:
     finally:
         held.unlink()
         left.unlink(missing_ok=True)
+
+
+@pytest.mark.process
+def test_a_program_that_nobody_waited_for_is_no_obstacle() -> None:
+    """As of a test that failed, whose frames become garbage with all that is in them."""
+    process = programs.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"])
+    if process.connection is None:
+        pytest.skip("needs a machine on which programs are forked (tests/programs.py)")
+    process.itself, left = process, Path(f"/proc/{process.pid}")  # type: ignore[attr-defined]
+    del process
+    with pytest.warns(ResourceWarning, match="still running"):
+        gc.collect()
+    done = programs.run([sys.executable, "-c", "print('it runs')"], capture_output=True, text=True)
+    assert done.stdout == "it runs\n"
+    while left.exists():
+        time.sleep(0.01)
 
 
 @pytest.mark.reliability

@@ -177,6 +177,21 @@ def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
         load_fp8_state(other, precision, saved)
 
 
+def test_fp8_state_that_is_none_is_named(backend: str) -> None:
+    """Of a model that has not run, whose state is allocated by what is saved."""
+    precision = precision_of(backend)
+    model = build_model(small_config(), "te_layer", precision)
+    module = "model.layers.0.layernorm_mlp"
+    for saved, says in {
+        f"{module}.scaling_fwd.amax_history": rf"lacks {module}\.scaling_fwd\.scale",
+        f"{module}.scaling.scale": "is neither a scale nor an amax_history",
+        f"{module}.scaling_fwd.margin": "is neither a scale nor an amax_history",
+        "scale": "names '', which this model does not have",
+    }.items():
+        with pytest.raises(PrecisionError, match=f"saved FP8 state .*{says}"):
+            load_fp8_state(model, precision, {saved: torch.ones(1024, 6)})
+
+
 def test_stateless_recipes_have_no_state(backend: str) -> None:
     precision = precision_of(backend, recipe="current")
     model = build_model(small_config(), "te_layer", precision)
