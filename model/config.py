@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
@@ -139,22 +139,21 @@ def check_config(config: MistralConfig) -> None:
         problems.append(f"attention_dropout {config.attention_dropout}: only 0")
     if head_dim(config) % 8:
         problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
+    if (rope_type := _rope_parameters(config).get("rope_type", "default")) != "default":
+        problems.append(
+            f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
+        )
     if problems:
         raise ValueError("model.config: " + "; ".join(problems))
 
 
 def rope_theta(config: MistralConfig) -> float:
-    """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`.
+    """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`."""
+    return float(_rope_parameters(config).get("rope_theta", getattr(config, "rope_theta", 10000.0)))
 
-    Raises ValueError: a scaled RoPE type, which Mistral models do not use.
-    """
-    parameters = getattr(config, "rope_parameters", None) or {}
-    rope_type = parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise ValueError(
-            f"rope_type {rope_type!r}: only 'default' is supported; remove rope scaling from the config"
-        )
-    return float(parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0)))
+
+def _rope_parameters(config: MistralConfig) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
 
 
 def head_dim(config: MistralConfig) -> int:

@@ -61,6 +61,9 @@ def test_what_transformers_writes_loads(tmp_path: Path) -> None:
         ({"torch_dtype": "bfloat17"}, "bfloat17"),
         ({"hidden_act": "gelu"}, "only 'silu'"),
         ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 20}, "head_dim 20 is not a multiple of 8"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1: only 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear': only 'default'"),
         ({"model_type": "llama"}, "model_type 'llama'; only mistral"),
     ],
 )

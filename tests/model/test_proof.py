@@ -133,6 +133,20 @@ def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPa
         prove(model, precision)
 
 
+def test_a_window_longer_than_the_samples_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model of 4096 whose first samples have 64 tokens; an attention that knows no windows is not right."""
+    model, precision = model_of(sliding_window=4096, num_hidden_layers=1)
+    prove(model, precision, seq_length=64)
+    right = precision.te.DotProductAttention
+
+    def without_window(*sizes: object, window_size: tuple, **options: object) -> object:
+        return right(*sizes, **options)
+
+    monkeypatch.setattr(precision.te, "DotProductAttention", without_window)
+    with pytest.raises(ProofError, match="differs from SDPA"):
+        prove(model, precision, seq_length=64)
+
+
 @pytest.mark.parametrize("tokens", [256, 300, 520])
 def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from model.build import build_model
 from model.fp8.precision import Precision
@@ -22,9 +21,7 @@ from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.rollback import past_skipped
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.data.stream import open_stream
-from train.guard import replicas
 from train.guard.health import Health, SpikeDetector
-from train.guard.replicas import checksum, difference, make_multipliers
 
 DELAYED = {"recipe": "delayed", "amax_history_len": 4}
 FP32 = {"compute": "fp32"}
@@ -205,41 +202,6 @@ def test_samples_left_out_are_a_function_of_position() -> None:
     assert past_skipped(1, 4, [[4, 8]]) == 8  # of another batch size: no sample of the range is used
     assert past_skipped(4, 4, [[10, 12], [4, 8]]) == 12
     assert past_skipped(8, 4, [[4, 8]]) == 8
-
-
-# ---------------------------------------------------------------- replicas
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8])
-def test_a_checksum_tells_every_single_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "ROW", 8)  # rows, several at a time, and a rest
-    monkeypatch.setattr(replicas, "ROWS", 2)
-    multipliers = make_multipliers("cpu")
-    tensor = (torch.randn(45, generator=torch.Generator().manual_seed(0)) * 50).abs().to(dtype)
-    right = int(checksum(tensor, multipliers))
-    data = tensor.view(torch.uint8)
-    for byte in range(data.numel()):
-        for bit in range(8):
-            data[byte] ^= 1 << bit
-            assert int(checksum(tensor, multipliers)) != right
-            data[byte] ^= 1 << bit
-    assert int(checksum(tensor.reshape(5, 9), multipliers)) == right
-    for other in (1, 8, 44):
-        swapped = tensor.clone()
-        swapped[0], swapped[other] = tensor[other], tensor[0]
-        assert int(checksum(swapped, multipliers)) != right
-
-
-def test_the_odd_ranks_are_named_by_majority() -> None:
-    names = ["a", "b"]
-    assert difference([[1, 2], [1, 2], [1, 2]], names) is None
-    assert "rank 1 differs from the other 2" in str(difference([[1, 2], [1, 3], [1, 2]], names))
-    assert "'b' is the first of 1 tensors that differ, of 2" in str(
-        difference([[1, 2], [1, 3], [1, 2]], names)
-    )
-    assert "ranks [0, 3] differ" in str(difference([[9, 2], [1, 2], [1, 2], [1, 7], [1, 2]], names))
-    both = str(difference([[1, 2], [1, 3]], names))
-    assert "ranks [0, 1]" in both and "no majority" in both
 
 
 # ---------------------------------------------------------------- whole runs

@@ -20,7 +20,7 @@ from tests.scripted_timer import Script
 from train import autotune as glue
 from train import train
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import resume_differences
+from train.config.differences import differences, resume_differences
 from train.config.ds_config import resolve_ds_config
 from train.record.run_folder import RunFolder
 
@@ -174,6 +174,54 @@ def test_a_choice_for_other_ranks_stage_or_memory_is_not_reused(settings: dict, 
     record.circumstances["memory that the optimizer takes, GiB"] = 40.0
     save(record, Path(settings["output_dir"]))
     assert "memory that the optimizer takes, GiB: 40.0 -> 0.0" in log_of(1) and len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": {"variant": "te_layer"}}, "asked.model.variant"),
+        ({"model": {"attention_backend": "flash"}}, "asked.model.attention_backend"),
+        ({"data": {"document_mask": True}}, "asked.data.document_mask"),
+        ({"precision": {"fp8_format": "hybrid"}}, "asked.precision.fp8_format"),
+        ({"speed": {"fused_cross_entropy": False}}, "asked.speed.fused_cross_entropy"),
+        ({"max_seq_length": 128}, "circumstances.max_seq_length"),
+        ({"per_device_train_batch_size": 4}, "circumstances.per_device_train_batch_size"),
+        ({"gradient_checkpointing": True}, "circumstances.gradient_checkpointing circumstances.CUDA graphs allowed"),
+        ({"gradient_accumulation_steps": 1}, "circumstances.more than one micro-batch a step"),
+        (
+            {"speed": {"main_grad": False}},
+            "asked.speed.main_grad circumstances.weight gradients added in float32 by the GEMMs",
+        ),
+    ],
+)  # fmt: skip
+def test_a_choice_is_of_all_that_decides_it(settings: dict, changes: dict, named: str) -> None:
+    """More micro-batches than one are alike."""
+
+    def made_for(**changes: Any) -> dict[str, Any]:
+        values = {k: {**settings.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}
+        args = arguments(settings, **values)
+        return glue.task_of(args, resolve_ds_config(args, 1), 1).made_for()
+
+    before = made_for()
+    assert made_for() == before == made_for(gradient_accumulation_steps=8)
+    assert " ".join(d.key for d in differences(before, made_for(**changes))) == named
+
+
+@pytest.mark.parametrize("part", ["torch", "fp8"])
+def test_a_choice_is_of_its_kernels(settings: dict, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic ones are others; and so are those of other versions."""
+    args = arguments(settings)
+    task = glue.task_of(args, resolve_ds_config(args, 1), 1)
+    before = task.made_for()
+    torch.use_deterministic_algorithms(True)
+    (changed,) = differences(before, task.made_for())
+    assert str(changed) == "circumstances.deterministic kernels: false -> true"
+    torch.use_deterministic_algorithms(False)
+    assert before["versions"].keys() >= {"torch", "fp8", "cuda", "cudnn"}
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.0")
+    monkeypatch.setattr(task.resolved("bf16").te, "version", "another")
+    found = {d.key for d in differences(before, task.made_for())}
+    assert f"versions.{part}" in found and not [key for key in found if not key.startswith("versions.")]
 
 
 def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -267,6 +267,38 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
     rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
     assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
     assert "step-00000003 was saved before the data changed" in said[0] and len(said) == 1
+
+
+class Back(Rollback):
+    """To a checkpoint whose files nobody loads."""
+
+    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
+        self.went = path.name, ranges
+
+
+def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(tmp_path: Path) -> None:
+    """But nothing from before the checkpoint; and from one of them it goes back three times at the most."""
+    said, logged, nothing = list[str](), list[dict](), cast(Any, None)
+    metrics: Any = SimpleNamespace(message=said.append, log=logged.append)
+    stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
+    state = RunState(9, 72, 0, 1, 1, {}, {}, skipped_samples=[[1, 2]])
+    rollback = Back(tmp_path, nothing, nothing, state, nothing, metrics, stream)
+
+    def after(*firsts: int) -> bool:
+        return rollback.after(
+            [Spike(first // 8, first, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
+        )
+
+    assert not after(64) and "there is no checkpoint yet" in said.pop()
+    make(tmp_path, 3)
+    for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
+        assert after(*spikes)
+        assert rollback.went == ("step-00000003", [[1, 2], left_out])
+        back = logged.pop()["rollback"]
+        assert [back["first_sample"], back["first_sample"] + back["samples"]] == left_out
+    assert not after(48) and "3 times from step-00000003 were of no use" in said.pop()
+    make(tmp_path, 4)
+    assert after(48) and rollback.went[0] == "step-00000004"
 
 
 def resumed_ranges(path: Path) -> list[list[int]]:

@@ -211,6 +211,7 @@ def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys
         "time=01:30:00",
         "account=team",
         "job-name=prepare_tokenize",
+        "kill-on-invalid-dep=yes",  # of the next one, where a job has failed: it would wait for ever
     ):
         assert f"#SBATCH --{option}\n" in script
     assert f"export PYTHONPATH={ROOT}" in script and "launch_pickled_pipeline" in script

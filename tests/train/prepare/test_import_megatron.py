@@ -141,6 +141,10 @@ def test_edges_of_a_tokenizer_whose_bos_is_its_eos():
         framing.empty,
     ) == (7, 3)
     assert (framing.bos_added, framing.eos_added) == (2, 2)
+    result += framing.frame(np.array([5, 9, 6], dtype="<u2"), np.array([3]), Path("a.bin"))
+    counts = {"train": np.bincount(np.concatenate(result), minlength=10), "eval": np.zeros(10, np.int64)}
+    said = framing.documents(counts)
+    assert (said["in"], said["out"], said["bos_inside"], said["eos_inside"]) == (8, 5, 0, 1)
 
 
 @pytest.mark.parametrize("eod", [399, 400, 70000])  # Megatron-LM puts <EOD> behind a vocabulary that lacks it
