@@ -165,8 +165,8 @@ def test_products_are_those_of_the_codes(rows: int, groups: int) -> None:
 
 
 def test_greedy_tokens_are_those_of_transformers_up_to_ties() -> None:
-    """In bf16: in float32 each token is the likeliest, or behind it by no more than two logits come to be by the largest
-    error that transformers makes in bf16."""
+    """In bf16: in float32 each token is the likeliest, or behind it by no more than what two logits come to be apart by
+    the largest error that transformers makes in bf16."""
     torch.manual_seed(0)
     theirs = MistralForCausalLM(config(sliding_window=64)).cuda().bfloat16().eval()
     with torch.no_grad():
