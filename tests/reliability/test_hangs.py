@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.reliability.launching import launch
 from train.guard import watchdog
-from train.guard.slow_ranks import SlowRankDetector
+from train.guard.slow_ranks import SlowRankDetector, SlowRanks
 from train.guard.watchdog import Watchdog, blame
 
 RANKS = "tests/reliability/meeting_ranks.py"
@@ -107,6 +109,28 @@ def test_one_slow_window_is_noise() -> None:
     assert detector.window(slow) == {2: 1.5}
     assert detector.window(slow) == {}, "told already"
     assert [detector.window(w) for w in (even, slow, slow, slow)] == [{}, {}, {}, {2: 1.5}], "told again"
+
+
+@pytest.mark.parametrize(
+    ("stage", "cuda_graphs", "ranks", "on"),
+    [(2, False, 2, True), (3, False, 2, False), (0, True, 2, False), (0, False, 1, False)],
+)
+def test_where_times_say_nothing_of_a_rank_nobody_is_named(
+    monkeypatch: pytest.MonkeyPatch, stage: int, cuda_graphs: bool, ranks: int, on: bool
+) -> None:
+    """At ZeRO 3 each layer waits for the slowest; a replayed graph passes no Python; alone there is no other."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: ranks)
+    norm = nn.Identity()
+    engine: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        zero_optimization_stage=lambda: stage,
+        module=SimpleNamespace(model=SimpleNamespace(norm=norm)),
+    )
+    times = SlowRanks(engine, object() if ranks > 1 else None, cuda_graphs)
+    assert times.on == on == bool(norm._forward_pre_hooks)
+    times.begin()
+    for step in range(1, 3):
+        times.step(step, pytest.fail)
 
 
 def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.guard import signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
+from train.launch import parse
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,21 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--nproc 2 --nnodes 2 --master_addr first", "several nodes need --master_port, the same on each"),
+        ("--nproc 2 --nnodes 2 --node_rank 2 --master_port 29500", "--node_rank 2 must be below --nnodes 2"),
+        ("--nproc 0", "0: allowed is 1 or more"),
+        ("--nproc 2 --master_port 70000", "70000: allowed is 1 to 65535"),
+    ],
+)
+def test_what_the_launcher_refuses(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse([*given.split(), "ranks.py"])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.process

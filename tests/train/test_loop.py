@@ -19,10 +19,11 @@ from model.fp8 import te_backend
 from model.proof import ProofError
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
+from train.checkpoint.save import SaveError
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
 from train.guard.health import Health
-from train.loop import Loop, Step, TrainingError, evaluate
+from train.loop import Loop, Step, TrainingError, evaluate, settle
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
 
@@ -146,6 +147,40 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
     assert math.isnan(resumed.interval_loss())
 
 
+@pytest.mark.parametrize(
+    ("step", "last"), [({}, False), ({"last": True}, True), ({"stops": True}, True)], ids=str
+)
+def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, last: bool) -> None:
+    """That of a stop, too, whatever save_async and on_save_failure are."""
+    begun, said = list[bool](), list[str]()
+    saver = SimpleNamespace(pending=False)
+
+    def begin(state: Any, background: bool) -> None:
+        begun.append(background)
+        saver.pending = True
+
+    def finish() -> None:
+        saver.pending = False
+        raise SaveError("the disk is full")
+
+    saver.begin, saver.finish = begin, finish
+    loop: Any = object.__new__(Loop)
+    loop.args = SimpleNamespace(save_async=True, on_save_failure="continue")
+    loop.state, loop.health = SimpleNamespace(step=4), SimpleNamespace(state_dict=lambda: {})
+    watchdog = SimpleNamespace(met=lambda what: None, doing=lambda what: None)
+    metrics = SimpleNamespace(message=said.append)
+    loop.run = SimpleNamespace(saver=saver, watchdog=watchdog, metrics=metrics, arguments=loop.args)
+    of_step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None, **step)
+    if last:
+        with pytest.raises(SaveError):
+            loop._save(of_step)
+    else:
+        loop._save(of_step)
+        settle(loop.run)
+        assert "on_save_failure is continue: the run goes on" in said[0]
+    assert begun == [not last]
+
+
 def test_mfu_is_of_one_of_the_gpus() -> None:
     """tokens_per_second is of all of them."""
     loop: Any = object.__new__(Loop)
@@ -165,7 +200,7 @@ class Evaluated:
 
     def __init__(self, samples: int, size: int):
         self.arguments = SimpleNamespace(
-            per_device_eval_batch_size=None, per_device_train_batch_size=size, max_eval_samples=samples
+            per_device_eval_batch_size=size, per_device_train_batch_size=7, max_eval_samples=samples
         )
         self.eval_streams: Any = {"eval_loss": SimpleNamespace(num_samples=100, batch=self._batch)}
         self.engine, self.forwards, self.device, self.module = self, 0, "cpu", None

@@ -271,8 +271,10 @@ def test_what_a_run_leaves(settings: dict) -> None:
 def test_a_run_that_only_measures_saves_nothing(
     trained: Path, settings: dict, capsys: pytest.CaptureFixture
 ) -> None:
-    output_dir = run(settings, plots=True, save_strategy="no", save_steps=2)
+    off = {"replica_check_steps": 0, "hang_timeout_s": 0, "spike_threshold": 0, "save_minutes": 0}
+    output_dir = run(settings, plots=True, save_strategy="no", save_steps=2, **off)
     said = capsys.readouterr().out
+    assert "replica check" not in said
     assert "save_strategy is no: nothing of the trained model will be saved" in said
     assert "save_strategy is no: the trained model is not saved" in said
     names = {p.name for p in output_dir.iterdir()}

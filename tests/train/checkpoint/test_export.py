@@ -83,6 +83,17 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     }
 
 
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    """It would be replaced, and what it led to stay as it was."""
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/exported_from.json").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with pytest.raises(CheckpointError, match="link is a link; name the folder itself"):
+        export.export(tmp_path, tmp_path / "link", tmp_path)
+    assert (tmp_path / "link").is_symlink() and list((tmp_path / "there").iterdir())
+
+
 @pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
 def test_what_could_not_be_written_whole_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -10,6 +10,7 @@ import torch
 from test_fp8.common.folders import make_folder
 from tests.train.runs import metrics, run
 from train.data.format import DataError, read_manifest, verify_shard
+from train.data.source import TokenSource
 from train.data.stream import open_stream
 from train.files import sha256_file
 
@@ -69,13 +70,25 @@ def test_data_that_are_replaced_while_training_reads_them_are_noticed(
     before = stream.batch(0, 9)
     (folder / "manifest.json").touch()
     assert torch.equal(stream.batch(0, 9).input_ids, before.input_ids)
-    other = {"train": [tokens(1000, seed=s) for s in range(5, 8)], "eval": [tokens(500)]}
-    make_folder(tmp_path / "other", other)
-    for path in (tmp_path / "other").iterdir():
-        if path.is_file():
-            path.replace(folder / path.name)
+    replace(folder, tmp_path / "other")
     with pytest.raises(DataError, match="data has got other data since it was opened"):
         stream.batch(0, 9)
+
+
+def replace(folder: Path, by: Path) -> None:
+    make_folder(by, {"train": [tokens(1000, seed=s) for s in range(5, 8)], "eval": [tokens(500)]})
+    for path in by.iterdir():
+        if path.is_file():
+            path.replace(folder / path.name)
+
+
+def test_documents_of_other_data_are_noticed(folder, tmp_path):
+    """The tokens of a shard that is open are those of before; its index is opened only now."""
+    source = TokenSource("a", folder, "train", T)
+    source.read(0, *np.empty((2, T), dtype=np.int64))
+    replace(folder, tmp_path / "other")
+    with pytest.raises(DataError, match="data has got other data since it was opened"):
+        source.document_ends(0)
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])

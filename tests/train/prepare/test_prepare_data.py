@@ -13,7 +13,10 @@ from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
 from train.prepare.blocks import encoder_of
+from train.prepare.corpus import Source
 from train.prepare.output import unigram_loss
+from train.prepare.preparation import Preparation
+from train.prepare_data import parse_arguments
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -290,6 +293,29 @@ def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
         assert prepare(tmp_path / name, corpus, all_train=True, tasks=2, **options) == 0
     plain, a, b = (decoded(tmp_path / name) for name in ("plain", "a", "b"))
     assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
+
+
+def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, prepare):
+    """Else a mixture of equal files would have the same places in all of them; without a seed nothing moves."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_bytes(lines([f"{name} {number:02d}" for number in range(20)]))
+    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for name, options in (("plain", {}), ("shuffled", {"shuffle_seed": 1})):
+        assert prepare(tmp_path / name, *inputs, all_train=True, tasks=2, **options) == 0
+    plain, shuffled = (decoded(tmp_path / name) for name in ("plain", "shuffled"))
+    of_a, of_b = ([text[2:] for text in shuffled if text[0] == name] for name in "ab")
+    assert plain[:40] == [f"{name} {number:02d}" for name in "ab" for number in range(20)]
+    assert sorted(of_a) == sorted(of_b) and of_a != of_b != sorted(of_b) and of_a != sorted(of_a)
+
+
+@pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])
+def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, size, tasks):
+    """Whatever the machine is, as the bytes of the output depend on it."""
+    source = Source("/a.jsonl", ".jsonl", size, 0)
+    monkeypatch.setattr("train.prepare.preparation.list_sources", lambda *_: [source])
+    given = ["--input", "a.jsonl", "--tokenizer", str(tokenizer_dir), "--output", "out"]
+    assert Preparation.of(parse_arguments(given)).tasks == tasks
+    assert Preparation.of(parse_arguments([*given, "--workers", "3", "--tasks", "7"])).tasks == 7
 
 
 def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):

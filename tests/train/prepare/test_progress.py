@@ -5,6 +5,7 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pyarrow
@@ -15,7 +16,7 @@ from train.prepare import preparation
 from train.prepare.blocks import WriteShards
 from train.prepare.corpus import list_sources, read_share
 from train.prepare.readers import Place
-from train.prepare.tally import Pace, Stage
+from train.prepare.tally import Pace, Stage, Tally
 
 LINES = b"".join(json.dumps({"text": os.urandom(500).hex()}).encode() + b"\n" for _ in range(1000))
 
@@ -85,3 +86,11 @@ def test_stages_before_the_last_are_told_by_their_tasks(tmp_path, capsys, monkey
     first, second = capsys.readouterr().err.splitlines()
     assert first == "stage 1 of 2, signatures: 1 of 4 tasks, 25 %"
     assert second == "stage 1 of 2, signatures: 3 of 4 tasks, 75 %, 0:00:00 left"
+
+
+def test_a_document_that_is_neither_kept_nor_counted_is_a_defect():
+    tally = Tally(read=5, kept=3, by_step=Counter({"language": 1}))
+    with pytest.raises(RuntimeError, match="5 documents were read, 3 kept and 1 removed: the rest is lost"):
+        tally.documents()
+    tally.by_step["language"] += 1
+    assert tally.documents() == {"in": 5, "out": 3, "dropped": {}, "removed": {"language": 2}}

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -10,6 +11,8 @@ from transformers import AutoTokenizer
 
 from tests.fixtures import corpus_texts
 from tests.train.runs import ROOT
+from train.data.encoder import TextEncoder
+from train.data.format import DataError
 from train.prepare.output import take_lock
 from train.prepare.readers import Text
 from train.prepare.tokenizer import HARD_STRINGS, check_identity, sample_texts, training_sentences
@@ -81,6 +84,24 @@ def test_wrong_ids_are_found(tokenizer_dir, tmp_path):
     )
     with pytest.raises(RuntimeError, match="differ from token 1"):
         check_identity(tmp_path, ["</s>"])
+
+
+def test_text_that_does_not_come_back_is_found(tokenizer_dir, tmp_path):
+    for file in tokenizer_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": None}))
+    with pytest.raises(RuntimeError, match="text does not survive encoding and decoding: 'two words'"):
+        check_identity(tmp_path, ["two words"])
+
+
+@pytest.mark.parametrize("missing", ["bos_id", "eos_id"])
+def test_a_tokenizer_without_a_beginning_or_an_end_is_refused(tokenizer_dir, monkeypatch, missing):
+    ids = {"vocab_size": 400, "bos_id": 1, "eos_id": 2, missing: -1}
+    model = SimpleNamespace(**{name: lambda value=value: value for name, value in ids.items()})
+    monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", lambda model_proto: model)
+    with pytest.raises(DataError, match="tokenizer.model has no BOS or no EOS; documents need both"):
+        TextEncoder(tokenizer_dir)
 
 
 def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, capsys):
