@@ -216,7 +216,7 @@ def _stand_in(arguments: list[str]) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, pass_on)
     status = process.wait()
     if status < 0:
