@@ -14,7 +14,7 @@ ONLY_IN = {
     "transformer_engine": {"model/fp8/te_backend.py"},
     "transformer_engine_torch": {"model/fp8/te_backend.py"},
     "torchao": {"model/fp8/torchao_fp8.py"},
-    "wandb": {"train/record/metrics.py"},
+    "wandb": {"train/record/trackers.py"},
     "deepspeed": {"train/engine", "train/checkpoint"},
     "sentencepiece": {"train/prepare", "train/data/encoder.py"},
     "datasets": {"train/prepare/corpus.py"},
@@ -35,7 +35,7 @@ KNOW_DEEPSPEED = {"train/engine/zero.py", "train/checkpoint/reshard.py"}
 LAYERS = [
     ["train/files.py"],
     ["train/data", "train/record"],
-    ["train/config", "train/prepare", "train/inspect_data.py"],
+    ["train/config", "train/prepare", "train/inspect_data.py", "train/plot.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
     ["train/guard"],
     ["train/checkpoint", "train/launch.py"],

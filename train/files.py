@@ -61,10 +61,15 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
         print(*lines, sep="\n", file=file, flush=True)
 
 
+def unfinished(path: Path, pid: int) -> Path:
+    """The file that the process `pid` writes in the place of the picture `path` until it is whole."""
+    return path.with_name(f"{path.name}.{pid}.tmp")
+
+
 @contextmanager
 def drawing(path: str | Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """(figure, array [rows, columns] of axes) of matplotlib, drawn without a display, which the end of the block saves
-    as the PNG `path`, making its folder. `options` are those of pyplot.subplots."""
+    as the PNG `path`, whole or not at all, making its folder. `options` are those of pyplot.subplots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +78,13 @@ def drawing(path: str | Path, rows: int = 1, columns: int = 1, **options: Any) -
     figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
     try:
         yield figure, axes
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = unfinished(path, os.getpid())
+        try:
+            figure.savefig(temporary, format="png", dpi=120)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     finally:
         pyplot.close(figure)

@@ -109,9 +109,11 @@ def run_training(args: TrainingArguments) -> None:
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
+    from train.record import trackers
     from train.record.run_folder import RunFolder
 
     world = dist.get_world_size()
+    trackers.check_installed(args.report_to)
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
@@ -159,7 +161,6 @@ def export_last(run: Run, last: Path | None) -> None:
     """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there."""
     from train.checkpoint.files import identity
     from train.export import export, tokenizer_of
-    from train.record.metrics import plot_loss
 
     folder = run.folder
     if last is None:
@@ -168,11 +169,7 @@ def export_last(run: Run, last: Path | None) -> None:
         if not folder.is_exported(identity(last)):
             export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
         run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder")
-    try:
-        if plot := plot_loss(folder):
-            run.metrics.message(f"wrote {plot}")
-    except Exception as error:  # for want of a picture no trained model is a failure
-        run.metrics.message(f"warning: no loss plot: {type(error).__name__}: {error}")
+    run.metrics.draw_last()
 
 
 if __name__ == "__main__":

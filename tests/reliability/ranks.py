@@ -33,7 +33,7 @@ from tests.reliability.number_ranks import reduce_amaxes, skip, whole_run
 from tests.reliability.world_size_ranks import watched_run
 from train.engine.distributed import init_distributed
 from train.guard import signals
-from train.record import metrics
+from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes)
@@ -81,7 +81,8 @@ def end_well(pids: list[int]) -> bool:
 def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
     """By one rank, whose process group there is. Without plots, a third of the time of a short run."""
     signals.install()
-    metrics.plot_loss = lambda folder: None
+    plots.draw = lambda histories, path: None
+    plots.LivePlot.update = lambda self: None
     for index, (_, function, values) in group:
         found = FUNCTIONS[function](**values)
         # The reference reduces the amaxes of all models that are alive, and they must be the same on every rank.

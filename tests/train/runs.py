@@ -22,7 +22,9 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
     run, unless it `plots`."""
     merged = {**settings, **changes}
     arguments = TrainingArguments.from_dict(merged).resolve(dist.get_world_size())
-    with nullcontext() if plots else mock.patch("train.record.metrics.plot_loss", return_value=None):
+    draw = nullcontext() if plots else mock.patch("train.record.plots.draw")
+    # of a long run beside it, by a process of its own
+    with draw, mock.patch("train.record.plots.LivePlot.update"):
         train.run_training(arguments)
     return Path(merged["output_dir"])
 

@@ -285,7 +285,7 @@ def test_a_run_that_only_measures_saves_nothing(
 def test_a_plot_that_fails_does_not_end_a_trained_run(
     settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.record.metrics.drawing", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("train.record.plots.drawing", lambda *_, **__: 1 / 0)
     output_dir = run(settings, plots=True, max_steps=2)
     assert "warning: no loss plot: ZeroDivisionError" in capsys.readouterr().out
     assert (output_dir / "hf/config.json").exists()

@@ -219,8 +219,8 @@ class TrainingArguments:
     resume_from_checkpoint: str = option(
         "auto (the newest good one) | never | path of a checkpoint", "auto", resume="free"
     )
-    report_to: Literal["none", "wandb"] = option(
-        "where metrics go besides metrics.jsonl", "none", resume="free"
+    report_to: Literal["none", "wandb", "tensorboard"] | list[Literal["wandb", "tensorboard"]] = option(
+        "where metrics go besides metrics.jsonl, as a list where it is to several", "none", resume="free"
     )
     run_name: str | None = option("the run's name in wandb; null: wandb's choice", None, resume="free")
     wandb_project: str = option("the run's project in wandb", "fp8-pretraining", resume="free")

@@ -1,31 +1,29 @@
-"""What a run tells: metrics.jsonl, lines for people, wandb, the loss plot; and MFU.
+"""What a run tells: metrics.jsonl, lines for people, and what follows from these lines: trackers, loss.png; and MFU.
 
 Only the main rank (rank 0) writes; on all others a logger does nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import re
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import drawing, tell
+from train.files import tell
+from train.record.history import SET_LOSS
+from train.record.plots import LivePlot
 from train.record.run_folder import RunFolder
+from train.record.trackers import Trackers
 
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
-LOSSES = {"loss": ("training", "-"), "eval_loss": ("evaluation", "o-")}  # in the plot: label and style
-SET_LOSS = "eval_loss/"  # and the name of one of data.eval_sources
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -52,14 +50,14 @@ class MetricsLogger:
 
     `config`: the run's, as a JSON object (TrainingArguments.to_dict). `start_step`: steps that are already done. On a
     resume the lines of later steps leave metrics.jsonl, in a new run (0) all of them; they are kept in
-    metrics.jsonl.discarded-<time>. wandb is online with a key (WANDB_API_KEY or netrc), offline without one.
+    metrics.jsonl.discarded-<time>.
 
     Lines that cannot be written, as on a full disk, are kept and written later, with a warning: whether the run goes
-    on is for its next save to say, which all ranks hear of. What wandb raises is told once, and the run goes on.
+    on is for its next save to say, which all ranks hear of.
 
     `evaluates_again`: the evaluation of start_step is about to be made up for, and what is there of it goes, too.
 
-    Raises ValueError: wandb is asked for and not installed. OSError: what is there cannot be read or rewritten.
+    Raises OSError: what is there cannot be read or rewritten.
     """
 
     def __init__(
@@ -70,9 +68,6 @@ class MetricsLogger:
         start_step: int = 0,
         evaluates_again: bool = False,
     ):
-        to_wandb = config["report_to"] == "wandb"
-        if to_wandb:
-            check_wandb()  # on every rank, and before anything is written
         self.is_main = is_main
         if not is_main:
             return
@@ -87,16 +82,15 @@ class MetricsLogger:
             self.message(
                 f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}"
             )
-        self._wandb: Any = None
-        self._wandb_failed = False
-        if to_wandb:
-            self._wandb = self._try_wandb(lambda: self._start_wandb(folder, config, start_step))
+        self._trackers = Trackers(folder, config, start_step, self.message)
+        self._plot = LivePlot(folder)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Write one line, which must have "step" (optimizer steps done). In the file NaN becomes null."""
         if not self.is_main:
             return
         step = metrics["step"]
+        metrics = {**metrics, "time": round(time.time(), 1)}  # seconds since the epoch
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         self._unwritten.append(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._write()
@@ -104,14 +98,22 @@ class MetricsLogger:
             self._recent.append((step, time.monotonic()))
         left = self._left(step) if "loss" in metrics else ""
         self.message(f"step {step}/{self.total_steps}  {_brief(metrics)}{left}")
-        if self._wandb is not None:
-            # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines are
-            self._try_wandb(lambda: self._wandb.log(metrics))
+        self._trackers.log(metrics)
+        self._plot.update()
 
     def message(self, text: str) -> None:
         """A line for people, not in metrics.jsonl."""
         if self.is_main:
             tell(text)
+
+    def draw_last(self) -> None:
+        """loss.png of the whole run. For want of a picture no trained model is a failure."""
+        if not self.is_main:
+            return
+        try:
+            self.message(f"wrote {self._plot.draw_last()}")
+        except Exception as error:
+            self.message(f"warning: no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
         """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
@@ -128,17 +130,18 @@ class MetricsLogger:
         self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
+        self._trackers.rewind(step)
 
     def close(self) -> None:
-        """Close the file and the wandb run. A second call does nothing."""
+        """Close the file and the trackers. A second call does nothing."""
         if not self.is_main or self._file.closed:
             return
         self._write()
         if self._unwritten:
             self.message(f"warning: {len(self._unwritten)} lines of {self._file.name} are lost")
         self._file.close()
-        if self._wandb is not None:
-            self._try_wandb(self._wandb.finish)
+        self._plot.close()
+        self._trackers.close()
 
     def _write(self) -> None:
         """Write what is not written, whole lines only."""
@@ -172,50 +175,6 @@ class MetricsLogger:
         seconds = (self.total_steps - step) * (last_time - first_time) / (last_step - first_step)
         return f"  {timedelta(seconds=int(seconds))} left"
 
-    def _try_wandb(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, None if it fails; that is told once."""
-        try:
-            return call()
-        except Exception as error:
-            if not self._wandb_failed:
-                self._wandb_failed = True
-                self.message(
-                    f"warning: wandb: {type(error).__name__}: {error}; the run goes on, wandb may lack what "
-                    f"{self._file.name} has"
-                )
-
-    def _start_wandb(self, folder: RunFolder, config: dict[str, Any], start_step: int) -> Any:
-        import wandb  # slow to import, and not needed without report_to
-
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        if start_step == 0 or not folder.wandb_run_id.exists():
-            folder.wandb_run_id.write_text(secrets.token_hex(4), encoding="utf-8")
-        run = wandb.init(
-            project=config["wandb_project"],
-            name=config["run_name"],
-            id=folder.wandb_run_id.read_text(encoding="utf-8").strip(),
-            resume="allow" if mode == "online" else None,
-            dir=str(folder.path),
-            config=config,
-            mode=mode,
-        )
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-        if mode == "offline":
-            self.message(f"wandb: no API key, so the run is recorded offline; later: wandb sync {run.dir}/..")
-        return run
-
-
-def check_wandb() -> None:
-    """Raises ValueError where wandb cannot be imported."""
-    spec = importlib.util.find_spec("wandb")
-    # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            'report_to "wandb" needs the package wandb, which is not installed; pip install wandb, or set report_to '
-            'to "none"'
-        )
-
 
 def discard_after(path: Path, step: int, evaluates_again: bool = False) -> tuple[Path, int] | None:
     """Take the lines of steps after `step` (0: all) out of the metrics `path`, a line cut off by a crash and, if it
@@ -248,30 +207,6 @@ def discard_after(path: Path, step: int, evaluates_again: bool = False) -> tuple
     return (kept_in, len(discard)) if discard else None
 
 
-def plot_loss(folder: RunFolder) -> Path | None:
-    """Draw loss.png from metrics.jsonl: training, evaluation and unigram loss against tokens.
-
-    Returns its path, None when no loss was logged yet.
-    """
-    records = [json.loads(line) for line in folder.metrics.read_text(encoding="utf-8").splitlines()]
-    sets = dict.fromkeys(key for record in records for key in record if key.startswith(SET_LOSS))
-    losses = LOSSES | {key: (f"evaluation, {key.removeprefix(SET_LOSS)}", "o-") for key in sets}
-    points = {key: [(r["tokens"], r[key]) for r in records if r.get(key) is not None] for key in losses}
-    if not any(points.values()):
-        return None
-    with drawing(folder.loss_plot, figsize=(8, 5)) as (_, ((axes,),)):
-        for key, (label, style) in losses.items():
-            if points[key]:
-                axes.plot(*zip(*points[key], strict=True), style, label=label, markersize=4, linewidth=1)
-        unigram = next((r["unigram_loss"] for r in records if r.get("unigram_loss") is not None), None)
-        if unigram is not None:
-            axes.axhline(unigram, linestyle="--", color="gray", label="unigram model")
-        axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=folder.path.resolve().name)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    return folder.loss_plot
-
-
 def _step_of(line: str) -> int:
     """The line's step; 0, which is never kept, where it cannot be read."""
     try:
@@ -279,13 +214,6 @@ def _step_of(line: str) -> int:
     except (ValueError, KeyError, TypeError):
         return 0
     return step if isinstance(step, int) else 0
-
-
-def _has_wandb_key() -> bool:
-    from requests.utils import get_netrc_auth  # a requirement of wandb, which reads netrc as well
-
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
 
 
 def _brief(metrics: dict[str, Any]) -> str:

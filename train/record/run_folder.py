@@ -17,8 +17,13 @@ class RunFolder:
         self.train_config = path / "train_config.json"  # what the run was started with, resolved
         self.ds_config = path / "ds_config.json"  # what DeepSpeed was given
         self.autotune = path / "autotune.json"  # what precision.auto measured and chose
+        self.run = path / "run.json"  # each start: what was proved, and on what (train/record/provenance.py)
+        self.log = (
+            path / "train.log"
+        )  # what the console of rank 0 said, and the whole configuration, of all starts
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
+        self.tensorboard = path / "tensorboard"
         self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers

@@ -1,18 +1,16 @@
-"""metrics.jsonl, what a resume leaves of it, the printed lines, wandb without a key, the plot, MFU."""
+"""metrics.jsonl, what a resume leaves of it, the printed lines, MFU."""
 
 import contextlib
-import importlib.machinery
-import importlib.util
 import json
 import sys
-import types
+import time
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
 
 from train.record import metrics as metrics_module
-from train.record.metrics import MetricsLogger, mfu, peak_tflops, plot_loss
+from train.record.history import read_history
+from train.record.metrics import MetricsLogger, mfu, peak_tflops
 from train.record.run_folder import RunFolder
 
 METRICS = "metrics.jsonl"
@@ -24,7 +22,11 @@ def logger(folder, start_step=0, is_main=True, report_to="none", total_steps=100
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    """Without the time at which each was written."""
+    found = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    now = time.time()
+    assert all(now - 600 < line.pop("time") <= now + 1 for line in found)
+    return found
 
 
 def test_each_line_is_on_disk_at_once_and_printed(tmp_path, capsys):
@@ -33,13 +35,14 @@ def test_each_line_is_on_disk_at_once_and_printed(tmp_path, capsys):
     assert lines(tmp_path) == [
         {"step": 10, "tokens": 640, "loss": 5.25, "tokens_per_second": 12345.6, "learning_rate": 1e-3}
     ]
+    log.log({"step": 20, "tokens": 1280, "eval_loss": 4.0, "eval_loss/a {b}": 4.5, "unigram_loss": 6.0})
     log.message("hello")
     log.close()
     log.close()
     out = capsys.readouterr().out
     assert "step 10/100  loss 5.2500  lr 1.00e-03  12,346 tokens/s" in out and "left" in out
-    assert "hello" in out
-    assert len(lines(tmp_path)) == 1  # messages are for people
+    assert "eval_loss 4.0000  eval_loss/a {b} 4.5000  (unigram model 6.0000)" in out and "hello" in out
+    assert len(lines(tmp_path)) == 2  # messages are for people
 
 
 def test_nan_stays_valid_json_and_visible(tmp_path, capsys):
@@ -78,12 +81,12 @@ def test_resume_moves_later_lines_aside(tmp_path):
 
 def test_the_next_line_is_not_glued_to_one_without_an_end(tmp_path):
     """A crash may leave a line that lacks nothing but its end."""
-    (tmp_path / METRICS).write_text('{"step": 10, "tokens": 640, "loss": 1.0}')
+    (tmp_path / METRICS).write_text(f'{{"step": 10, "tokens": 640, "loss": 1.0, "time": {time.time()}}}')
     log = logger(tmp_path, start_step=10)
     log.log({"step": 20, "tokens": 1280, "loss": 2.0})
     log.close()
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
-    assert plot_loss(RunFolder(tmp_path)) and not list(tmp_path.glob(f"{METRICS}.discarded-*"))
+    assert len(read_history(tmp_path).records) == 2 and not list(tmp_path.glob(f"{METRICS}.discarded-*"))
 
 
 def test_a_new_run_in_the_same_folder_starts_empty_and_loses_nothing(tmp_path):
@@ -98,6 +101,7 @@ def test_a_new_run_in_the_same_folder_starts_empty_and_loses_nothing(tmp_path):
 def test_time_left_follows_the_recent_speed(tmp_path, capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics_module.LivePlot, "update", lambda plot: None)
     log = logger(tmp_path, start_step=50, total_steps=3700)
     now[0] = 100.0
     log.log({"step": 100, "loss": 1.0})
@@ -197,94 +201,6 @@ def test_a_console_on_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
         with contextlib.suppress(OSError):
             full.close()
     assert [line["step"] for line in lines(tmp_path)] == [1]
-
-
-@pytest.mark.process
-def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run_id = tmp_path / "wandb_run_id"
-    ids = []
-    for start_step in (0, 10, 0):
-        log = logger(tmp_path, start_step=start_step, report_to="wandb")
-        log.log({"step": start_step + 10, "loss": 1.0})
-        log.close()
-        ids.append(run_id.read_text())
-    assert ids[0] == ids[1] != ids[2]  # a resumed run goes on, a new one does not
-    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
-    assert "no API key" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish"])
-def test_whatever_wandb_raises_is_told_once_and_the_run_goes_on(fails, tmp_path, capsys, monkeypatch):
-    class Failing:
-        dir = "wandb/run"
-
-        def __getattr__(self, name):
-            def call(*arguments, **options):
-                if name == fails:
-                    raise RuntimeError("the service has shut down")
-                return self
-
-            return call
-
-    module = types.ModuleType("wandb")
-    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
-    module.init = Failing().init
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    log = logger(tmp_path, report_to="wandb")
-    for step in (1, 2, 3):
-        log.log({"step": step, "loss": 1.0})
-    log.close()
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
-    out = capsys.readouterr().out
-    assert out.count("warning: wandb: RuntimeError: the service has shut down; the run goes on") == 1
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-@pytest.mark.parametrize("folder_of_that_name", [False, True])
-def test_wandb_that_is_not_installed_stops_the_run_before_it_writes(
-    is_main, folder_of_that_name, tmp_path, monkeypatch
-):
-    spec = importlib.machinery.ModuleSpec("wandb", None) if folder_of_that_name else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(ValueError, match='pip install wandb, or set report_to to "none"'):
-        logger(tmp_path / "run", is_main=is_main, report_to="wandb")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "in_netrc", "has"), [("x", False, True), (None, True, True), (None, False, False)]
-)
-def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", key)
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
-    netrc.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
-    assert metrics_module._has_wandb_key() is has
-
-
-def test_plot_needs_a_loss(tmp_path, capsys, monkeypatch):
-    log = logger(tmp_path)
-    assert plot_loss(RunFolder(tmp_path)) is None
-    log.log({"step": 1, "tokens": 64, "loss": 5.0})
-    log.log({"step": 2, "tokens": 128, "loss": float("nan")})
-    log.log({"step": 2, "tokens": 128, "eval_loss": 4.0, "eval_loss/a {b}": 4.5, "unigram_loss": 6.0})
-    log.close()
-    assert "eval_loss 4.0000  eval_loss/a {b} 4.5000  (unigram model 6.0000)" in capsys.readouterr().out
-    labels = []
-    monkeypatch.setattr(Axes, "legend", lambda axes: labels.extend(axes.get_legend_handles_labels()[1]))
-    path = plot_loss(RunFolder(tmp_path))
-    assert path == tmp_path / "loss.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert labels == ["training", "evaluation", "evaluation, a {b}", "unigram model"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""train/plot.py: runs drawn and compared, also those that go on, and folders that are none; loss.png during a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+
+from train import plot
+from train.record.history import labels, of_this_run, read_history, smoothed
+from train.record.plots import LivePlot
+from train.record.run_folder import RunFolder
+
+
+def make_run(folder: Path, lines: int = 3, starts: list[dict] | None = None, **last: object) -> Path:
+    folder.mkdir(parents=True)
+    records = [
+        {
+            "step": n,
+            "tokens": 64 * n,
+            "loss": 6 - n,
+            "grad_norm": 1.0,
+            "tokens_per_second": 10.0 * n,
+            "time": 3600 * n,
+        }
+        for n in range(1, lines + 1)
+    ]
+    records.append({"step": lines, "tokens": 64 * lines, "eval_loss": 4.5, "unigram_loss": 6.6, **last})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "train_config.json").write_text(json.dumps({"max_steps": 9}))
+    if starts is not None:
+        (folder / "run.json").write_text(json.dumps({"starts": starts}))
+    return folder
+
+
+def start(step: int, time: float, how: str = "", end: float = 0, gpus: int = 2) -> dict:
+    ended = {"how": how, "time": end, "step": step, "tokens": 64 * (step + 1)} if how else None
+    tokens = 64 * step
+    return {
+        "time": time,
+        "step": step,
+        "tokens": tokens,
+        "gpus": gpus,
+        "fp8": "12/13 delayed",
+        "ended": ended,
+    }
+
+
+@pytest.fixture
+def legends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of what is drawn."""
+    found: list[str] = []
+    monkeypatch.setattr(Axes, "legend", lambda axes, **_: found.extend(axes.get_legend_handles_labels()[1]))
+    return found
+
+
+def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
+    starts = [start(0, 7200.0, "stopped", 9000.0), start(2, 9900.0), start(2, 10000.0, "done", 13600.0)]
+    folder = make_run(tmp_path / "a", starts=starts, **{"eval_loss/other $x": 5.0})
+    assert plot.main([str(folder)]) == 0
+    header, row = capsys.readouterr().out.splitlines()[:2]
+    # 1800 s, none of the one that died before its first line, 3600 s
+    assert row.split() == "a 3/9 3.0000 4.5000 192 25 12/13 delayed 3.00 done".split()
+    assert header.split() == "run steps loss eval_loss tokens tokens/s FP8 GPU-hours state".split()
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in folder.glob("loss.png*")] == ["loss.png"]
+    assert legends == [
+        "training", "evaluation", r"evaluation, other \$x", "unigram model", "stopped", "resumed"
+    ]  # fmt: skip
+
+
+def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypatch):
+    one, two = (
+        make_run(tmp_path / "x/run$", starts=[start(0, 3600.0)]),
+        make_run(tmp_path / "y/run$", loss=2.0),
+    )
+    with (two / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "tok')  # being written
+    monkeypatch.chdir(tmp_path)
+    assert plot.main([str(one), str(two)]) == 0
+    out, err = capsys.readouterr()
+    _, *rows, wrote = out.splitlines()
+    assert [row.split()[0] for row in rows] == ["x/run$", "y/run$"]
+    assert (
+        rows[0].endswith("4.00  runs, or was killed")
+        and rows[1].split()[2] == "2.0000"
+        and rows[1].endswith("-")
+    )
+    assert wrote == f"wrote {tmp_path / 'comparison.png'}" and not err
+    assert Path("comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert legends[:2] == [r"x/run\$: training", r"x/run\$: evaluation"] and "resumed" not in legends
+
+
+def test_folders_that_show_nothing_are_named_all_at_once(tmp_path, capsys):
+    good, empty, foreign, none = (
+        make_run(tmp_path / "good"),
+        tmp_path / "empty",
+        tmp_path / "foreign",
+        tmp_path / "no",
+    )
+    for folder, text in ((empty, ""), (foreign, '{"a": 1}\n[]\nhello\n')):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(text)
+    assert (
+        plot.main([str(path) for path in (good, empty, foreign, none, tmp_path, good / "metrics.jsonl")]) == 2
+    )
+    out, err = capsys.readouterr()
+    assert not out and not list(tmp_path.rglob("*.png"))
+    for words in (
+        f"{empty}/metrics.jsonl is empty: a run writes a line each logging_steps",
+        f"{foreign}/metrics.jsonl has none of a run's lines",
+        f"{none} does not exist; give the folder of a run",
+        "there is no metrics.jsonl; runs in it: empty, foreign, good",
+        f"{good}/metrics.jsonl is a file; give the folder of a run",
+    ):
+        assert words in err
+    with (good / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"step": "4"}\n')
+    assert plot.main([str(good)]) == 0
+    assert f"warning: 2 lines of {good}/metrics.jsonl are none of a run" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    assert plot.main([str(folder), "--output", "/proc/none/x.png"]) == 2
+    assert "error: /proc/none/x.png cannot be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        plot.main([str(folder), "--output", str(tmp_path / "x.pdf")])
+    assert stop.value.code == 2 and "ends in .png is expected" in capsys.readouterr().err
+
+
+def test_the_starts_that_a_run_consists_of():
+    def steps(*starts: int) -> list[int]:
+        return [entry["step"] for entry in of_this_run([{"step": step} for step in starts])]
+
+    assert steps(0, 10, 20) == [0, 10, 20]
+    assert steps(0, 10, 0, 5) == [0, 5]  # begun anew
+    assert steps(0, 10, 20, 10, 15) == [0, 10, 10, 15]  # from a checkpoint before that of 20
+    assert steps(30, 40) == [30, 40]  # a branch of another run
+
+
+def test_run_json_that_is_damaged_takes_nothing_from_the_plot(tmp_path):
+    for text in ("", "[]", '{"starts": [{"step": "x", "time": 1}]}', '{"starts": 3}'):
+        folder = make_run(tmp_path / str(len(text)))
+        (folder / "run.json").write_text(text)
+        history = read_history(folder)
+        assert history.starts == [] and history.gpu_hours() is None and history.fp8() == ""
+
+
+def test_a_loss_is_smoothed_over_a_fiftieth_of_its_lines():
+    assert smoothed([5.0, 1.0, 3.0]) == [5.0, 1.0, 3.0]
+    values = [2.0 + (-1) ** n for n in range(500)]
+    late = smoothed(values)
+    assert late[0] == 3.0 and max(late[100:]) - min(late[100:]) < 0.25
+    assert smoothed([4.0] * 200) == pytest.approx([4.0] * 200)
+
+
+def test_names_tell_folders_apart():
+    assert labels([Path("/a/run"), Path("/b/run"), Path("/b/other")]) == ["a/run", "b/run", "b/other"]
+    assert labels([Path("/a/run")]) == ["run"]
+
+
+@pytest.mark.process
+def test_the_plot_of_a_run_is_drawn_beside_it_at_the_lowest_priority(tmp_path, monkeypatch, forked):
+    folder = make_run(tmp_path / "a")
+    live = LivePlot(RunFolder(folder))
+    live.update()
+    assert live._process is None  # not so soon
+    now = [live._last + 61.0]
+    monkeypatch.setattr("train.record.plots.time.monotonic", lambda: now[0])
+    live.update()
+    first = live._process
+    assert first is not None and os.getpriority(os.PRIO_PROCESS, first.pid) == 19
+    live.close()
+    assert first.returncode == 0 and (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "a")
+    live = LivePlot(RunFolder(folder))
+    (folder / "loss.png.7.tmp").write_text("half")
+    calls = []
+
+    class Slow:
+        pid = 7
+
+        def poll(self) -> None:
+            return None
+
+        def wait(self, timeout: float | None = None) -> None:
+            calls.append(timeout)
+            if timeout:
+                raise subprocess.TimeoutExpired("plot.py", timeout)
+
+        def kill(self) -> None:
+            calls.append("kill")
+
+    live._process = Slow()
+    live._last -= 61.0
+    live.update()
+    assert isinstance(live._process, Slow)  # one at a time
+    assert live.draw_last().read_bytes().startswith(b"\x89PNG") and calls == [20.0, "kill", None]
+    assert [path.name for path in folder.glob("loss.png*")] == ["loss.png"]
+
+
+def test_a_plot_that_cannot_be_started_is_no_obstacle(tmp_path, monkeypatch):
+    def popen(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    live = LivePlot(RunFolder(make_run(tmp_path / "a")))
+    live._last -= 61.0
+    live.update()
+    live.close()

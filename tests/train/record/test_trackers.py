@@ -1,0 +1,159 @@
+"""wandb and TensorBoard: who is asked for, resumes go on with the same run, failures end nothing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.record import trackers
+from train.record.run_folder import RunFolder
+from train.record.trackers import Trackers, check_installed
+
+
+def open_trackers(folder: Path, report_to: str | list[str], start_step: int = 0) -> Trackers:
+    config = {"report_to": report_to, "run_name": None, "wandb_project": "project"}
+    return Trackers(RunFolder(folder), config, start_step, print)
+
+
+@pytest.mark.process
+def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_id = tmp_path / "wandb_run_id"
+    ids = []
+    for start_step in (0, 10, 0):
+        tracker = open_trackers(tmp_path, "wandb", start_step)
+        tracker.log({"step": start_step + 10, "loss": 1.0})
+        tracker.close()
+        ids.append(run_id.read_text())
+    assert ids[0] == ids[1] != ids[2]  # a resumed run goes on, a new one does not
+    folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
+    assert "no API key" in capsys.readouterr().out
+
+
+class Service:
+    """A module or an object of which each call is noted, and one may fail."""
+
+    dir = "wandb/run"
+
+    def __init__(self, calls: list[tuple], fails: str = "") -> None:
+        self._calls, self._fails = calls, fails
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._calls.append((name, *arguments, *options.items()))
+            if name == self._fails:
+                raise RuntimeError("the service has shut down")
+            return self
+
+        return call
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What is asked of wandb and of TensorBoard's writer, neither of which is there."""
+    noted: list[tuple] = []
+    for name in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, module_of(name, Service(noted)))
+    return noted
+
+
+def module_of(name: str, service: Service) -> types.ModuleType:
+    module: Any = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=f"{name}/__init__.py")
+    module.init, module.SummaryWriter = service.init, service.SummaryWriter
+    return module
+
+
+@pytest.mark.parametrize("fails", ["init", "define_metric", "log", "finish", "SummaryWriter", "add_scalar"])
+def test_whatever_a_tracker_raises_is_told_once_and_the_other_goes_on(
+    fails, tmp_path, capsys, calls, monkeypatch
+):
+    bad, names = [], ("wandb", "torch.utils.tensorboard")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module_of(name, Service(bad, fails)))
+    both = open_trackers(tmp_path, ["wandb", "tensorboard"])
+    for step in (1, 2, 3):
+        both.log({"step": step, "loss": 1.0})
+    both.close()
+    name = "tensorboard" if fails in ("SummaryWriter", "add_scalar") else "wandb"
+    out = capsys.readouterr().out
+    assert out.count(f"warning: {name}: RuntimeError: the service has shut down; the run goes on") == 1
+    assert out.count("warning") == 1
+    other = [call[0] for call in bad].count("log" if name == "tensorboard" else "add_scalar")
+    assert other == 3
+
+
+def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
+    log = open_trackers(tmp_path, "tensorboard", start_step=10)
+    log.log(
+        {
+            "step": 20,
+            "tokens": 64,
+            "time": 1.0,
+            "loss": 2.5,
+            "mfu": None,
+            "skipped": {"ranks": [0]},
+            "ok": True,
+        }
+    )
+    log.log({"step": 30, "loss": float("nan")})
+    log.rewind(10)
+    log.close()
+    writers = [call for call in calls if call[0] == "SummaryWriter"]
+    assert [dict(call[2:])["purge_step"] for call in writers] == [11, 11]
+    assert {call[1] for call in writers} == {str(tmp_path / "tensorboard")}
+    scalars = [call[1:] for call in calls if call[0] == "add_scalar"]
+    assert scalars == [("tokens", 64, 20), ("loss", 2.5, 20)]
+    assert [call[0] for call in calls][-1] == "close"
+
+
+def test_tensorboard_writes_event_files_that_it_reads(tmp_path):
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the package tensorboard"
+    )
+    for start_step, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+        log = open_trackers(tmp_path, "tensorboard", start_step)
+        for step in steps:
+            log.log({"step": step, "loss": start_step + step})
+        log.close()
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in found] == [(10, 10), (20, 20), (30, 50), (40, 60)]
+
+
+@pytest.mark.parametrize("folder_of_that_name", [False, True])
+@pytest.mark.parametrize("report_to", ["wandb", ["wandb", "tensorboard"], "tensorboard"])
+def test_a_tracker_that_is_not_installed_is_named(report_to, folder_of_that_name, monkeypatch):
+    first = report_to if isinstance(report_to, str) else report_to[0]
+    spec = importlib.machinery.ModuleSpec(first, None) if folder_of_that_name else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match=f'pip install {first}, or set report_to to "none"'):
+        check_installed(report_to)
+    check_installed("none")
+
+
+@pytest.mark.parametrize(
+    ("key", "in_netrc", "has"), [("x", False, True), (None, True, True), (None, False, False)]
+)
+def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine api.wandb.ai login user password x\n" if in_netrc else "")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    assert trackers.has_wandb_key() is has

@@ -1,0 +1,89 @@
+"""run.json: what was proved and on what, for each start of a run: FP8, attention, versions, commit, command, hosts.
+
+{"starts": [...]}, oldest first; what began anew in the same folder begins with a start of step 0. `ended` is null while
+it runs, and stays so where it was killed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from train.files import write_durably
+from train.record.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+# Of the configuration: where it is run and how often it tells of itself changes no run.
+NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint")
+
+
+def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
+    """The starts of run.json; [] where there is none, or nothing that can be read as such."""
+    try:
+        starts = json.loads(folder.run.read_text(encoding="utf-8"))["starts"]
+        return [start for start in starts if isinstance(start["step"], int) and start["time"] > 0]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+class RunRecord:
+    """run.json of one start, on the main rank. `begin`, and `end`."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder = folder
+        self._starts: list[dict[str, Any]] = []
+
+    def begin(self, start: dict[str, Any]) -> None:
+        """Add this start: "time" (of its begin), "step", "tokens" and what else is known of it. A file that cannot be
+        read is kept beside it. Raises OSError: it cannot be written."""
+        self._starts = read_starts(self.folder)
+        if not self._starts and self.folder.run.exists():
+            self.folder.run.rename(f"{self.folder.run}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._starts.append({**start, "ended": None})
+        self._write()
+
+    def end(self, how: str, step: int, tokens: int) -> None:
+        """How it ended: done, stopped or failed. Raises OSError."""
+        self._starts[-1]["ended"] = {
+            "time": round(time.time(), 1),
+            "how": how,
+            "step": step,
+            "tokens": tokens,
+        }
+        self._write()
+
+    def _write(self) -> None:
+        write_durably(self.folder.run, json.dumps({"starts": self._starts}, indent=1) + "\n")
+
+
+def origin(config: dict[str, Any]) -> dict[str, Any]:
+    """What this process was started as: command, commit, and the hash of the resolved configuration `config`."""
+    hashed = {key: value for key, value in config.items() if key not in NOT_HASHED}
+    return {
+        "command": sys.argv,
+        "commit": commit(),
+        "config_sha256": hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def commit() -> str:
+    """The commit of the sources, and whether they have changed since; GIT_COMMIT names it where a copy has no git,
+    "unknown" where nothing does."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        return subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + (", changed since" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("GIT_COMMIT", "unknown")

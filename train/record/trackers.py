@@ -1,0 +1,166 @@
+"""Where metrics go besides metrics.jsonl (report_to): wandb, TensorBoard. Only the main rank has any.
+
+A resumed run goes on with its tracker's run; one that begins anew in the same folder begins a new one. What a tracker
+raises is told once, and training goes on: metrics.jsonl has every line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from train.record.run_folder import RunFolder
+
+FLUSH_S = 30  # until TensorBoard sees a line
+
+
+class Tracker(Protocol):
+    """What one service does with a line of metrics. Whatever it raises is caught by `Trackers`."""
+
+    def log(self, metrics: dict[str, Any]) -> None: ...
+
+    def rewind(self, step: int) -> None:
+        """The lines after `step` no longer count."""
+
+    def close(self) -> None: ...
+
+
+def names(report_to: str | Sequence[str]) -> list[str]:
+    """The trackers that the key report_to asks for."""
+    asked = [report_to] if isinstance(report_to, str) else report_to
+    return [name for name in dict.fromkeys(asked) if name != "none"]
+
+
+def check_installed(report_to: str | Sequence[str]) -> None:
+    """Raises ValueError: a package that report_to needs cannot be imported."""
+    for name in names(report_to):
+        spec = importlib.util.find_spec(name)
+        # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
+        if spec is None or spec.origin is None:
+            raise ValueError(
+                f"report_to {json.dumps(name)} needs the package {name}, which is not installed; pip install {name}, "
+                'or set report_to to "none"'
+            )
+
+
+class Trackers:
+    """All that `config` (TrainingArguments.to_dict) asks for. start_step: steps that are already done, 0 of a run that
+    begins. tell: where a failure is told."""
+
+    def __init__(
+        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+    ):
+        self._tell = tell
+        self._failed: set[str] = set()
+        self._open: dict[str, Tracker] = {}
+        for name in names(config["report_to"]):
+            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, tell))
+            if tracker is not None:
+                self._open[name] = tracker
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        for name, tracker in self._open.items():
+            self._try(name, partial(tracker.log, metrics))
+
+    def rewind(self, step: int) -> None:
+        for name, tracker in self._open.items():
+            self._try(name, partial(tracker.rewind, step))
+
+    def close(self) -> None:
+        for name, tracker in self._open.items():
+            self._try(name, tracker.close)
+
+    def _try(self, name: str, call: Callable[[], Any]) -> Any:
+        """What `call` returns, None if it fails; that is told once of each tracker."""
+        try:
+            return call()
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._tell(
+                    f"warning: {name}: {type(error).__name__}: {error}; the run goes on, {name} may lack what "
+                    "metrics.jsonl has"
+                )
+
+
+class Wandb:
+    """Online with a key (WANDB_API_KEY or netrc), offline without one."""
+
+    def __init__(
+        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+    ):
+        import wandb  # slow to import
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        if start_step == 0 or not folder.wandb_run_id.exists():
+            folder.wandb_run_id.write_text(secrets.token_hex(4), encoding="utf-8")
+        self.run = wandb.init(
+            project=config["wandb_project"],
+            name=config["run_name"],
+            id=folder.wandb_run_id.read_text(encoding="utf-8").strip(),
+            resume="allow" if mode == "online" else None,
+            dir=str(folder.path),
+            config=config,
+            mode=mode,
+        )
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        if mode == "offline":
+            tell(f"wandb: no API key, so the run is recorded offline; later: wandb sync {self.run.dir}/..")
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines are
+        self.run.log(metrics)
+
+    def rewind(self, step: int) -> None:
+        """Nothing: the lines that follow have their own "step"."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in tensorboard/ of the run's folder: `tensorboard --logdir output` shows all runs there."""
+
+    def __init__(
+        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+    ):
+        self.folder = str(folder.tensorboard)
+        self._start(start_step)
+        if start_step == 0:
+            self.writer.add_text("configuration", f"```json\n{json.dumps(config, indent=1)}\n```", 0)
+
+    def _start(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+        # what older event files have of later steps is not shown
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1, flush_secs=FLUSH_S)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        for key, value in metrics.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and key not in ("step", "time") and math.isfinite(value):
+                self.writer.add_scalar(key, value, metrics["step"])
+
+    def rewind(self, step: int) -> None:
+        self.writer.close()
+        self._start(step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def has_wandb_key() -> bool:
+    from requests.utils import get_netrc_auth  # a requirement of wandb, which reads netrc as well
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))
