@@ -1,11 +1,12 @@
 """Configurations of Mistral models: read and checked; and what follows from their sizes alone: parameters, FLOPs a
-token, memory. transformers is imported by what reads one, not before."""
+token, memory. transformers takes seconds to import: `load_config` does, `load_sizes` hardly ever."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ ORDINARY_KEYS = frozenset(
     "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
     "transformers.js_config unk_token_id use_return_dict".split()
 )
+# What config.json files of Mistral models have besides ARCHITECTURE and POSITIVE, and does not change their sizes.
+USUAL_KEYS = frozenset(
+    "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_act id2label "
+    "initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
+    "problem_type return_dict transformers_version use_cache _name_or_path".split()
+)
 # How alike (difflib's ratio) an unknown key and a field are when the one must be meant to be the other: 0.7 finds
 # num_layers and hidden_dim.
 MISSPELT = 0.7
@@ -79,7 +86,7 @@ def load_config(name_or_path: str) -> MistralConfig:
     ignore it and take the default of what was meant), a value of another type or one that no model has.
     """
     path = config_file(name_or_path)
-    _check_file(path)
+    _check_keys(path)
     from transformers import MistralConfig
 
     try:
@@ -95,8 +102,52 @@ def load_config(name_or_path: str) -> MistralConfig:
     return config
 
 
-def _check_file(path: Path) -> None:
-    """Raises ValueError for a config.json with something that MistralConfig would let through."""
+def load_sizes(name_or_path: str) -> Any:
+    """The same without an import of transformers, as far as it can be: of a file with every key of ARCHITECTURE (but
+    for head_dim, which may follow from others) and no unusual one its keys as attributes, else a MistralConfig.
+
+    Raises ValueError: as load_config.
+    """
+    path = config_file(name_or_path)
+    values = _read_file(path)
+    whole = all(type(values.get(key)) is int for key in POSITIVE if key != "head_dim")
+    whole &= type(values.get("head_dim", 0)) is int and type(values.get("tie_word_embeddings")) is bool
+    whole &= {"rms_norm_eps", "sliding_window"} <= values.keys() and not values.get("rope_scaling")
+    whole &= "rope_theta" in values or isinstance(values.get("rope_parameters"), dict)
+    if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
+        return load_config(name_or_path)
+    config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
+    try:
+        check_config(config)
+        rope_theta(config)
+    except ValueError as error:
+        raise ValueError(f"model.config: {path}: {str(error).removeprefix('model.config: ')}") from error
+    return config
+
+
+def check_init_from(folder: str, config: Any) -> None:
+    """Raises ValueError: `folder` is no Hugging Face folder, or of another architecture than `config`, which may be of
+    load_config or load_sizes; each difference is named."""
+
+    def described(of: Any) -> dict[str, Any]:
+        values = {key: getattr(of, key, None) for key in ARCHITECTURE if key != "rope_parameters"}
+        return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
+
+    if not Path(folder).is_dir():
+        raise ValueError(f"model.init_from: {folder!r} is not a folder")
+    try:
+        theirs, ours = described(load_sizes(folder)), described(config)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {str(error).removeprefix('model.config: ')}") from error
+    differences = [
+        f"{key}: {theirs[key]} there, {ours[key]} in model.config" for key in ours if theirs[key] != ours[key]
+    ]
+    if differences:
+        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """What is in a config.json. Raises ValueError: not JSON, not a Mistral, a size that is not positive."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -107,6 +158,18 @@ def _check_file(path: Path) -> None:
         raise ValueError(
             f"model.config: {path} has the model_type {values.get('model_type')!r}; only mistral is supported"
         )
+    if problems := [
+        f"{key}: {values[key]} must be positive"
+        for key in POSITIVE
+        if isinstance(values.get(key), int) and values[key] < 1
+    ]:
+        raise ValueError(f"model.config: {path}: " + "; ".join(problems))
+    return values
+
+
+def _check_keys(path: Path) -> None:
+    """Raises ValueError: as _read_file; a key that MistralConfig would let through, misspelt."""
+    values = _read_file(path)
     from transformers import MistralConfig
 
     fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
@@ -116,11 +179,6 @@ def _check_file(path: Path) -> None:
             continue
         if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
             problems.append(f"{key}: unknown key (did you mean {close[0]}?)")
-    problems += [
-        f"{key}: {values[key]} must be positive"
-        for key in POSITIVE
-        if isinstance(values.get(key), int) and values[key] < 1
-    ]
     if problems:
         raise ValueError(f"model.config: {path}: " + "; ".join(problems))
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import ARCHITECTURE, load_config
+from model.config import check_init_from
 from model.conversion import ConversionError
 from model.fp8.hf_fp8 import quantization_of
 from model.fp8.precision import Precision
@@ -88,16 +88,7 @@ def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor
     Raises ValueError: no such folder, an architecture that differs (each difference is named), weights that are
     quantized, no weights or weights that cannot be read; ConversionError: tensors missing, unknown or of another shape.
     """
-    if not Path(folder).is_dir():
-        raise ValueError(f"model.init_from: {folder!r} is not a folder")
-    theirs = load_config(folder)
-    differences = [
-        f"{key}: {getattr(theirs, key, None)} there, {getattr(config, key, None)} in model.config"
-        for key in ARCHITECTURE
-        if getattr(theirs, key, None) != getattr(config, key, None)
-    ]
-    if differences:
-        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+    check_init_from(folder, config)
     if method := quantization_of(folder).get("quant_method"):
         raise ValueError(
             f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving; give the folder with "

@@ -38,8 +38,10 @@ LAYERS = [
     ["train/config", "train/prepare", "train/inspect_data.py", "train/plot.py"],
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
     ["train/guard"],
-    ["train/checkpoint", "train/launch.py"],
+    ["train/checkpoint"],
+    ["train/preflight"],
     [
+        "train/launch.py",
         "train/setup.py",
         "train/loop.py",
         "train/autotune.py",

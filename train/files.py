@@ -58,7 +58,8 @@ def remove_dead_buffers() -> None:
 def tell(*lines: str, file: TextIO | None = None) -> None:
     """For people, now. A console that is gone, or a file on a full disk, ends nothing."""
     with suppress(OSError):
-        print(*lines, sep="\n", file=file, flush=True)
+        if lines:
+            print(*lines, sep="\n", file=file, flush=True)
 
 
 def unfinished(path: Path, pid: int) -> Path:

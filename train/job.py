@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         return NOT_AS_IT_IS
     except JobError as error:
         tell(f"run_training.sh: {error}", file=sys.stderr)
-        return 1
+        return NOT_AS_IT_IS
 
 
 class Job:

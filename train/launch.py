@@ -11,14 +11,18 @@ one has died; deepspeed's kills its ranks 30 seconds after a SIGTERM. Here SIGTE
 which then has the time it needs to save; when a rank dies, the others end within seconds. The first Ctrl-C, which the
 ranks get from the terminal themselves, asks for the same; the second, or one after another signal, ends them at once.
 
+Before it starts ranks of train/train.py it looks whether their run can start (train/preflight), so that what keeps it
+from that is told at once, and by one.
+
 Exit status: 0 when every rank ended with 0; STOPPED (75) when they stopped on request; INTERRUPTED (130) when Ctrl-C
-ended them; else that of the rank which failed first, 128 + n if signal n killed it.
+ended them; 2 for what has to be changed first; else that of the rank which failed first, 128 + n if signal n killed it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -34,22 +38,32 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
+from model.config import UserError
 from model.keys import between
 from train.files import remove_dead_buffers, tell
 from train.guard import signals
-from train.guard.signals import INTERRUPTED, SIGNALS, STOPPED, WITHOUT_STEPS
+from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
+from train.preflight.machine import cuda_devices, memory_kills
+
+TRAIN = Path(__file__).resolve().parent / "train.py"
 
 POLL_S = 0.2
 # For the others to say what they have to say once a rank has failed: rank 0 speaks first, the others after 2 s.
 FAILED_GRACE_S = 4.0
 # After a Ctrl-C nobody is waited for but one that is about to end, too.
 INTERRUPTED_GRACE_S = 1.0
+OTHER_NODES_S = 2.0
 # Ranks that stop on request leave together, after their checkpoint is committed.
 STOPPED_GRACE_S = 60.0
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    if problem := what_prevents(options):
+        if options.node_rank:
+            time.sleep(OTHER_NODES_S)  # the first node speaks first, and may end this one
+        tell(f"error: {problem}", file=sys.stderr)
+        return NOT_AS_IT_IS
     launcher = Launcher(options)
     try:
         return launcher.wait()
@@ -80,7 +94,44 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
     if options.master_port is None and options.nnodes > 1:
         parser.error("several nodes need --master_port, the same on each")
+    if not Path(options.script).is_file():
+        parser.error(f"{options.script}: no such script; what each rank runs, such as train/train.py")
     return options
+
+
+def what_prevents(options: argparse.Namespace) -> str:
+    """Why no rank needs to be started; "" if nothing is known that speaks against it."""
+    if options.master_port and options.node_rank == 0 and is_taken(options.master_port):
+        return (
+            f"--master_port {options.master_port} (MASTER_PORT) is in use on this host by another process; give "
+            "another, the same on each node, or with one node none"
+        )
+    if Path(options.script).resolve() != TRAIN:
+        return ""
+    # not for other scripts: imports of half a second
+    from train.config.arguments import load_arguments
+    from train.preflight.check import CHECKED, check
+
+    try:
+        arguments = load_arguments(options.arguments)
+        tell(*check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices()))
+    except (ValueError, UserError) as error:
+        return str(error)
+    os.environ[CHECKED] = "1"
+    return ""
+
+
+def is_taken(port: int) -> bool:
+    """Whether a process of this host listens there."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as s:
+        s.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a connection that ended a moment ago is none
+        try:
+            s.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
 
 
 def free_port() -> int:
@@ -99,6 +150,7 @@ class Launcher:
         self.first_rank = options.node_rank * options.nproc
         self.asked_to_stop = self.interrupted = self.ends = False
         self.processes: list[subprocess.Popen] = []
+        self.memory_kills = memory_kills()
         signals.install(self._pass_on)
         environment = dict(
             os.environ,
@@ -145,6 +197,8 @@ class Launcher:
                     grace = STOPPED_GRACE_S if set(failed.values()) == {STOPPED} else FAILED_GRACE_S
                     if process.returncode == INTERRUPTED:
                         grace = INTERRUPTED_GRACE_S
+                    if rank == 0 and process.returncode == NOT_AS_IT_IS:
+                        grace = 0.0  # it said why, for all of them
                     deadline = min(deadline or float("inf"), time.monotonic() + grace)
             if all(process.returncode is not None for process in self.processes):
                 break
@@ -174,8 +228,20 @@ class Launcher:
             return INTERRUPTED
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         also = f"; ranks {left} are ended with it" if left else ""
-        tell(f"launch: rank {rank} {how}{also}", file=sys.stderr)
+        why = self._why_killed() if status == -signal.SIGKILL else ""
+        if (rank, status) != (0, NOT_AS_IT_IS):  # which said what has to be changed
+            tell(f"launch: rank {rank} {how}{also}{why}", file=sys.stderr)
         return 128 - status if status < 0 else status
+
+    def _why_killed(self) -> str:
+        """What is known of a SIGKILL, which leaves a rank no word of its own."""
+        if memory_kills() > self.memory_kills:
+            why = "The system did it, for host memory ran out"
+        else:
+            why = (
+                "Somebody did it, or the system where host memory ran out (dmesg, or Slurm's sacct, says so)"
+            )
+        return f". {why}: fewer ranks a node, or save_async false, need less of it"
 
     def kill(self) -> None:
         """End what still runs, at once."""

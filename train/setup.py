@@ -35,6 +35,7 @@ from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.resume import resume_state
 from train.checkpoint.rollback import left_out_since
 from train.config.arguments import TrainingArguments
+from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def say(*lines: str) -> None:
-    if lines and dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         tell(*lines)
 
 
@@ -100,16 +101,11 @@ def streams_for(
         data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
     )
     held_out = open_held_out(train, data.sources, data.eval_sources or {})
-    train.check_vocabulary(config.vocab_size)
+    check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
     if args.data.verify:
         rank, world = dist.get_rank(), dist.get_world_size()
         shards = sum(stream.verify(rank, world) for stream in (train, *held_out.values()))
         say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
-    if args.max_seq_length > config.max_position_embeddings:
-        raise ValueError(
-            f"max_seq_length {args.max_seq_length} exceeds the model's max_position_embeddings "
-            f"{config.max_position_embeddings}; lower the one or raise the other"
-        )
     return train, held_out
 
 

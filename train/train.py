@@ -30,6 +30,8 @@ if __name__ == "__main__":
 from model.config import UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.files import tell
+from train.preflight.check import CHECKED, check
+from train.preflight.machine import cuda_devices
 
 if TYPE_CHECKING:
     from train.loop import Run
@@ -44,6 +46,10 @@ def main(argv: list[str]) -> int:
     start from the last checkpoint."""
     try:
         arguments = load_arguments(argv)
+        if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKED):
+            described = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+            world, local = (int(text) if text.isdecimal() else 1 for text in described)
+            tell(*check(arguments, world, local, cuda_devices()))
         # What the imports make stays: to search it for garbage takes a third of their time, and as much again whenever
         # DeepSpeed asks for a collection.
         gc.disable()

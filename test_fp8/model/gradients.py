@@ -18,6 +18,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.proof import proving_fp8
 from test_fp8.common.report import Result
+from train.data.source import check_fit
 from train.data.stream import Batch, open_stream
 
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
@@ -68,15 +69,15 @@ def _error(differences: list[Tensor], of: list[Tensor]) -> float:
     return norms[0] / norms[1]
 
 
-def read_batches(options: argparse.Namespace, vocabulary: int) -> list[Batch]:
+def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
     """Samples of --data in the order of training; random tokens without it."""
     size = options.micro_batch
     if options.data is None:
         shape, generator = (options.batches * size, options.seq_length + 1), torch.Generator().manual_seed(42)
-        ids = torch.randint(vocabulary, shape, generator=generator)
+        ids = torch.randint(config.vocab_size, shape, generator=generator)
         return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.split(size)]
     stream = open_stream({"data": options.data}, None, options.seq_length, seed=42)
-    stream.check_vocabulary(vocabulary)
+    check_fit(stream.sources, config.vocab_size, config.max_position_embeddings)
     return [stream.batch(index * size, size) for index in range(options.batches)]
 
 
@@ -87,7 +88,7 @@ def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) 
     except ValueError as error:
         option = "--init_from" if options.init_from else "--config"
         raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
-    batches = read_batches(options, config.vocab_size)
+    batches = read_batches(options, config)
     exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
     print(f"float32: loss {exact_loss:.4f}", flush=True)
     for name, how in rows.items():

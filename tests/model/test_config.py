@@ -1,9 +1,23 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from transformers import MistralForCausalLM
 
-from model.config import attention_pairs, flops_per_token, load_config, num_parameters, state_memory_gib
+from model.config import (
+    CONFIGS,
+    POSITIVE,
+    attention_pairs,
+    flops_per_token,
+    load_config,
+    load_sizes,
+    num_parameters,
+    rope_theta,
+    state_memory_gib,
+)
 from tests.conftest import small_config
 
 
@@ -50,3 +64,38 @@ def test_zero_stages_share_state(compute: str, zero_stage: int, bytes_per_parame
     config = load_config("hare_1.1b")
     expected = bytes_per_parameter * num_parameters(config) / 2**30
     assert state_memory_gib(config, zero_stage, 8, compute) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) -> None:
+    whole = load_config(str(path))
+    whole.save_pretrained(tmp_path)  # as transformers writes it
+    for sizes in (load_sizes(path.stem), load_sizes(str(tmp_path))):
+        assert isinstance(sizes, SimpleNamespace), "transformers was asked"
+        assert [getattr(sizes, key) for key in POSITIVE] == [getattr(whole, key) for key in POSITIVE]
+        assert num_parameters(sizes) == num_parameters(whole) and rope_theta(sizes) == rope_theta(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_hiden_layers": 3}, "did you mean num_hidden_layers"),
+        ({"hidden_size": "128"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 must be positive"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"model_type": "llama"}, "only mistral"),
+    ],
+)
+def test_sizes_of_what_is_no_mistral_are_refused(changes: dict, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads((CONFIGS / "tiny.json").read_text()) | changes))
+    with pytest.raises(ValueError, match=problem):
+        load_sizes(str(path))
+
+
+def test_what_a_file_leaves_to_transformers_is_asked_there(tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "tiny.json").read_text())
+    del values["num_key_value_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": 8}))
+    assert load_sizes(str(tmp_path)).num_key_value_heads == 8

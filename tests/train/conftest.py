@@ -1,4 +1,4 @@
-"""Prepared data in several shards, and imports of Megatron's."""
+"""Prepared data in several shards, imports of Megatron's, and runs that are to be refused."""
 
 import shutil
 from collections.abc import Callable
@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import HELD_OUT_FRACTION, HELD_OUT_IDS
+from tests.train.mistakes import World
 from tests.train.prepare.megatron_datasets import write_dataset
+from train import launch
 from train.files import sha256_file
 from train.import_megatron import main as import_megatron
+from train.preflight import check
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +58,19 @@ def run_import(
         return status, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def world(tmp_path: Path, data: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A run on a machine without CUDA, which starts no ranks."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", check.CHECKED):
+        monkeypatch.delenv(name, raising=False)
+
+    def goes_on(*_: object) -> None:
+        raise AssertionError("the mistake was not seen")
+
+    monkeypatch.setattr("train.engine.distributed.init_distributed", goes_on)
+    monkeypatch.setattr(launch, "Launcher", goes_on)
+    found = World(tmp_path, data, small_model, monkeypatch)
+    found.devices()
+    return found

@@ -290,7 +290,7 @@ def test_two_processes_on_a_cpu(machine: Machine) -> None:
 def test_wrong_settings(
     machine: Machine, settings: dict[str, str], said: str, capfd: pytest.CaptureFixture
 ) -> None:
-    assert machine.run(**settings) == 1
+    assert machine.run(**settings) == 2
     assert said in capfd.readouterr().err and not machine.starts()
 
 

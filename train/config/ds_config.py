@@ -10,7 +10,7 @@ import json
 import math
 from typing import Any
 
-from model.config import load_config
+from model.config import load_sizes
 from model.variants import compiles, why_no_graphs
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.differences import leaves
@@ -205,7 +205,7 @@ def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
     """ZeRO's sizes (elements) that are "auto", by the model's hidden size as transformers does."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
-        hidden = load_config(arguments.model.config).hidden_size
+        hidden = load_sizes(arguments.model.config).hidden_size
         sizes = dict(zip(keys, (hidden**2, int(0.9 * hidden**2), 10 * hidden), strict=True))
         zero.update((key, sizes[key]) for key in autos)
 

@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -153,3 +154,43 @@ class TokenSource:
     def digest(self) -> str:
         """A hash of the hashes of the split's shards, in order: the identity of its tokens."""
         return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+
+def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
+    """One split of prepared folders ({name: folder}), in the order of their names.
+
+    Raises:
+        DataError: as TokenSource does; no folder at all; folders that were prepared with different tokenizers.
+    """
+    if not folders:
+        raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
+    sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
+    for source in sources[1:]:
+        check_same_tokenizer(sources[0], source)
+    return sources
+
+
+def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
+    """Raise DataError when the ids of the two mean other texts."""
+    if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
+        raise DataError(
+            f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
+            f"({one.folder} and {other.folder}); prepare both with the same"
+        )
+
+
+def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -> None:
+    """Raise DataError when a model of that vocabulary and so many positions does not take all ids or the samples'
+    length."""
+    first = sources[0]
+    if first.manifest.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer of the data does not fit the model: {first.folder} has a vocabulary of "
+            f"{first.manifest.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a "
+            "vocab_size of at least that, or prepare the data with the model's tokenizer"
+        )
+    if first.seq_length > max_positions:
+        raise DataError(
+            f"max_seq_length {first.seq_length} exceeds the model's max_position_embeddings {max_positions}; lower the "
+            "one or raise the other"
+        )

@@ -22,7 +22,7 @@ from model.documents import Documents
 from train.data.format import DataError, verify_shard
 from train.data.mixture import Weights, mix
 from train.data.order import Mixture, permutation_key, permute
-from train.data.source import TokenSource
+from train.data.source import TokenSource, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # what the loss ignores
 
@@ -93,9 +93,8 @@ class SampleStream:
         document_mask: bool = False,
     ) -> None:
         self.document_mask = document_mask
-        self.sources = sorted(sources, key=lambda source: source.name)
+        self.sources = sources
         self.split, self.seq_length, self.seed = sources[0].split, sources[0].seq_length, seed
-        self._check_tokenizers()
         windows = [source.num_windows for source in self.sources]
         if self.split == "eval":
             self._mixture = Mixture(windows, max_period=sum(windows))
@@ -108,10 +107,6 @@ class SampleStream:
         self.num_samples = sum(windows)
         self.unigram_loss = self._unigram_loss()
         self._plan = lru_cache(4)(self._make_plan)
-
-    def _check_tokenizers(self) -> None:
-        for source in self.sources[1:]:
-            _check_same_tokenizer(self.sources[0], source)
 
     def _unigram_loss(self) -> float:
         pairs = [
@@ -194,15 +189,6 @@ class SampleStream:
             torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts)
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise DataError when the model's vocabulary does not hold all ids of the data."""
-        if self.vocab_size > vocab_size:
-            raise DataError(
-                f"the tokenizer of the data does not fit the model: {self.sources[0].folder} has a vocabulary of "
-                f"{self.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a vocab_size "
-                "of at least that, or prepare the data with the model's tokenizer"
-            )
-
     def verify(self, part: int = 0, parts: int = 1) -> int:
         """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their
         number.
@@ -278,12 +264,9 @@ def open_stream(
     """Open prepared folders ({name: folder}) as one stream; document_mask: see SampleStream.
 
     Raises:
-        DataError: as TokenSource and SampleStream do; its message names the folder and what to do.
+        DataError: as open_sources and SampleStream do; its message names the folder and what to do.
     """
-    if not sources:
-        raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
-    opened = [TokenSource(name, folder, split, seq_length) for name, folder in sources.items()]
-    return SampleStream(opened, weights, seed, document_mask)
+    return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask)
 
 
 def open_held_out(
@@ -301,16 +284,8 @@ def open_held_out(
         for loss, folders in streams.items()
     }
     for stream in opened.values():
-        _check_same_tokenizer(train.sources[0], stream.sources[0])
+        check_same_tokenizer(train.sources[0], stream.sources[0])
     return opened
-
-
-def _check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
-    if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
-        raise DataError(
-            f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
-            f"({one.folder} and {other.folder}); prepare both with the same"
-        )
 
 
 def held_out_batches(

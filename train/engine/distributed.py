@@ -10,6 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+from torch.distributed import DistNetworkError
 from torch.utils import cpp_extension
 
 from train.files import open_files, remove_dead_buffers
@@ -23,7 +24,8 @@ TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def init_distributed() -> None:
     """Join the process group that deepspeed or torchrun describes; alone, make one of one process.
 
-    Raises ValueError: it is described in part, or there are several tasks of which none has a rank."""
+    Raises ValueError: it is described in part, there are several tasks of which none has a rank, or another process has
+    the port."""
     given = {name: os.environ.get(name, "") for name in DESCRIBED}
     if wrong := [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]:
         if given["RANK"]:
@@ -52,7 +54,15 @@ def init_distributed() -> None:
     wait_out_a_dead_builder()
     if os.environ["LOCAL_RANK"] == "0":
         remove_dead_buffers()
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    try:
+        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; give another "
+            "port, the same to every rank"
+        ) from error
 
 
 def wait_out_a_dead_builder() -> None:

@@ -21,8 +21,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from model.config import UserError
 from train.guard.signals import NOT_AS_IT_IS
 from train.record.run_folder import RunFolder
@@ -46,6 +44,8 @@ def held(folder: RunFolder) -> Iterator[None]:
 
     Raises LockError, OSError, on all ranks: another run holds it; it cannot be written.
     """
+    import torch.distributed as dist
+
     lock, problem = Lock(folder.lock), list[Any]([None])
     if dist.get_rank() == 0:
         try:
@@ -107,6 +107,35 @@ class Lock:
             if self._made:
                 self.path.parent.rmdir()  # unless something is in it
 
+    def look(self) -> None:
+        """Changes nothing. Raises LockError: another run of this machine holds it, and lives. Whether one of another
+        machine does, or one that is a former start of this job, takes `acquire` longer to see."""
+        found = self._holder()
+        if (
+            found
+            and self._is_here(found)
+            and not self._gone_from_here(found)
+            and not self._is_former_start(found)
+        ):
+            raise LockError(self._refusal(found))
+
+    def _is_here(self, holder: dict[str, Any]) -> bool:
+        return bool(self.mine["machine"]) and holder.get("machine") == self.mine["machine"]
+
+    def _gone_from_here(self, holder: dict[str, Any]) -> bool:
+        return process_started(holder.get("pid", 0)) != holder.get("process_started")
+
+    def _is_former_start(self, holder: dict[str, Any]) -> bool:
+        """Of this Slurm job, which was requeued."""
+        same = holder.get("job") is not None and holder["job"] == self.mine["job"]
+        return same and holder.get("job_restarts") != self.mine["job_restarts"]
+
+    def _refusal(self, holder: dict[str, Any]) -> str:
+        return (
+            f"{self.path.parent} is in use by another run: {describe(holder)}. Wait until it ends, stop it, or choose "
+            f"another output_dir; its {self.path.name} goes with it"
+        )
+
     def _create(self) -> bool:
         """Whether there was none."""
         try:
@@ -144,24 +173,19 @@ class Lock:
         first = found = self._holder()
         if first is None or found is None:
             return False
-        here = bool(self.mine["machine"]) and first.get("machine") == self.mine["machine"]
-        former_start = first.get("job") is not None and first["job"] == self.mine["job"]
-        former_start &= first.get("job_restarts") != self.mine["job_restarts"]
+        here, former_start = self._is_here(first), self._is_former_start(first)
         begun = beat = time.monotonic()
         while True:
             now = time.monotonic()
             if here:
-                gone = process_started(first.get("pid", 0)) != first.get("process_started")
+                gone = self._gone_from_here(first)
                 lives = not gone
             else:
                 gone, lives = now - beat > LEASE_S, found != first
             if gone:
                 return True
             if lives and not (former_start and now - begun < FORMER_START_S):
-                raise LockError(
-                    f"{self.path.parent} is in use by another run: {describe(first)}. Wait until it ends, stop it, or "
-                    f"choose another output_dir; its {self.path.name} goes with it"
-                )
+                raise LockError(self._refusal(first))
             if now == begun:
                 waits = (
                     "waits for the end of this job's former start"

@@ -10,7 +10,7 @@ import torch
 from test_fp8.common.folders import make_folder
 from tests.train.runs import metrics, run
 from train.data.format import DataError, read_manifest, verify_shard
-from train.data.source import TokenSource
+from train.data.source import TokenSource, check_fit
 from train.data.stream import open_stream
 from train.files import sha256_file
 
@@ -179,7 +179,7 @@ def test_a_vocabulary_beyond_65_536_is_read_as_it_was_written(large):
     found = [[*ids, label[-1]] for ids, label in zip(input_ids.tolist(), labels.tolist(), strict=True)]
     assert sorted(found) == expected
     with pytest.raises(DataError, match="vocabulary of 70000, the model one of 65536"):
-        stream.check_vocabulary(1 << 16)
+        check_fit(stream.sources, 1 << 16, T)
     shard = manifest.shards[0]
     path = large / shard.name
     ids = np.fromfile(path, "<u4")

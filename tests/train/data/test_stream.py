@@ -8,6 +8,7 @@ import torch
 from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
+from train.data.source import check_fit, open_sources
 from train.data.stream import MicroBatches, open_stream
 
 T = 32
@@ -189,10 +190,12 @@ def test_description_and_unigram_loss(data, second):
 
 
 def test_vocabulary_must_fit_the_model(data):
-    stream = open_stream({"a": data}, None, T, seed=1)
-    stream.check_vocabulary(400)
+    sources = open_sources({"a": data}, "train", T)
+    check_fit(sources, 400, T)
     with pytest.raises(DataError, match="does not fit the model.*400.*399"):
-        stream.check_vocabulary(399)
+        check_fit(sources, 399, T)
+    with pytest.raises(DataError, match=f"max_seq_length {T} exceeds .*max_position_embeddings {T - 1}"):
+        check_fit(sources, 400, T - 1)
 
 
 def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_dir):

@@ -19,6 +19,7 @@ from tests.train.runs import ROOT
 from train.engine.distributed import TASKS, init_distributed
 from train.guard import lock
 from train.guard.lock import FORMER_START_S, LEASE_S, Lock, LockError, held
+from train.preflight.check import CHECKED
 from train.record.run_folder import RunFolder
 
 DEAD = 2**30  # above what Linux gives
@@ -77,7 +78,8 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(settings: dict,
     config.write_text(json.dumps(settings))
     command = [sys.executable, str(ROOT / "train/train.py"), str(config)]
     with held(folder):
-        done = programs.run(command, capture_output=True, text=True, env=clean_environment())
+        unchecked = clean_environment(**{CHECKED: "1"})  # by the lock, not by the look that comes before
+        done = programs.run(command, capture_output=True, text=True, env=unchecked)
         assert [p.name for p in folder.path.iterdir()] == ["run.lock"]
     assert done.returncode == 2, done.stderr
     assert f"{folder.path} is in use by another run: process {os.getpid()} on " in done.stderr
@@ -106,6 +108,25 @@ def test_several_tasks_without_a_rank_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 # ---------------------------------------------------------------- on the same machine
+
+
+def test_a_look_refuses_only_what_needs_no_waiting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And changes nothing."""
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    Lock(path).look()
+    alive = {"pid": os.getpid()}
+    for who in (
+        {"pid": DEAD},
+        {**alive, "machine": ELSEWHERE},
+        alive,
+    ):  # the last: a former start of this job
+        content = left(path, **who)
+        Lock(path).look()
+        assert json.loads(path.read_text()) == content
+    left(path, **alive, job="10")
+    with pytest.raises(LockError, match=f"process {os.getpid()} on far, Slurm job 10"):
+        Lock(path).look()
 
 
 @pytest.mark.parametrize("ended", [{"pid": DEAD}, {"pid": os.getpid(), "process_started": "1"}])

@@ -1,0 +1,83 @@
+"""What a run is told at its start, and what it is not refused for; tests/train/test_mistakes.py has what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from model.config import load_sizes, num_parameters, state_memory_gib
+from tests.train.mistakes import World, keys
+from train.config.arguments import TrainingArguments
+from train.preflight import check, sizes
+
+
+def checked(
+    world: World, world_size: int = 1, local_ranks: int = 1, devices: list[int] | None = None
+) -> list[str]:
+    arguments = TrainingArguments.from_dict(world.settings)
+    return check.check(arguments, world_size, local_ranks, devices or [])
+
+
+def test_a_good_configuration_is_not_remarked_on(world: World) -> None:
+    assert checked(world) == [] and checked(world, 2, 2, [80 * 2**30] * 2) == []
+    assert (
+        check.check(TrainingArguments.from_dict(world.settings), 8, 8, None) == []
+    )  # no driver that answers
+
+
+def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_trained: Path) -> None:
+    """own_trained has the checkpoints of steps 3 and 6."""
+    keys(max_steps=100)(world)
+    world.output = own_trained
+    keys(output_dir=str(own_trained))(world)
+    size = sizes.checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
+    assert size == pytest.approx(files_of(own_trained / "checkpoints/step-00000006"), rel=0.1)
+    world.disk(2.1 * size)
+    assert (
+        checked(world) == []
+    )  # two there, which will go, three that are kept, and the one that is being written
+    keys(resume_from_checkpoint="never")(world)  # those there are moved aside, and stay; as hf/ does
+    (remark,) = checked(world)
+    assert "will not hold the last save" in remark and "4 more at a time (save_total_limit 3)" in remark
+    keys(save_minutes=0)(world)
+    assert checked(world) == []  # only one save
+    keys(save_steps=50)(world)
+    world.disk(1.9 * size)
+    assert "2 more at a time" in checked(world)[0]
+    keys(save_strategy="no")(world)
+    world.disk(0)
+    assert checked(world) == []
+
+
+def files_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_run_that_is_done_needs_no_disk(world: World, own_trained: Path) -> None:
+    keys(output_dir=str(own_trained))(world)
+    world.disk(0)
+    assert checked(world) == []
+
+
+@pytest.mark.parametrize(
+    ("compute", "stage", "world_size", "least"),
+    [
+        ("bf16", 0, 1, 16), ("bf16", 0, 8, 4 + 12 / 8), ("fp8", 1, 8, 4 + 12 / 8), ("fp8", 2, 8, 2 + 14 / 8),
+        ("fp8", 3, 8, 16 / 8), ("fp32", 0, 1, 16), ("fp32", 3, 8, 16 / 8),
+    ],
+)  # fmt: skip
+def test_gpu_memory_is_refused_only_below_what_it_takes(
+    world: World, compute: str, stage: int, world_size: int, least: float
+) -> None:
+    parameters = num_parameters(load_sizes(str(world.model)))
+    zero = {"zero_optimization": {"stage": stage}}
+    keys(precision__compute=compute, deepspeed=zero)(world)
+    bytes_least = round(least * parameters)
+    assert (
+        state_memory_gib(load_sizes(str(world.model)), stage, world_size, compute) * 2**30 >= bytes_least - 1
+    )
+    with pytest.raises(check.PreflightError, match=f"at ZeRO {stage} on {world_size} rank.* a smaller model"):
+        checked(world, world_size, 1, [bytes_least - 1000])
+    assert "GPU memory" in checked(world, world_size, 1, [bytes_least + 1000])[0]  # it may just fit
+    assert checked(world, world_size, 1, [2**30]) == []

@@ -1,0 +1,143 @@
+"""What keeps a run from starting, as far as it is known before a model is built: all of it in one message."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model.config import UserError, check_init_from, load_sizes, num_parameters
+from model.variants import VARIANTS
+from train.checkpoint.files import committed
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
+from train.guard.lock import Lock
+from train.preflight.sizes import disk_findings, existing, memory_findings
+from train.record.run_folder import RunFolder
+
+T = TypeVar("T")
+
+# Set in the environment of ranks whose launcher has checked.
+CHECKED = "FP8_PREFLIGHT_DONE"
+# Parameters of a model that trains on a CPU within a coffee break; a larger one there is a mistake, or asked for.
+CPU_PARAMETERS = 100e6
+
+
+class PreflightError(UserError):
+    """The run cannot start; the message has every reason, each with what to do."""
+
+
+def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:
+    """Remarks for the log about a run of `world_size` ranks, `local_ranks` of them on this node, where `devices` are
+    `cuda_devices()`. Reads files and changes nothing.
+
+    Raises PreflightError.
+    """
+    problems: list[str] = []
+    remarks: list[str] = []
+
+    def attempt(step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except (ValueError, UserError, OSError) as error:
+            problems.append(str(error))
+            return None
+
+    sizes: Any = attempt(lambda: load_sizes(args.model.config))
+    resolved = attempt(lambda: args.resolve(world_size))
+    ds_config = resolved and attempt(lambda: resolve_ds_config(resolved, world_size))
+    train = attempt(partial(open_sources, args.data.sources, "train", args.max_seq_length))
+    if train and sizes is not None:
+        attempt(partial(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings))
+    for folders in (args.data.sources, *({n: f} for n, f in (args.data.eval_sources or {}).items())):
+        attempt(partial(check_evaluation, folders, args.max_seq_length, train))
+    attempt(lambda: check_output(args))
+    if sizes is not None and begins(args):
+        attempt(lambda: check_weights(args, sizes))
+    if devices is not None:
+        problems += device_problems(args, sizes, local_ranks, len(devices))
+    if sizes is not None and ds_config:
+        stage = ds_config["zero_optimization"]["stage"]
+        found = [disk_findings(args, sizes, stage)]
+        if devices:
+            found.append(memory_findings(args, sizes, stage, world_size, min(devices[:local_ranks])))
+        problems += [problem for problem, _ in found if problem]
+        remarks += [remark for _, remark in found if remark]
+    problems = list(dict.fromkeys(problems))
+    if len(problems) > 1:
+        lines = (problem.replace("\n", "\n  ") for problem in problems)
+        raise PreflightError("\n  ".join([f"{len(problems)} problems keep this run from starting:", *lines]))
+    if problems:
+        raise PreflightError(problems[0])
+    return remarks
+
+
+def check_evaluation(folders: dict[str, str], seq_length: int, train: list[TokenSource] | None) -> None:
+    """Raises DataError: the eval split of folders cannot be used beside the training data."""
+    held_out = open_sources(folders, "eval", seq_length)
+    if train:
+        check_same_tokenizer(train[0], held_out[0])
+
+
+def begins(args: TrainingArguments) -> bool:
+    """Whether the run goes on from no checkpoint."""
+    setting = args.resume_from_checkpoint
+    return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
+
+
+def check_weights(args: TrainingArguments, sizes: Any) -> None:
+    """Raises ValueError: model.init_from is of another model, or has no weights."""
+    if args.model.init_from is None:
+        return
+    check_init_from(args.model.init_from, sizes)
+    files = (path for kind in ("*.safetensors", "*.bin") for path in Path(args.model.init_from).glob(kind))
+    if not any(files):
+        raise ValueError(
+            f"model.init_from: {args.model.init_from!r} has no weights (*.safetensors); give a whole Hugging Face "
+            "folder, such as a run's hf/"
+        )
+
+
+def check_output(args: TrainingArguments) -> None:
+    """Raises ConfigurationError: output_dir cannot be written; LockError: another run is in it."""
+    folder = RunFolder(args.output_dir)
+    place = existing(folder.path)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f'output_dir "{args.output_dir}": {place} cannot be written by this user; choose another folder'
+        )
+    Lock(folder.lock).look()
+
+
+def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[str]:
+    """What does not go with so many CUDA devices."""
+    problems: list[str] = []
+    te, backend = VARIANTS[args.model.variant].te, args.precision.backend
+    if devices:
+        if local_ranks > devices:
+            problems.append(
+                f"{local_ranks} ranks are to start on this node, and it has {devices} CUDA devices, one a rank; start "
+                f"{devices} (--nproc, or NPROC of run_training.sh), or look at CUDA_VISIBLE_DEVICES"
+            )
+    else:
+        none = "no CUDA device is found here"
+        if sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS:
+            problems.append(
+                f"model.config {args.model.config}: {num_parameters(sizes) / 1e6:,.0f} M parameters, and {none}; look "
+                "at nvidia-smi and CUDA_VISIBLE_DEVICES, or, to train on the CPU all the same, very slowly, give "
+                "--precision.backend reference"
+            )
+        if te and backend == "transformer_engine":
+            problems.append(f'precision.backend "transformer_engine": {none}; set it to auto or reference')
+        if args.precision.compute == "fp16":
+            problems.append(f'precision.compute "fp16" needs a GPU, and {none}; set it to bf16 or fp32')
+    named = args.model.attention_backend
+    if te and named != "auto" and (not devices or backend == "reference"):
+        problems.append(
+            f'model.attention_backend "{named}" is Transformer Engine\'s on a GPU; the CPU reference, which would run '
+            "here, has torch's alone; set it to auto"
+        )
+    return problems

@@ -1,0 +1,137 @@
+"""What a run needs of GPU memory and disk, as far as its configuration says so: lower bounds, by which nothing is
+refused that would fit, and what it is likely to come to.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.config import GIB, num_parameters, state_memory_gib
+from train.checkpoint.files import committed, name_of, size_text
+from train.config.arguments import TrainingArguments
+from train.record.run_folder import RunFolder
+
+# Of a GPU's memory: with more for weights, gradients and optimizer, a step may lack it for activations.
+LIKELY_FULL = 0.85
+
+
+def least_memory_gib(sizes: Any, zero_stage: int, world_size: int, compute: str) -> float:
+    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, AdamW's state. Of ZeRO 0 as if
+    the optimizer were shared, which DeepSpeed does in 16 bits."""
+    weights, optimizer = (4, 8) if compute == "fp32" else (2, 12)
+    least = (
+        weights / (world_size if zero_stage == 3 else 1)
+        + weights / (world_size if zero_stage >= 2 else 1)
+        + optimizer / world_size
+    )
+    return num_parameters(sizes) * least / GIB
+
+
+def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str) -> int:
+    """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
+
+    12 bytes a parameter of float32 weights and moments, and the weights in their own type. ZeRO 3 saves the float32
+    ones alone, and float32 without ZeRO has no second copy.
+    """
+    once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
+    return num_parameters(sizes) * (12 + (0 if once else weight_bytes(compute)))
+
+
+def weight_bytes(compute: str) -> int:
+    return 4 if compute == "fp32" else 2
+
+
+def memory_findings(
+    args: TrainingArguments, sizes: Any, zero_stage: int, world_size: int, device_bytes: int
+) -> tuple[str, str]:
+    """(why it cannot fit into a GPU of so many bytes, what to know if it can); "" where there is nothing to say."""
+    compute = args.precision.compute
+    there, least = device_bytes / GIB, least_memory_gib(sizes, zero_stage, world_size, compute)
+    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
+    of = f"{num_parameters(sizes) / 1e6:,.0f} M parameters at ZeRO {zero_stage} on {ranks}"
+    instead = "more ranks, a higher ZeRO stage (deepspeed: ds_config_zero3.json) or a smaller model.config"
+    if least > there:
+        return (
+            f"GPU memory: weights, gradients and optimizer of {of} need {least:,.1f} GiB a rank at least, and a GPU "
+            f"here has {there:,.1f}; take {instead}"
+        ), ""
+    likely = state_memory_gib(sizes, zero_stage, world_size, compute)
+    if likely > LIKELY_FULL * there:
+        return "", (
+            f"warning: GPU memory: weights, gradients and optimizer of {of} take about {likely:,.1f} of a GPU's "
+            f"{there:,.1f} GiB; should the rest be too little for activations, take {instead}, or "
+            "gradient_checkpointing true"
+        )
+    return "", ""
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that a run adds to what is in its folder: one save, all of them at the worst moment, with hf/."""
+
+    checkpoint: int
+    at_once: int  # checkpoints
+    export: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.at_once + self.export
+
+
+def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
+    """Of resolved arguments with checkpoints. A save is written before an old one goes, so that there are
+    save_total_limit + 1 at times; by how many of them a run that goes on has more than now, is what it needs."""
+    there = committed(RunFolder(args.output_dir).checkpoints)
+    resumes = args.resume_from_checkpoint != "never"  # else they are moved aside, and stay
+    saves = args.save_total_limit + 1
+    if not args.save_minutes:
+        saves = min(saves, -(-args.max_steps // args.save_steps) if args.save_steps else 1)
+    kept = min(len(there), args.save_total_limit) if resumes else 0
+    exported = resumes and RunFolder(args.output_dir).hf.is_dir()
+    compute = args.precision.compute
+    return DiskNeed(
+        checkpoint_bytes(sizes, zero_stage, compute),
+        max(1, saves - kept),
+        0 if exported else num_parameters(sizes) * weight_bytes(compute),
+    )
+
+
+def disk_findings(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[str, str]:
+    """(why not even the first save has room, what to know of later ones); "" where there is nothing to say."""
+    folder = RunFolder(args.output_dir)
+    if args.save_strategy == "no" or _is_done(args, folder):
+        return "", ""
+    need = disk_need(args, sizes, zero_stage)
+    place = existing(folder.checkpoints)
+    free = shutil.disk_usage(place).free
+    of = f"{size_text(free)} are free in {place}, and a checkpoint has about {size_text(need.checkpoint)}"
+    if free < need.checkpoint:
+        return (
+            f"output_dir {args.output_dir}: the disk has no room for the first save: {of}; make room there, choose "
+            "another output_dir, or, to only measure, save_strategy no"
+        ), ""
+    if free < need.total:
+        return "", (
+            f"warning: output_dir {args.output_dir}: the disk will not hold the last save: {of}, of which there are up "
+            f"to {need.at_once} more at a time (save_total_limit {args.save_total_limit}), and hf/ "
+            f"{size_text(need.export)}: {size_text(need.total)}. Make room before they are written, or lower "
+            "save_total_limit"
+        )
+    return "", ""
+
+
+def _is_done(args: TrainingArguments, folder: RunFolder) -> bool:
+    """It has its last checkpoint already."""
+    there = committed(folder.checkpoints)
+    return args.resume_from_checkpoint == "auto" and bool(there) and there[-1].name >= name_of(args.max_steps)
+
+
+def existing(folder: Path) -> Path:
+    """The folder that `folder` is or will be made in."""
+    place = folder.resolve()
+    while not place.is_dir():
+        place = place.parent
+    return place
