@@ -16,24 +16,34 @@ from pydantic import ConfigDict, Field
 # The configuration of every section: no unknown keys, and no value of another type made to fit.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-# What `resume` of a key may be; without it a resumed run has to have the value of the run that it goes on with.
+# What `resume` of a key may be: what a run that goes on from a checkpoint may have otherwise.
 RESUME = {
     "free": "may change on a resume",  # it does not change what a step computes
-    "data": "may change on a resume with data.allow_changes_on_resume",
-    "length": "may change on a resume together with max_seq_length",
-    "constant": "may change on a resume while lr_scheduler_type is constant",
+    "allowed": "may change on a resume with allow_changes_on_resume",
+    "constant": "may change on a resume with allow_changes_on_resume, or while lr_scheduler_type is constant",
+    "fp8 <-> bf16": "fp8 may become bf16, and bf16 fp8, on a resume with allow_changes_on_resume",
+    "content": "may change on a resume; of what it says, all but sizes with allow_changes_on_resume",
+    "never": "cannot change on a resume",
 }
 
 
-def option(help: str, default: Any = ..., *, resume: str = "", example: Any = None, **limits: Any) -> Any:
+def option(
+    help: str,
+    default: Any = ...,
+    *,
+    resume: str = "allowed",
+    why: str = "",
+    example: Any = None,
+    **limits: Any,
+) -> Any:
     """A field with its unit and meaning; without a default it is required.
 
-    `resume`: one of RESUME. `example`: a value for messages about a key that takes an object; every required key has
-    one. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
+    `resume`: one of RESUME; `why`, with "never", the reason. `example`: a value for messages about a key that takes an
+    object; every required key has one. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
     """
-    assert resume in ("", *RESUME)
+    assert resume in RESUME and bool(why) == (resume == "never")
     examples = None if example is None else [example]
-    extra: Any = {"resume": resume} if resume else None
+    extra: Any = {"resume": resume} | ({"why": why} if why else {})
     return Field(default, description=help, examples=examples, json_schema_extra=extra, **limits)
 
 

@@ -2,7 +2,8 @@
 """Look at checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
 
 DIR is an output_dir, its folder checkpoints, or one checkpoint. Prints each step's folder: committed or why not,
-tokens, ranks, ZeRO stage, size, time, what is missing, truncated or altered, and which one a resume with "auto" takes.
+tokens, ranks, ZeRO stage, size, time, what resumes changed, what is missing, truncated or altered, and which one a
+resume with "auto" takes.
 Sizes are always compared with the manifest; --verify also recomputes every hash.
 
 Ends with status 0 when the newest committed checkpoint is good, else with 1.
@@ -11,6 +12,7 @@ Ends with status 0 when the newest committed checkpoint is good, else with 1.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -42,9 +44,15 @@ def report(path: Path, verify: bool) -> list[str] | None:
             damage.append(str(error))
     try:
         state = read_state(path)
+        changes = [
+            f"changed at step {c['step']}: {c['key']}: {json.dumps(c['old'])} -> {json.dumps(c['new'])}"
+            for c in state.changes
+        ]
+        if state.began_at:
+            changes.insert(0, f"began at {state.began_at['path']}")
         description = f"{state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}"
     except CheckpointError:
-        description = "no readable run state"
+        changes, description = [], "no readable run state"
     files = [file.stat() for file in path.rglob("*") if file.is_file()]
     size = sum(file.st_size for file in files)
     written = datetime.fromtimestamp(max((f.st_mtime for f in files), default=path.stat().st_mtime))
@@ -55,7 +63,7 @@ def report(path: Path, verify: bool) -> list[str] | None:
         verdict = "committed, damaged"
     else:
         verdict = f"committed, {'verified' if verify else 'sizes hold (--verify computes the hashes)'}"
-    print("\n".join(f"    {line}" for line in [verdict, *(damage or [])]), flush=True)
+    print("\n".join(f"    {line}" for line in [verdict, *changes, *(damage or [])]), flush=True)
     return damage
 
 

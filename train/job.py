@@ -33,7 +33,7 @@ sys.path[0] = str(ROOT)
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
-from train.checkpoint.files import CheckpointError, committed, identity, name_of, read_state
+from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
 from train.files import tell
@@ -295,9 +295,14 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     and configured as now."""
     if arguments.resume_from_checkpoint == "never":
         return "new", ""
-    if arguments.resume_from_checkpoint != "auto":
-        return "resume", arguments.resume_from_checkpoint
     folder = RunFolder(arguments.output_dir)
+    if (given := arguments.resume_from_checkpoint) != "auto":
+        try:
+            branch = branch_at(folder.checkpoints, Path(given))
+        except CheckpointError:  # train.py says it
+            branch = None
+        if branch is None:
+            return "resume", given
     found = committed(folder.checkpoints)
     if not found:
         return "new", ""

@@ -22,7 +22,8 @@ from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, snapshot_fp8_state
 from model.proof import check_attention
-from train.checkpoint.files import RunState, committed, name_of
+from train.checkpoint.files import RunState, committed, name_of, step_of
+from train.checkpoint.resume import at_half_the_rate
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
@@ -140,6 +141,7 @@ class Loop:
             run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
         self.last_save = time.monotonic()  # or the begin of this loop
+        self.advised = False
         self._start_clock()
         self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
 
@@ -261,6 +263,7 @@ class Loop:
         step.record["spikes_found"] = found
         run.watchdog.met(f"looked at the numbers to step {self.state.step}")
         if self.args.on_spike != "rollback":
+            self._advise_after(spikes[0].step)
             return False
         settle(run)
         if not self.rollback.after(spikes, self.samples):
@@ -268,6 +271,17 @@ class Loop:
         run.watchdog.met(f"is back at step {self.state.step}")
         self._start_clock()
         return True
+
+    def _advise_after(self, step: int) -> None:
+        """Say once what there is to do about spikes, of which the first is in `step`."""
+        before = [path for path in committed(self.run.folder.checkpoints) if step_of(path) < step]
+        if before and not self.advised:
+            self.advised = True
+            self.run.metrics.message(
+                "if the loss does not come back, stop this run and start it again from before the spike with a lower "
+                "learning_rate: the same command with "
+                + at_half_the_rate(before[-1], self.args.learning_rate)
+            )
 
     def _mean_loss(self, step: Step) -> float:
         """The loss of the step over all ranks; waits for the GPU. Raises TrainingError: see `train`."""
@@ -414,10 +428,11 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 def _advice(run: Run) -> str:
     """What to do after a step that went wrong; a run may have saved nothing yet, or with save_strategy no at all."""
-    remedy = "with a lower learning_rate or another precision.recipe"
-    if not (run.saver.pending or committed(run.folder.checkpoints)):
-        return f"this run has saved no checkpoint. Start anew {remedy}"
+    saved = committed(run.folder.checkpoints)
+    if not (run.saver.pending or saved):
+        return "this run has saved no checkpoint. Start anew with a lower learning_rate or another precision.recipe"
+    last = saved[-1] if saved else run.folder.checkpoints / "step-N"
     return (
-        "the checkpoints before it are intact. Go on from one of them in a new output_dir: train/export.py makes it a "
-        f"folder for model.init_from, {remedy}"
+        "the checkpoints before it are intact. Go on from one of them with a lower learning_rate, by the same command "
+        f"with {at_half_the_rate(last, run.arguments.learning_rate)}, or with another precision.recipe"
     )

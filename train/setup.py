@@ -30,9 +30,15 @@ from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.proof import attention_of, backend_of, prove
-from train.checkpoint.files import RunState, name_of, read_state
-from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
-from train.checkpoint.resume import resume_state
+from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
+from train.checkpoint.load import (
+    choose_checkpoint,
+    has_fp8_state_of,
+    load_checkpoint,
+    read_weights,
+    set_aside,
+)
+from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.checkpoint.rollback import left_out_since
 from train.config.arguments import TrainingArguments
 from train.data.source import check_fit
@@ -131,7 +137,8 @@ def starting_point(
     resume_from = choose_checkpoint(checkpoints, args.resume_from_checkpoint, say)
     if resume_from is not None:
         saved = read_state(resume_from)
-        say(*resume_state(state, saved, resume_from, args.data.allow_changes_on_resume))
+        say(*resume_state(state, saved, resume_from, args.allow_changes_on_resume))
+        state.began_at = saved.began_at if is_of(resume_from, checkpoints) else origin(resume_from)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
@@ -225,16 +232,19 @@ def engine_for(
     state: RunState,
     resume_from: Path | None,
 ) -> tuple[Any, MicroStep]:
-    """DeepSpeed's engine, with what the checkpoint holds or, of a run that begins, the FP8 scales of its first
-    micro-batch; and what takes micro-batches through it."""
-    if resume_from is None:
+    """DeepSpeed's engine, with what the checkpoint holds or, of a run that begins or has no FP8 state there, the FP8
+    scales of its first micro-batch; and what takes micro-batches through it."""
+    if resume_from is None or not has_fp8_state_of(read_state(resume_from), precision):
+        if resume_from is not None and precision.has_state:  # scales are of weights
+            model.load_state_dict(read_weights(resume_from))
         size = args.per_device_train_batch_size
-        ids, labels, documents = stream.batch(dist.get_rank() * size, size).to(precision.device)
+        first = state.consumed_samples + dist.get_rank() * size
+        ids, labels, documents = stream.batch(first, size).to(precision.device)
         say(*calibrate(model, precision, ids, labels, args.gradient_accumulation_steps or 1, documents))
     engine = build_engine(model, args, ds_config)
     if resume_from is not None:
         with without_prints():
-            load_checkpoint(engine, resume_from, precision)
+            load_checkpoint(engine, resume_from, precision, is_cut_otherwise(read_state(resume_from), state))
     micro_step = MicroStep(engine, precision, args)
     begins = f"starting from {args.model.init_from or 'random weights'}"
     if resume_from is not None:
@@ -244,9 +254,14 @@ def engine_for(
 
 
 def open_folder(
-    args: TrainingArguments, ds_config: dict[str, Any], tuned: Record | None, state: RunState
+    args: TrainingArguments,
+    ds_config: dict[str, Any],
+    tuned: Record | None,
+    state: RunState,
+    resume_from: Path | None,
 ) -> MetricsLogger:
-    """From here on the run writes: whatever could refuse it has had its say. First what makes room.
+    """From here on the run writes: whatever could refuse it has had its say. First what makes room; then what this
+    start has otherwise than the checkpoint that it goes on from.
 
     tuned: what precision.auto chose. Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger."""
     main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
@@ -264,4 +279,10 @@ def open_folder(
             path.write_text(json.dumps(content, indent=2) + "\n")
         if tuned is not None:
             write_durably(folder.autotune, tuned.to_json())
+    changed = [change for change in state.changes if change["step"] == state.step]
+    notes: dict[str, Any] = {"changes": changed} if changed else {}
+    if resume_from is not None and not is_of(resume_from, folder.checkpoints):
+        notes["began_at"] = state.began_at
+    if notes:
+        metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
     return metrics

@@ -129,7 +129,7 @@ def run_training(args: TrainingArguments) -> None:
     model, precision = setup.model_for(args, resume_from)
     attention = setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
-    metrics = setup.open_folder(args, ds_config, tuned, state)
+    metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
     folder = RunFolder(args.output_dir)
     run = Run(
         arguments=args,

@@ -51,7 +51,7 @@ Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 class PrecisionConfig:
     """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
 
-    compute: Compute = option("arithmetic of the matrix products", "fp8")
+    compute: Compute = option("arithmetic of the matrix products", "fp8", resume="fp8 <-> bf16")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
         "FP8 scaling recipe; tensorwise and rowwise are variant torchao's, the others te_linear's and te_layer's",
         "delayed",
@@ -82,10 +82,12 @@ class PrecisionConfig:
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
     )
+    # free, as what it chooses is compared
     auto: bool | Annotated[str, Field(min_length=1)] = option(
         "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or "
         "bf16, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
         False,
+        resume="free",
     )
 
     @property

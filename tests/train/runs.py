@@ -38,6 +38,7 @@ def curve(output_dir: Path) -> list[tuple]:
     return [
         (m["step"], m["loss"], m["grad_norm"], m["learning_rate"], m.get("eval_loss"))
         for m in metrics(output_dir)
+        if "loss" in m
     ]
 
 

@@ -24,6 +24,7 @@ from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
 from train.guard.health import Health
 from train.loop import Loop, Step, TrainingError, evaluate, settle
+from train.record.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
 
@@ -179,6 +180,25 @@ def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, l
         settle(loop.run)
         assert "on_save_failure is continue: the run goes on" in said[0]
     assert begun == [not last]
+
+
+def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
+    """That of a checkpoint before it, at half the learning rate; none where there is none."""
+    loop: Any = object.__new__(Loop)
+    said: list[str] = []
+    loop.args, loop.advised = SimpleNamespace(learning_rate=3e-4), False
+    loop.run = SimpleNamespace(folder=RunFolder(tmp_path), metrics=SimpleNamespace(message=said.append))
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
+    loop._advise_after(10)
+    assert not said
+    loop._advise_after(20)
+    loop._advise_after(25)
+    assert len(said) == 1 and said[0].endswith(
+        f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000010 --learning_rate 0.00015 "
+        "--allow_changes_on_resume '[\"learning_rate\"]'"
+    )
 
 
 def test_mfu_is_of_one_of_the_gpus() -> None:

@@ -12,13 +12,14 @@ the newest. A file `latest`, which DeepSpeed would read, has no meaning here. No
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,10 @@ class RunState:
     # [first, end) of what rollbacks left out of the order of samples
     skipped_samples: list[list[int]] = field(default_factory=list)
     evaluation_due: bool = False  # that of this step was left, because the run was asked to stop
+    # what resumes had otherwise (allow_changes_on_resume), oldest first: step, key, old, new
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    # the checkpoint of another run that this one began at: path, manifest_sha256
+    began_at: dict[str, str] = field(default_factory=dict)
 
 
 def name_of(step: int) -> str:
@@ -90,8 +95,9 @@ def describe_file(file: Path) -> dict[str, Any]:
     return {"name": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
 
 
-def write_manifest(path: Path, entries: list[dict[str, Any]]) -> None:
+def write_manifest(path: Path, entries: list[dict[str, Any]], changes: Sequence[dict[str, Any]] = ()) -> None:
     """Commit the checkpoint in `path`, whose files are `entries` as of `describe_file`: from here on it counts.
+    changes: those of its RunState, for who looks.
 
     Raises OSError: a file that another rank wrote is not to be seen from here.
     """
@@ -99,7 +105,7 @@ def write_manifest(path: Path, entries: list[dict[str, Any]]) -> None:
     wait_for_files(path, entries)
     try:
         sync_folder(path.parent)  # the folder itself is new there
-        write_signed(path / MANIFEST, {"step": step_of(path), "files": entries})
+        write_signed(path / MANIFEST, {"step": step_of(path), "changes": list(changes), "files": entries})
     except OSError:
         (path / MANIFEST).unlink(missing_ok=True)  # a failed save commits nothing
         raise
@@ -280,6 +286,41 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
             "--resume_from_checkpoint never"
         )
     return None
+
+
+def is_of(path: Path, root: Path) -> bool:
+    """Whether the checkpoint `path` lies in `root`, the checkpoints of a run."""
+    return path.resolve().parent == root.resolve()
+
+
+def origin(path: Path) -> dict[str, str]:
+    """RunState.began_at of a run that begins at the checkpoint `path` of another one."""
+    return {"path": str(path.resolve()), "manifest_sha256": identity(path)}
+
+
+def branch_at(root: Path, path: Path) -> Path | None:
+    """The newest committed checkpoint under `root` of a run that began at the checkpoint `path` of another run; None
+    without any. `path` itself may be gone meanwhile.
+
+    Raises CheckpointError: what is committed under `root` did not begin there.
+    """
+    own = committed(root)
+    if not own or is_of(path, root):
+        return None
+    began: dict[str, str] = {}
+    for each in reversed(own):
+        with contextlib.suppress(CheckpointError):  # one that is damaged is for its verification to name
+            began = read_state(each).began_at
+            break
+    if not (path / MANIFEST).is_file():
+        return own[-1] if began.get("path") == str(path.resolve()) else None
+    if began.get("manifest_sha256") == identity(path):
+        return own[-1]
+    raise CheckpointError(
+        f"resume_from_checkpoint {path} is of another run, and {root} has checkpoints ({own[-1].name} is the newest) "
+        "of a run that did not begin there: choose another output_dir, or go on with that run, with "
+        "--resume_from_checkpoint auto"
+    )
 
 
 def read_state(path: Path) -> RunState:

@@ -21,6 +21,8 @@ from train.checkpoint.files import (
     MANIFEST,
     ROLLBACK,
     CheckpointError,
+    RunState,
+    branch_at,
     committed,
     identity,
     newest_good,
@@ -32,7 +34,10 @@ from train.checkpoint.files import (
     step_of,
 )
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
-from train.engine.zero import forget_moments
+from train.engine.zero import forget_moments, own_settings
+
+# Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
+FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
 # ---------------------------------------------------------------- choose
 
@@ -40,9 +45,10 @@ from train.engine.zero import forget_moments
 def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from, the same on every rank: rank 0 decides and verifies, the others follow.
 
-    setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path.
-    Raises CheckpointError, on all ranks: a path given that does not verify; committed checkpoints, none of which
-    verifies; a rank that does not see what rank 0 chose.
+    setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path, of another
+    run's checkpoint only until this run has some of its own.
+    Raises CheckpointError, on all ranks: a path given that does not verify, or of another run than the one whose
+    checkpoints are here; committed checkpoints, none of which verifies; a rank that does not see what rank 0 chose.
     """
     decision: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -75,6 +81,12 @@ def _choose_on_rank_0(root: Path, setting: str, log: Callable[[str], None]) -> P
         return None
     if setting != "auto":
         path = Path(setting)
+        if branch_at(root, path) and (own := newest_good(root, log)):
+            log(
+                f"this run began at {path} and goes on from its own {own.name}; to begin there again choose another "
+                "output_dir"
+            )
+            return own
         if found := problems(path):
             raise CheckpointError(
                 f"resume_from_checkpoint {setting!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
@@ -118,29 +130,44 @@ def set_aside(root: Path, after_step: int) -> Path | None:
 # ---------------------------------------------------------------- load
 
 
-def load_checkpoint(engine: Any, path: Path, precision: Precision) -> None:
+def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise: bool = False) -> None:
     """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
 
-    Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else weights, optimizer and FP8
-    state do, and the random generators of the ranks that there were; new ranks keep theirs.
+    Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else, and where its files are
+    `cut_otherwise` (train/checkpoint/resume.py), weights, optimizer and FP8 state do, and the random generators of the
+    ranks that there were; new ranks keep theirs. AdamW's settings and the norm of clipping stay the engine's. FP8 state
+    that is not this `precision`'s stays in the files (`has_fp8_state_of`).
 
     Raises CheckpointError: DeepSpeed could not load it; files that do not hold the whole model; ranks that had
     different FP8 states, if there are now more or fewer of them.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
-    if (saved.world_size, saved.zero_stage) == (world, engine.zero_optimization_stage()):
-        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+    if not cut_otherwise and (saved.world_size, saved.zero_stage) == (
+        world,
+        engine.zero_optimization_stage(),
+    ):
+        with own_settings(engine):
+            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
     else:
         load_resharded(engine, path, saved)
     forget_moments(engine)
-    fp8 = fp8_of_all_ranks(path, saved.world_size) if saved.world_size != world else None
+    keeps_fp8, fp8 = has_fp8_state_of(saved, precision), None
+    if keeps_fp8 and saved.world_size != world:
+        fp8 = fp8_of_all_ranks(path, saved.world_size)
     if rank < saved.world_size:
         rank_state = torch.load(path / rank_file(rank), weights_only=True)
         fp8 = fp8 or rank_state["fp8"]
         _set_random_state(rank_state)
-    load_fp8_state(engine.module, precision, fp8 or {})
+    if keeps_fp8:
+        load_fp8_state(engine.module, precision, fp8 or {})
+
+
+def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
+    """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
+    before = saved.train_config.get("precision")
+    return before is None or all(before.get(key) == getattr(precision.config, key) for key in FP8_STATE_OF)
 
 
 def _set_random_state(rank_state: dict[str, Any]) -> None:
@@ -158,6 +185,13 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
     Raises CheckpointError: no weights there.
     """
+    weights, tied = read_weights(path), model_config.tie_word_embeddings
+    weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
+    return conversion.to_hf(weights, model_config)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint under the names of its model, on the CPU. Raises CheckpointError: none there."""
     files = sorted(path.glob("*model_states.pt"))
     if not files:
         raise CheckpointError(f"{path} holds no *model_states.pt")
@@ -165,9 +199,5 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
         # the weights are spread over the ranks' optimizer shards, as the float32 master copy
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    else:
-        weights = torch.load(files[0], map_location="cpu", weights_only=False)["module"]
-    tied = model_config.tie_word_embeddings
-    weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
-    return conversion.to_hf(weights, model_config)
+        return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+    return torch.load(files[0], map_location="cpu", weights_only=False)["module"]

@@ -1,72 +1,154 @@
-"""Whether a run may go on from a checkpoint, and with which sample."""
+"""Whether a run may go on from a checkpoint, with which sample, and with what of its configuration changed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from train.checkpoint.files import CheckpointError, RunState
-from train.config.differences import Difference, differences, resume_differences, rule_of
+from train.config.arguments import TrainingArguments
+from train.config.differences import Difference, differences, key_of, resume_differences, why_never
+from train.engine.optimizer import learning_rate_at
 
-ALLOW = "data.allow_changes_on_resume"
+ALLOW = "allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
+# Of DeepSpeed's configuration: what its files may be cut by.
+CUT_BY = ("deepspeed.zero_optimization.", "deepspeed.data_types.")
+# Of the model: what its weights have their shapes by.
+SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "tie_word_embeddings".split()
+)
 
 
-def resume_state(state: RunState, saved: RunState, path: Path, allow_data_changes: bool) -> list[str]:
+@dataclass(frozen=True)
+class Change:
+    """Something that a run has otherwise than the checkpoint that it goes on from. `key`: what allow_changes_on_resume
+    has to name. `never`: why that would be of no use; "" where it is."""
+
+    what: Difference
+    key: str
+    never: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}" + (f" (cannot change on a resume: {self.never})" if self.never else "")
+
+
+def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
     """Continue `state` where `saved`, of the checkpoint `path`, stopped. Returns what the log should say.
 
-    The number of ranks and the ZeRO stage may be others, as long as a step has as many tokens. With changed data, which
-    `allow_data_changes` allows, the run goes on at the same number of tokens, rounded up to a whole sample.
+    The number of ranks and the ZeRO stage may be others. All else that changes numbers has to be in `allow`
+    (allow_changes_on_resume), and is added to `state.changes`. With another length or order of samples the run goes on
+    at the same number of tokens, rounded up to a whole sample.
 
-    Raises CheckpointError: the run that wrote the checkpoint was configured differently, or trained on other data.
+    Raises CheckpointError: a change that is not allowed, or that cannot be.
     """
-    old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
-    # with another sequence length a micro-batch may have another number of samples, so that a step has as many tokens
-    allowed = {"data", "length"} if old_length != new_length else {"data"}
-    of_data: list[Difference] = []
-    others: list[Difference] = []
-    for d in resume_differences(saved.train_config, state.train_config):
-        if not _is_of_ranks(d.key, saved, state):
-            (of_data if rule_of(d.key) in allowed else others).append(d)
-    model, data = json.loads(json.dumps([state.model_config, state.data_fingerprint]))
-    of_data += differences(saved.data_fingerprint, data, "data")
-    others += differences(saved.model_config, model, "model configuration")
-    if others or (of_data and not allow_data_changes):
-        refused = others if allow_data_changes else others + of_data
-        remedy = "restore these values, choose another output_dir, or start anew with --resume_from_checkpoint never"
-        if not others:
-            remedy += f"; --{ALLOW} true goes on with the changed data, at the same number of tokens"
-        if saved.world_size != state.world_size and any(d.key == "train_batch_size_tokens" for d in others):
-            remedy = f"{_batch_remedy(saved, state)}; {remedy}"
+    found = changes(state, saved)
+    refused = [c for c in found if c.never]
+    unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
+    if refused or unnamed:
         raise CheckpointError(
             f"{path} is of a run that was configured differently:\n  "
-            + "\n  ".join(map(str, refused))
-            + f"\n{remedy}"
+            + "\n  ".join(map(str, refused + unnamed))
+            + f"\n{_remedy(saved, state, refused, found, allow)}"
         )
     state.step = saved.step
     state.consumed_tokens = saved.consumed_tokens
+    old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
     state.consumed_samples = -(-saved.consumed_samples * old_length // new_length)
+    state.changes = [*saved.changes, *({"step": saved.step, **vars(c.what)} for c in found)]
     said = _redistribution(saved, state)
-    if not of_data:
+    if not found:
         return said
-    return [
-        *said,
-        f"{ALLOW}: {path} is of a run with other data; these changes are allowed:",
-        *(f"  {difference}" for difference in of_data),
-        f"the run had consumed {saved.consumed_samples:,} samples of {old_length} tokens and goes on with sample "
-        f"{state.consumed_samples:,} of {new_length} tokens (rounded up). What it has seen was in the old order: in "
-        "the new one texts may come again, or not at all, until the epochs that are under way end",
+    said += [f"{ALLOW}: from step {saved.step + 1} on, of {path}:", *(f"  {change}" for change in found)]
+    rates = [_rate(saved.step, s.train_config) for s in (saved, state)]
+    if rates[0] != rates[1]:
+        said.append(
+            f"the learning rate of step {saved.step + 1} is {rates[1]:.3e}; it would have been {rates[0]:.3e}"
+        )
+    if saved.data_fingerprint != _through_json(state.data_fingerprint):
+        said.append(
+            f"the run had consumed {saved.consumed_samples:,} samples of {old_length} tokens and goes on with sample "
+            f"{state.consumed_samples:,} of {new_length} tokens (rounded up). What it has seen was in the old order: "
+            "in the new one texts may come again, or not at all, until the epochs that are under way end"
+        )
+    return said
+
+
+def changes(state: RunState, saved: RunState) -> list[Change]:
+    """What `state` has otherwise than `saved` and not every resume may have."""
+    old, new = saved.train_config, state.train_config
+    found = [
+        Change(d, key_of(d.key), why_never(d))
+        for d in resume_differences(old, new)
+        if not _is_of_stage(d.key, saved, state)
     ]
+    for d in differences(saved.data_fingerprint, _through_json(state.data_fingerprint), "data"):
+        if d.key in ("data.seq_length", "data.seed"):  # named as keys of the configuration
+            continue
+        key = "data.sources"
+        if ".weight" in d.key:
+            lengths = old["max_seq_length"] != new["max_seq_length"]
+            key = "data.weights" if old["data"]["weights"] != new["data"]["weights"] else key
+            key = "max_seq_length" if lengths and key == "data.sources" else key
+        found.append(Change(d, key))
+    for d in differences(saved.model_config, _through_json(state.model_config), "model configuration"):
+        size = d.key.split(".")[1] in SIZES
+        found.append(Change(d, "model.config", "the checkpoint has weights of these sizes" if size else ""))
+    return found
 
 
-def _is_of_ranks(key: str, saved: RunState, state: RunState) -> bool:
-    """Whether a difference follows from another number of ranks or another ZeRO stage: what DeepSpeed's configuration
-    says of either, and in which type gradients are added up, of which not every stage has the choice. Tokens a step are
-    compared by themselves."""
-    ranks, stage = saved.world_size != state.world_size, saved.zero_stage != state.zero_stage
-    return (ranks and key == "deepspeed.gradient_accumulation_steps") or (
-        stage and (key.startswith("deepspeed.zero_optimization.") or key == f"deepspeed.{ACCUMULATES_IN}")
+def is_cut_otherwise(saved: RunState, state: RunState) -> bool:
+    """Whether DeepSpeed's files of `saved` may be cut otherwise than those of `state` although ranks and stage are the
+    same."""
+    found = resume_differences(saved.train_config, state.train_config) if saved.train_config else []
+    return any(d.key.startswith(CUT_BY) for d in found)
+
+
+def at_half_the_rate(path: Path, learning_rate: float) -> str:
+    """How a run goes on from its checkpoint `path` at half the rate: what to add to its command."""
+    return f"--resume_from_checkpoint {path} --learning_rate {learning_rate / 2:g} " + allowing(
+        ["learning_rate"]
     )
+
+
+def allowing(keys: Iterable[str]) -> str:
+    """The option that allows changes of `keys`."""
+    return f"--{ALLOW} '{json.dumps(list(dict.fromkeys(keys)))}'"
+
+
+def _through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _rate(step: int, config: dict[str, Any]) -> float:
+    return learning_rate_at(step, cast(TrainingArguments, SimpleNamespace(**config)))
+
+
+def _is_of_stage(key: str, saved: RunState, state: RunState) -> bool:
+    """Whether a difference follows from another ZeRO stage: what DeepSpeed's configuration says of it, and in which
+    type gradients are added up, of which not every stage has the choice."""
+    return saved.zero_stage != state.zero_stage and (
+        key.startswith("deepspeed.zero_optimization.") or key == f"deepspeed.{ACCUMULATES_IN}"
+    )
+
+
+def _remedy(
+    saved: RunState, state: RunState, refused: list[Change], found: list[Change], allow: bool | Iterable[str]
+) -> str:
+    """What to do about changes that are `refused`, or not all in `allow`."""
+    anew = "choose another output_dir, or start anew with --resume_from_checkpoint never"
+    if refused:
+        return f"restore {'this value' if len(refused) == 1 else 'these values'}, {anew}"
+    remedy = f"to go on with these changes from step {saved.step}: {allowing(c.key for c in found)} (or true: whatever "
+    remedy += f"can change); else restore these values, {anew}"
+    if saved.world_size != state.world_size and any(c.key == "train_batch_size_tokens" for c in found):
+        remedy = f"{_batch_remedy(saved, state)}; {remedy}"
+    return remedy
 
 
 def _redistribution(saved: RunState, state: RunState) -> list[str]:
@@ -75,9 +157,11 @@ def _redistribution(saved: RunState, state: RunState) -> list[str]:
     said = []
     if old != new:
         before, after = (s.train_config["gradient_accumulation_steps"] for s in (saved, state))
+        same = saved.train_config["train_batch_size_tokens"] == state.train_config["train_batch_size_tokens"]
+        samples = "each step has the samples it would have had, " if same else "a step goes on "
         said.append(
-            f"{old} ranks -> {new}: weights, optimizer and FP8 state are redistributed; each step has the samples it "
-            f"would have had, in {after} micro-batches a rank instead of {before}"
+            f"{old} ranks -> {new}: weights, optimizer and FP8 state are redistributed; {samples}in {after} "
+            f"micro-batches a rank instead of {before}"
         )
     if saved.zero_stage != state.zero_stage:
         before, after = (

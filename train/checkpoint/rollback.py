@@ -23,13 +23,16 @@ from train.checkpoint.files import (
     read_state,
     rolled_back,
 )
-from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
+from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, load_checkpoint, set_aside
+from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise
 from train.data.stream import SampleStream
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
 # From one checkpoint. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3
+# What of a run's state a rollback leaves as it is.
+OF_THIS_START = ("train_config", "world_size", "zero_stage", "model_config", "changes", "began_at")
 
 
 def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
@@ -88,14 +91,21 @@ class Rollback:
         # its positions are of another order of samples
         if saved.data_fingerprint != self.state.data_fingerprint:
             self.metrics.message(
-                f"on_spike rollback: {path.name} was saved before the data changed (data.allow_changes_on_resume), the "
+                f"on_spike rollback: {path.name} was saved before the order of samples changed "
+                "(allow_changes_on_resume), the run goes on"
+            )
+            return False
+        if not has_fp8_state_of(saved, self.precision):
+            self.metrics.message(
+                f"on_spike rollback: {path.name} was saved before the precision changed (allow_changes_on_resume), the "
                 "run goes on"
             )
             return False
         if self.taken[saved.step] >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
-                "a lower learning_rate or max_grad_norm may be"
+                "a lower learning_rate or max_grad_norm may be: stop this run, and start it again with "
+                + at_half_the_rate(path, self.state.train_config["learning_rate"])
             )
             return False
         self.taken[saved.step] += 1
@@ -122,7 +132,7 @@ class Rollback:
                     "next save would take the samples that are left out"
                 )
         self.metrics.rewind(saved.step)
-        load_checkpoint(self.engine, path, self.precision)
-        own = {key: getattr(self.state, key) for key in ("train_config", "world_size", "zero_stage")}
+        load_checkpoint(self.engine, path, self.precision, is_cut_otherwise(saved, self.state))
+        own = {key: getattr(self.state, key) for key in OF_THIS_START}
         vars(self.state).update({**vars(saved), **own, "skipped_samples": ranges, "evaluation_due": False})
         self.health.load_state_dict(saved.health)

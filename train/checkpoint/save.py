@@ -130,7 +130,7 @@ class Saver:
             except Exception as error:  # told when the ranks agree
                 job.error = error
         if self.ranks.rank == 0:
-            job.run_state = json.dumps(asdict(state), indent=1)
+            job.run_state, job.changes = json.dumps(asdict(state), indent=1), state.changes
         self._job = job
         if background:
             if torch.cuda.is_available():
@@ -181,6 +181,7 @@ class Job:
     start: float
     files: dict[str, Snapshot] = field(default_factory=dict)
     run_state: str | None = None  # rank 0
+    changes: list[dict[str, Any]] = field(default_factory=list)  # of the run state
     error: Exception | None = None  # of the copies
     needed: int = 0  # bytes of all ranks' files
     failure: BaseException | None = None
@@ -202,7 +203,7 @@ class Job:
             self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
             ranks.run(lambda: make_room(self.path, self.needed) if first else None)
             entries = [entry for each in ranks.run(self._write) for entry in each]
-            ranks.run(lambda: write_manifest(self.path, entries) if first else None)
+            ranks.run(lambda: write_manifest(self.path, entries, self.changes) if first else None)
         except SaveError as error:
             message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
             raise SaveError(message) from error

@@ -23,7 +23,7 @@ from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
 from train.config import command_line
-from train.config.schema import keys_of, parse, read_json
+from train.config.schema import keys_of, parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -43,12 +43,14 @@ class ModelArguments:
 
     # the content of config is compared on a resume, and the weights of init_from are in the checkpoint
     config: str = option(
-        "a name in model/configs, or the path of a MistralConfig JSON", resume="free", example="tiny"
+        "a name in model/configs, or the path of a MistralConfig JSON", resume="content", example="tiny"
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
         "te_linear and te_layer are of Transformer Engine's modules; hf: transformers' own, the baseline; torchao: the "
         "same with torchao's FP8",
         "te_layer",
+        resume="never",
+        why="weights and optimizer state are stored under the names of its modules; model.init_from takes an export",
     )
     compile: bool | None = option(
         "hf, torchao: torch.compile for each decoder layer; null: for torchao on a GPU", None
@@ -68,14 +70,12 @@ class DataArguments:
     sources: dict[str, str] = option(
         "name -> folder written by prepare_data.py; relative: here, else the repository",
         min_length=1,
-        resume="data",
         example={"NAME": "data/pretrain"},
     )
     weights: dict[str, float] | list[MixtureStage] | None = option(
         'name -> share of the samples; null: by tokens; by stage: [{"until_tokens": N, "weights": {...}}, ..., '
         '{"weights": {...}}]',
         None,
-        resume="data",
         example={"NAME": 0.7, "OTHER": 0.3},
     )
     # what is evaluated changes no step
@@ -87,11 +87,6 @@ class DataArguments:
     )
     verify: bool = option(
         "recompute every hash and look at every token id of the shards at the start", False, resume="free"
-    )
-    allow_changes_on_resume: bool = option(
-        "a resume may change tokenizer, data, data.* and max_seq_length; each change is logged",
-        False,
-        resume="free",
     )
     document_mask: bool = option(
         "te_*: attention stays within documents, positions begin anew with each, its last token predicts nothing",
@@ -109,10 +104,8 @@ class TrainingArguments:
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
 
     max_steps: int = option("optimizer steps of the whole run", gt=0, resume="constant", example=1000)
-    max_seq_length: int = option("tokens of a sample", 2048, gt=0, resume="data")
-    per_device_train_batch_size: int = option(
-        "samples of a micro-batch on one rank", 8, gt=0, resume="length"
-    )
+    max_seq_length: int = option("tokens of a sample", 2048, gt=0)
+    per_device_train_batch_size: int = option("samples of a micro-batch on one rank", 8, gt=0)
     per_device_eval_batch_size: int | None = option(
         "the same in evaluation; null: as in training", None, gt=0, resume="free"
     )
@@ -219,6 +212,13 @@ class TrainingArguments:
     resume_from_checkpoint: str = option(
         "auto (the newest good one) | never | path of a checkpoint", "auto", resume="free"
     )
+    allow_changes_on_resume: bool | list[str] = option(
+        "keys that a resume may have otherwise than the checkpoint although they change what a step computes; true: "
+        "all that can be. Each change is logged, and noted in metrics.jsonl and in later checkpoints",
+        False,
+        resume="free",
+        example=["learning_rate"],
+    )
     report_to: Literal["none", "wandb", "tensorboard"] | list[Literal["wandb", "tensorboard"]] = option(
         "where metrics go besides metrics.jsonl, as a list where it is to several", "none", resume="free"
     )
@@ -283,6 +283,8 @@ class TrainingArguments:
             not rollback or self.spike_threshold > 0,
             "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
         )
+        if isinstance(self.allow_changes_on_resume, list):
+            problems += unchangeable(TrainingArguments, self.allow_changes_on_resume)
         if "output_dir" not in bad and self.output_dir and (blocked := _blocking(Path(self.output_dir))):
             problems.append(
                 f"output_dir {json.dumps(self.output_dir)}: {blocked} is there and is not a folder; choose another "

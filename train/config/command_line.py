@@ -34,7 +34,8 @@ def help_text(cls: type) -> str:
     lines = [USAGE]
     for key, node in keys_of(cls).items():
         default = f"default {json.dumps(node['default'])}" if "default" in node else "required"
-        facts = [in_words(node), default, *([RESUME[node["resume"]]] if "resume" in node else [])]
+        why = f": {node['why']}" if "why" in node else ""
+        facts = [in_words(node), default, RESUME[node["resume"]] + why]
         lines += [f"  --{key}  ({'; '.join(facts)})", f"        {node['description']}"]
     return "\n".join(lines)
 

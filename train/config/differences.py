@@ -41,19 +41,50 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
-    """What keeps a run from being resumed, by key. Both are `to_dict()` of resolved arguments."""
-    rules = {"free"}
+    """What a resume has otherwise and not every one may have, by key. Both are `to_dict()` of resolved arguments; of a
+    key that one of them lacks, which another version wrote, the default counts."""
+    rules = {"free", "content"}
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
 
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         # the content of data folders is compared, not their paths
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
-        return {key: value for key, value in leaves(values).items() if rule_of(key) not in rules}
+        found = {key: value for key, value in leaves(values).items() if not _is_repeated(key)}
+        present = {key_of(key) for key in found}
+        defaults = {
+            key: node["default"] for key, node in keys_of(TrainingArguments).items() if "default" in node
+        }
+        found |= {key: value for key, value in defaults.items() if key not in present}
+        return {key: value for key, value in found.items() if key_of(key) and rule_of(key) not in rules}
 
     return differences(relevant(old), relevant(new))
 
 
+# Of DeepSpeed's configuration what only repeats keys of the training configuration (ds_config.py sees to that).
+_REPEATED = (
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
+    "fp16.enabled".split()
+)
+
+
+def _is_repeated(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section == "deepspeed" and (name in _REPEATED or name.startswith("optimizer."))
+
+
+def key_of(key: str) -> str:
+    """The key of the configuration in which the dotted `key` lies; "" where there is none."""
+    return key_at(TrainingArguments, key.split("."))
+
+
 def rule_of(key: str) -> str:
-    """The rule (train.config.schema.RESUME) of the key in which the dotted `key` lies; "" where it has to stay."""
-    return keys_of(TrainingArguments).get(key_at(TrainingArguments, key.split(".")), {}).get("resume", "")
+    """The rule (model.keys.RESUME) of the key in which the dotted `key` lies."""
+    return keys_of(TrainingArguments)[key_of(key)]["resume"]
+
+
+def why_never(difference: Difference) -> str:
+    """Why no resume can have this difference; "" where one that allows it can."""
+    if difference.key == "precision.compute" and not {difference.old, difference.new} <= {"fp8", "bf16"}:
+        return "weights and optimizer state are kept in another type"
+    return keys_of(TrainingArguments)[key_of(difference.key)].get("why", "")

@@ -179,6 +179,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def unchangeable(cls: type, names: Iterable[str]) -> list[str]:
+    """What is wrong with `names`, given in allow_changes_on_resume, a line each: no key, or one that cannot change."""
+    keys, problems = keys_of(cls), []
+    for name in names:
+        given = f"allow_changes_on_resume {json.dumps(name)}"
+        if name not in keys:
+            problems.append(f"{given}: there is no such key{nearest(name, keys)}; --help lists all keys")
+        elif why := keys[name].get("why"):
+            problems.append(f"{given}: this key cannot change on a resume: {why}; remove it")
+    return problems
+
+
 def parse(cls: type, raw: dict[str, Any]) -> tuple[Any, list[str], set[str]]:
     """An instance of `cls` from a JSON object, all that is wrong with that, a line each, and the keys without a usable
     value: in the instance these hold their default, a required one its example, so that what goes across keys can be

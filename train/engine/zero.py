@@ -96,6 +96,20 @@ def rewritten_masters(engine: Any) -> Iterator[None]:
             master.parameters[0].data.copy_(master.tensor)
 
 
+@contextlib.contextmanager
+def own_settings(engine: Any) -> Iterator[None]:
+    """Within it a checkpoint may be loaded; afterwards AdamW's settings and the norm of clipping are again what they
+    were. DeepSpeed loads those of the checkpoint without a word."""
+    keys = ("lr", "betas", "eps", "weight_decay")
+    settings = [{key: group[key] for key in keys} for group in adamw(engine).param_groups]
+    clipping = getattr(engine.optimizer, "clip_grad", None)
+    yield
+    for group, own in zip(adamw(engine).param_groups, settings, strict=True):
+        group.update(own)
+    if clipping is not None:
+        engine.optimizer.clip_grad = clipping
+
+
 def forget_moments(engine: Any) -> None:
     """DeepSpeed's links from weights to moments that a checkpoint has replaced: they would keep the old ones in memory.
     The next step links anew."""

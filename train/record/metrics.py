@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from train.record.trackers import Trackers
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
+# What a resume notes at the step that it begins at: of a start before it that saved nothing it does not hold.
+NOTED_AT_START = ("changes", "began_at")
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -73,7 +76,8 @@ class MetricsLogger:
             return
         self.total_steps = config["max_steps"]
         folder.path.mkdir(parents=True, exist_ok=True)
-        discarded = discard_after(folder.metrics, start_step, evaluates_again)
+        again = ("eval_loss",) if evaluates_again else ()
+        discarded = discard_after(folder.metrics, start_step, (*NOTED_AT_START, *again))
         self._file = folder.metrics.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._failing = False
@@ -97,7 +101,8 @@ class MetricsLogger:
         if step > self._recent[-1][0]:
             self._recent.append((step, time.monotonic()))
         left = self._left(step) if "loss" in metrics else ""
-        self.message(f"step {step}/{self.total_steps}  {_brief(metrics)}{left}")
+        if brief := _brief(metrics):
+            self.message(f"step {step}/{self.total_steps}  {brief}{left}")
         self._trackers.log(metrics)
         self._plot.update()
 
@@ -176,9 +181,9 @@ class MetricsLogger:
         return f"  {timedelta(seconds=int(seconds))} left"
 
 
-def discard_after(path: Path, step: int, evaluates_again: bool = False) -> tuple[Path, int] | None:
-    """Take the lines of steps after `step` (0: all) out of the metrics `path`, a line cut off by a crash and, if it
-    `evaluates_again`, an evaluation made up for at `step`. The last line left ends as one.
+def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Path, int] | None:
+    """Take the lines of steps after `step` (0: all) out of the metrics `path`, a line cut off by a crash and those of
+    `step` that have a key of `again`, which is about to be written again. The last line left ends as one.
 
     Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
     for that file; nothing is changed.
@@ -189,7 +194,7 @@ def discard_after(path: Path, step: int, evaluates_again: bool = False) -> tuple
     discard: list[str] = []
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
-        made_again = evaluates_again and '"eval_loss"' in line and _step_of(line) == step
+        made_again = _step_of(line) == step and any(f'"{key}"' in line for key in again)
         (keep if 0 < _step_of(line) <= step and not made_again else discard).append(line)
     if not discard and text.endswith("\n"):
         return None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import load
 from train.checkpoint.files import (
@@ -23,6 +27,7 @@ from train.checkpoint.files import (
     make_room,
     name_of,
     note_rollback,
+    origin,
     problems,
     read_manifest,
     read_state,
@@ -52,6 +57,40 @@ def make(root: Path, step: int) -> Path:
 def choose(root: Path, setting: str = "auto") -> tuple[Path | None, list[str]]:
     log: list[str] = []
     return choose_checkpoint(root, setting, log.append), log
+
+
+def begin_at(path: Path, own: Path) -> None:
+    """Have the checkpoint `own` be of a run that began at `path`."""
+    (own / RUN_STATE).write_text(json.dumps(vars(read_state(own)) | {"began_at": origin(path)}))
+    write_manifest(own, [describe_file(own / "weights.pt"), describe_file(own / RUN_STATE)])
+
+
+def test_a_branch_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
+    """Also when the one that it began at is gone, or the newest of its own is damaged. That of another run, or of
+    another beginning, is not mixed in."""
+    start, other = make(tmp_path / "old", 3), make(tmp_path / "old", 4)
+    root = tmp_path / "new"
+    assert choose(root, str(start)) == (start, [])
+    for step in (5, 6):
+        begin_at(start, make(root, step))
+    chosen, (said,) = choose(root, str(start))
+    assert chosen == root / "step-00000006"
+    assert said.startswith(
+        f"this run began at {start} and goes on from its own step-00000006; to begin there again"
+    )
+    (root / "step-00000006" / RUN_STATE).write_text("")
+    assert choose(root, str(start))[0] == root / "step-00000005"
+    with pytest.raises(CheckpointError, match="step-00000004 is of another run.*choose another output_dir"):
+        choose(root, str(other))
+    assert choose(root, str(root / "step-00000005")) == (root / "step-00000005", []), "its own is an order"
+    shutil.copytree(start, tmp_path / "copy" / start.name)
+    assert choose(root, str(tmp_path / "copy" / start.name))[0] == root / "step-00000005", (
+        "the same one elsewhere"
+    )
+    shutil.rmtree(start)
+    assert choose(root, str(start))[0] == root / "step-00000005"
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        choose(root, str(tmp_path / "old" / "step-00000002"))
 
 
 @pytest.mark.parametrize("theirs", [None, "0" * 64])
@@ -266,7 +305,15 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
     nothing: Any = None
     rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
     assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert "step-00000003 was saved before the data changed" in said[0] and len(said) == 1
+    assert "step-00000003 was saved before the order of samples changed" in said.pop() and not said
+
+    # nor is there FP8 state of this precision in what another precision wrote
+    saved = vars(read_state(path)) | {"train_config": {"precision": asdict(PrecisionConfig(compute="bf16"))}}
+    (path / RUN_STATE).write_text(json.dumps(saved))
+    rollback.state, rollback.precision = read_state(path), Precision(PrecisionConfig(recipe="delayed"))
+    write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
+    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
+    assert "step-00000003 was saved before the precision changed" in said[0] and len(said) == 1
 
 
 class Back(Rollback):

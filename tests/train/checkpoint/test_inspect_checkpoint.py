@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,14 @@ from train.checkpoint.files import (
 )
 
 
-def make(root: Path, step: int) -> Path:
+def make(root: Path, step: int, **state: Any) -> Path:
     """A committed checkpoint of two files."""
     path = root / name_of(step)
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
-    (path / RUN_STATE).write_text(json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}))))
+    (path / RUN_STATE).write_text(
+        json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}, **state)))
+    )
     write_manifest(path, [describe_file(file) for file in sorted(path.iterdir())])
     return path
 
@@ -57,6 +60,16 @@ def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert inspect(capsys, root, "--verify")[1].splitlines()[:4] == out.splitlines()[:4]
     status, out = inspect(capsys, newest)
     assert status == 0 and "sizes hold (--verify computes the hashes)" in out and "00000010" not in out
+
+
+def test_what_resumes_changed_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    changes = [{"step": 4, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
+    make(tmp_path, 10, changes=changes, began_at={"path": "old/step-00000002", "manifest_sha256": "0"})
+    lines = inspect(capsys, tmp_path)[1].splitlines()
+    assert lines[2:4] == [
+        "    began at old/step-00000002",
+        "    changed at step 4: learning_rate: 0.0003 -> 0.0001",
+    ]
 
 
 @pytest.mark.parametrize(
