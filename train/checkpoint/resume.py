@@ -12,7 +12,6 @@ from typing import Any, cast
 from train.checkpoint.files import CheckpointError, RunState
 from train.config.arguments import TrainingArguments
 from train.config.differences import Difference, differences, key_of, resume_differences, why_never
-from train.engine.optimizer import learning_rate_at
 
 ALLOW = "allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
@@ -47,15 +46,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
 
     Raises CheckpointError: a change that is not allowed, or that cannot be.
     """
-    found = changes(state, saved)
-    refused = [c for c in found if c.never]
-    unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
-    if refused or unnamed:
-        raise CheckpointError(
-            f"{path} is of a run that was configured differently:\n  "
-            + "\n  ".join(map(str, refused + unnamed))
-            + f"\n{_remedy(saved, state, refused, found, allow)}"
-        )
+    found = allowed_changes(state, saved, path, allow)
     state.step = saved.step
     state.consumed_tokens = saved.consumed_tokens
     old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
@@ -77,6 +68,23 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
             "in the new one texts may come again, or not at all, until the epochs that are under way end"
         )
     return said
+
+
+def allowed_changes(
+    state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]
+) -> list[Change]:
+    """What `state` has otherwise than `saved`, of the checkpoint `path`, and may have. Raises CheckpointError as
+    `resume_state`."""
+    found = changes(state, saved)
+    refused = [c for c in found if c.never]
+    unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
+    if refused or unnamed:
+        raise CheckpointError(
+            f"{path} is of a run that was configured differently:\n  "
+            + "\n  ".join(map(str, refused + unnamed))
+            + f"\n{_remedy(saved, state, refused, found)}"
+        )
+    return found
 
 
 def changes(state: RunState, saved: RunState) -> list[Change]:
@@ -126,6 +134,8 @@ def _through_json(value: Any) -> Any:
 
 
 def _rate(step: int, config: dict[str, Any]) -> float:
+    from train.engine.optimizer import learning_rate_at  # torch, which a look before the start does without
+
     return learning_rate_at(step, cast(TrainingArguments, SimpleNamespace(**config)))
 
 
@@ -137,10 +147,8 @@ def _is_of_stage(key: str, saved: RunState, state: RunState) -> bool:
     )
 
 
-def _remedy(
-    saved: RunState, state: RunState, refused: list[Change], found: list[Change], allow: bool | Iterable[str]
-) -> str:
-    """What to do about changes that are `refused`, or not all in `allow`."""
+def _remedy(saved: RunState, state: RunState, refused: list[Change], found: list[Change]) -> str:
+    """What to do about the changes that were `found`, some of which may be `refused`."""
     anew = "choose another output_dir, or start anew with --resume_from_checkpoint never"
     if refused:
         return f"restore {'this value' if len(refused) == 1 else 'these values'}, {anew}"

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from model.config import UserError, check_init_from, load_sizes, num_parameters
 from model.variants import VARIANTS
-from train.checkpoint.files import committed
+from train.checkpoint.files import MANIFEST, CheckpointError, RunState, branch_at, committed, read_state
+from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
@@ -57,6 +58,8 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     attempt(lambda: check_output(args))
     if sizes is not None and begins(args):
         attempt(lambda: check_weights(args, sizes))
+    if resolved and ds_config:
+        attempt(partial(check_resume, resolved, ds_config, world_size))
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
     if sizes is not None and ds_config:
@@ -86,6 +89,35 @@ def begins(args: TrainingArguments) -> bool:
     """Whether the run goes on from no checkpoint."""
     setting = args.resume_from_checkpoint
     return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
+
+
+def goes_on_from(args: TrainingArguments) -> Path | None:
+    """The checkpoint that a run is about to go on from, by what is there, unread; None where it begins, or that is for
+    the run to say. Raises CheckpointError: see `branch_at`."""
+    setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
+    if setting == "never":
+        return None
+    if setting == "auto":
+        return next(iter(committed(own)[-1:]), None)
+    path = Path(setting)
+    return branch_at(own, path) or (path if (path / MANIFEST).is_file() else None)
+
+
+def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
+    """Raises CheckpointError: the resolved arguments have otherwise than the checkpoint that the run is to go on from
+    what is not allowed; or see `branch_at`. The content of data and model is for the run to compare, and a damaged
+    checkpoint for it to pass over."""
+    path = goes_on_from(args)
+    if path is None or args.precision.auto:  # what that chooses is not known yet
+        return
+    try:
+        saved = read_state(path)
+    except CheckpointError:
+        return
+    stage = ds_config["zero_optimization"]["stage"]
+    same = (saved.model_config, saved.data_fingerprint)
+    now = RunState(saved.step, 0, 0, world_size, stage, args.to_dict(), *same)
+    allowed_changes(now, saved, path, args.allow_changes_on_resume)
 
 
 def check_weights(args: TrainingArguments, sizes: Any) -> None:

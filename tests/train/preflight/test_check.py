@@ -28,7 +28,7 @@ def test_a_good_configuration_is_not_remarked_on(world: World) -> None:
 
 def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_trained: Path) -> None:
     """own_trained has the checkpoints of steps 3 and 6."""
-    keys(max_steps=100)(world)
+    keys(max_steps=100, allow_changes_on_resume=["max_steps"])(world)
     world.output = own_trained
     keys(output_dir=str(own_trained))(world)
     size = sizes.checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
@@ -47,6 +47,28 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
     assert "2 more at a time" in checked(world)[0]
     keys(save_strategy="no")(world)
     world.disk(0)
+    assert checked(world) == []
+
+
+def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, own_trained: Path) -> None:
+    """By the checkpoint that it would go on from, which is named; a damaged one is for the run to pass over."""
+    keys(output_dir=str(own_trained), learning_rate=1e-3)(world)
+    with pytest.raises(
+        check.PreflightError, match="step-00000006 is of a run(?s:.)*learning_rate: 0.005 -> 0.001"
+    ) as error:
+        checked(world)
+    assert "--allow_changes_on_resume '[\"learning_rate\"]'" in str(error.value)
+    keys(resume_from_checkpoint="never")(world)
+    assert checked(world) == []
+    start = own_trained / "checkpoints/step-00000003"
+    keys(resume_from_checkpoint=str(start), output_dir=str(own_trained.parent / "branch"))(world)
+    with pytest.raises(check.PreflightError, match="step-00000003 is of a run"):
+        checked(world)
+    (start / "run_state.json").write_text("")
+    assert checked(world) == []
+    keys(
+        resume_from_checkpoint="auto", output_dir=str(own_trained), allow_changes_on_resume=["learning_rate"]
+    )(world)
     assert checked(world) == []
 
 
