@@ -2,20 +2,23 @@ import gzip
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import sentencepiece
+from datatrove.data import Document
 
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
-from train.prepare.blocks import encoder_of
+from train.prepare.blocks import WriteShards, encoder_of
 from train.prepare.corpus import Source
 from train.prepare.output import unigram_loss
 from train.prepare.preparation import Preparation
+from train.prepare.tally import Tally
 from train.prepare_data import parse_arguments
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
@@ -295,17 +298,23 @@ def test_shuffling_keeps_every_document(tmp_path, prepare, corpus):
     assert sorted(plain) == sorted(a) == sorted(b) and len({tuple(x) for x in (plain, a, b)}) == 3
 
 
-def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, prepare):
-    """Else a mixture of equal files would have the same places in all of them; without a seed nothing moves."""
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_bytes(lines([f"{name} {number:02d}" for number in range(20)]))
-    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for name, options in (("plain", {}), ("shuffled", {"shuffle_seed": 1})):
-        assert prepare(tmp_path / name, *inputs, all_train=True, tasks=2, **options) == 0
-    plain, shuffled = (decoded(tmp_path / name) for name in ("plain", "shuffled"))
-    of_a, of_b = ([text[2:] for text in shuffled if text[0] == name] for name in "ab")
-    assert plain[:40] == [f"{name} {number:02d}" for name in "ab" for number in range(20)]
-    assert sorted(of_a) == sorted(of_b) and of_a != of_b != sorted(of_b) and of_a != sorted(of_a)
+def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, tokenizer_dir):
+    """Else files of as many documents would have the same places in all shards. Without a seed nothing moves."""
+    (tmp_path / "new").mkdir()
+    what = SimpleNamespace(work=lambda name: tmp_path / name, tokenizer=tokenizer_dir, eval_fraction=0.1,
+                           shard_tokens=1 << 20, shuffle_seed=None)  # fmt: skip
+
+    def shard(rank: int) -> list[str]:
+        documents = [Document(text=f"{n:02d}", id="", metadata={"split": "train"}) for n in range(20)]
+        WriteShards(what, Tally()).run(iter(documents), rank)
+        tokens = np.fromfile(tmp_path / f"new/train_{rank:05d}_00000.ds", dtype="<u2")
+        return [str(ids) for ids in np.split(tokens, np.flatnonzero(tokens == 1))[1:]]
+
+    plain = shard(0)
+    assert shard(1) == plain
+    what.shuffle_seed = 1
+    first, second = shard(0), shard(1)
+    assert shard(0) == first != second != plain != first and sorted(first) == sorted(second) == sorted(plain)
 
 
 @pytest.mark.parametrize(("size", "tasks"), [(0, 1), (1 << 24, 1), ((1 << 24) + 1, 2), (10**12, 1000)])
