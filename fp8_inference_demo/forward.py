@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -65,9 +66,12 @@ class Forward:
         frequencies = 1.0 / rope_theta(config) ** (half / head_dim(config))
         positions = torch.arange(cache.max_length, dtype=torch.float32, device=weights.device)
         angles = positions[:, None] * frequencies
-        self.cosines, self.sines = angles.cos(), angles.sin()
-        # where the splits of an attention note that they are through (kernels.attend_cache)
-        self.arrived = torch.zeros(cache.keys.shape[1:3], dtype=torch.int32, device=weights.device)
+        self.turns = angles.cos(), angles.sin()
+        # what kernels note: the splits of an attention that are through, and the largest magnitude of the rows that
+        # attention and SwiGLU of each layer write
+        layers, B, K = cache.keys.shape[:3]
+        self.arrived = torch.zeros(B, K, dtype=torch.int32, device=weights.device)
+        self.largest = torch.zeros(layers, 2, B, dtype=torch.int32, device=weights.device)
         self.ran: Counter[str] = Counter()
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
@@ -77,16 +81,21 @@ class Forward:
         """
         x_BH, B, delta = self.weights.embedding[tokens_B], len(tokens_B), None
         do, few = self.operations, len(tokens_B) <= FEW_ROWS
+        one = B == 1 and do is not reference
+        if not one:
+            self.largest.zero_()
         for index, layer in enumerate(self.weights.layers):
             keys, values = self.cache.keys[index, :B], self.cache.values[index, :B]
-            if B == 1 and do is not reference:
+            if one:
                 for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
                     self._note(matrix, few)
                 x_BH = do.decode_layer(self, x_BH, layer, keys, values, positions_B)
-            else:
-                x_BH, q = self._enter(x_BH, delta, layer, keys, values, positions_B[:, None], few)
-                out = do.attend_cache(q[:, 0], keys, values, positions_B, self.window, self.arrived)
-                x_BH, delta = self._leave(x_BH, out, layer, few)
+                continue
+            x_BH, qkv = self._enter(x_BH, delta, layer, few)
+            noted, digits = self.largest[index, :, :B], _digits(layer.o, few)
+            cache = self.turns, positions_B, keys, values
+            attended = do.attend_cache(qkv, *cache, self.heads, self.window, digits, self.arrived, noted[0])
+            x_BH, delta = self._leave(x_BH, attended, layer, few, noted[1])
         return do.head(self, x_BH, delta)
 
     def prefill(self, ids_BT: torch.Tensor, first_row: int = 0) -> torch.Tensor:
@@ -95,51 +104,44 @@ class Forward:
         ids: int64 [B, T], shorter prompts padded at their ends: what is computed there is overwritten later, position
         by position, before anything attends to it.
         """
-        B, T = ids_BT.shape
+        (B, T), do = ids_BT.shape, self.operations
         x_MH, few = self.weights.embedding[ids_BT.flatten()], B * T <= FEW_ROWS
         positions_BT = torch.arange(T, device=ids_BT.device).expand(B, T).contiguous()
         rows, delta = slice(first_row, first_row + B), None
         for index, layer in enumerate(self.weights.layers):
             keys, values = self.cache.keys[index, rows], self.cache.values[index, rows]
-            x_MH, q = self._enter(x_MH, delta, layer, keys, values, positions_BT, few)
+            x_MH, qkv = self._enter(x_MH, delta, layer, few)
+            q = do.rotate_into_cache(qkv, self.turns, positions_BT, keys, values, self.heads)
             out = reference.attend_prompt(q, keys[:, :, :T], values[:, :, :T], self.window)
-            x_MH, delta = self._leave(x_MH, out.reshape(B * T, -1), layer, few)
-        return self.operations.add(x_MH, delta).view(B, T, -1)
+            attended = do.rows(out.reshape(B * T, -1), _digits(layer.o, few))
+            x_MH, delta = self._leave(x_MH, attended, layer, few, None)
+        return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [M, H] -> logits float32 [M, V]."""
         return self.operations.head(self, x, None)
 
     def _enter(
-        self,
-        x_MH: torch.Tensor,
-        delta: torch.Tensor | None,
-        layer: Layer,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions_BT: torch.Tensor,
-        few: bool,
+        self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer up to its attention: x + delta, and q [B, T, N, D]; k and v are in the cache."""
-        do = self.operations
-        x_MH, rows = do.add_norm_rows(x_MH, delta, layer.input_norm, self.eps, _digits(layer.qkv, few))
-        qkv = self._gemm(rows, layer.qkv, few)
-        turns = self.cosines, self.sines, positions_BT
-        return x_MH, do.rotate_into_cache(qkv, *turns, keys, values, self.heads)
+        """A layer up to its attention: x + delta, and the product of rows [q; k; v]."""
+        x_MH, rows = self.operations.add_norm_rows(
+            x_MH, delta, layer.input_norm, self.eps, _digits(layer.qkv, few)
+        )
+        self._note(layer.qkv, few)
+        return x_MH, self.operations.gemm(rows, layer.qkv)
 
     def _leave(
-        self, x_MH: torch.Tensor, attended: torch.Tensor, layer: Layer, few: bool
+        self, x_MH: torch.Tensor, attended: Any, layer: Layer, few: bool, largest: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer from its attention on: hidden states, and what is to be added to them."""
+        """A layer from its attention on, whose rows `attended` are: hidden states, and what is to be added to them."""
         do = self.operations
-        delta = self._gemm(do.rows(attended, _digits(layer.o, few)), layer.o, few)
+        for matrix in (layer.o, layer.gate_up, layer.down):
+            self._note(matrix, few)
+        delta = do.gemm(attended, layer.o)
         x_MH, rows = do.add_norm_rows(x_MH, delta, layer.post_norm, self.eps, _digits(layer.gate_up, few))
-        inner = do.swiglu_rows(self._gemm(rows, layer.gate_up, few), _digits(layer.down, few))
-        return x_MH, self._gemm(inner, layer.down, few)
-
-    def _gemm(self, rows: reference.Rows, weight: Matrix, few: bool) -> torch.Tensor:
-        self._note(weight, few)
-        return self.operations.gemm(rows, weight)
+        inner = do.swiglu_gemm(rows, layer.gate_up, _digits(layer.down, few), largest)
+        return x_MH, do.gemm(inner, layer.down)
 
     def _note(self, weight: Matrix, few: bool) -> None:
         kind = "fp8 weights" if few else "fp8 gemm"

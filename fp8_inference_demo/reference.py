@@ -65,11 +65,6 @@ def add_norm_rows(
     return x, rows(norm(x, weight, eps), digits)
 
 
-def swiglu_rows(gate_up: torch.Tensor, digits: int) -> Rows:
-    """silu(gate) * up of [M, 2 I], then `rows`."""
-    return rows(swiglu(gate_up), digits)
-
-
 def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
     """Rows [M, C] times the transposed weight. Where both are FP8 the sums are float32, rounded to bf16."""
     x, scale = rows
@@ -83,10 +78,14 @@ def gemm(rows: Rows, weight: Matrix) -> torch.Tensor:
     return (out * scale).to(torch.bfloat16)
 
 
+def swiglu_gemm(rows_: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None = None) -> Rows:
+    """silu(gate) * up of the product with [2 I, C], then `rows`."""
+    return rows(swiglu(gemm(rows_, weight)), digits)
+
+
 def rotate_into_cache(
     qkv_MR: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     positions_BT: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -97,29 +96,35 @@ def rotate_into_cache(
     K, D = keys.shape[1], keys.shape[3]
     q, k, v = qkv_MR.view(*positions_BT.shape, -1, D).split((num_heads, K, K), 2)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-    keys[row, :, positions_BT] = rotate(k, cosines, sines, positions_BT)
+    keys[row, :, positions_BT] = rotate(k, *turns, positions_BT)
     values[row, :, positions_BT] = v
-    return rotate(q, cosines, sines, positions_BT)
+    return rotate(q, *turns, positions_BT)
 
 
 def attend_cache(
-    q_BND: torch.Tensor,
-    k_BKSD: torch.Tensor,
-    v_BKSD: torch.Tensor,
+    qkv_BR: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     positions_B: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    num_heads: int,
     window: int | None,
+    digits: int,
     arrived: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of one token a row, at its position, to the cache up to and with it -> [B, N D]."""
-    at = torch.arange(k_BKSD.shape[2], device=q_BND.device)
+    largest: torch.Tensor | None = None,
+) -> Rows:
+    """`rotate_into_cache` of one token a row, and its attention to the cache up to and with it -> `rows` of [B, N D].
+    arrived, largest: what the kernels note."""
+    q = rotate_into_cache(qkv_BR, turns, positions_B[:, None], keys, values, num_heads)
+    at = torch.arange(keys.shape[2], device=q.device)
     behind = positions_B[:, None] - at
     visible = behind >= 0
     if window:
         visible = visible & (behind < window)
     out = F.scaled_dot_product_attention(
-        q_BND[:, :, None], k_BKSD, v_BKSD, attn_mask=visible[:, None, None], enable_gqa=True
+        q.transpose(1, 2), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
     )
-    return out.flatten(1)
+    return rows(out.flatten(1), digits)
 
 
 def attend_prompt(

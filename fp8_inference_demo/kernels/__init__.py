@@ -5,14 +5,14 @@ rows.py, gemm.py: several rows, whose products are the tensor cores', FP8 by FP8
 scale, once, or, where few rows shall keep bf16's precision, twice: a second code holds 16 times what the first leaves.
 attention.py: one token of each row over the cache.
 
-Each kernel is launched while the one before it ends (programmatic dependent launch): it asks for its weights, which do
-not depend on that one, and waits before it reads or writes anything else.
+Each kernel is launched while the one before it ends (programmatic dependent launch): it asks for what no kernel of this
+step writes, its weights, the positions and the older keys and values, and then waits before it reads anything else.
 """
 
 from fp8_inference_demo.kernels.attention import attend_cache
-from fp8_inference_demo.kernels.gemm import gemm
+from fp8_inference_demo.kernels.gemm import gemm, swiglu_gemm
 from fp8_inference_demo.kernels.one_row import decode_layer, head
-from fp8_inference_demo.kernels.rows import add, add_norm_rows, rotate_into_cache, rows, swiglu_rows
+from fp8_inference_demo.kernels.rows import add, add_norm_rows, rotate_into_cache, rows
 
 __all__ = [
     "add",
@@ -23,5 +23,5 @@ __all__ = [
     "head",
     "rotate_into_cache",
     "rows",
-    "swiglu_rows",
+    "swiglu_gemm",
 ]

@@ -1,5 +1,6 @@
 """Attention of one token of each row to the cache, split over programs (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding); the last split to end combines them."""
+https://pytorch.org/blog/flash-decoding); the last split to end combines them. It begins with the token's projection:
+the rotation and the way into the cache are no launch of their own."""
 
 from __future__ import annotations
 
@@ -8,21 +9,38 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fp8_inference_demo.kernels.common import PROGRAMS
+from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits
+from fp8_inference_demo.reference import Rows
 
 ATTEND_BLOCK = 64
 
 
 @triton.jit
+def _fold(query, key, value, there, factor, peak, total, mean):
+    """Softmax so far, with the keys and values of one more block."""
+    scores = tl.dot(query, tl.trans(key)) * factor
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    new = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new[:, None])
+    fade = tl.exp2(peak - new)
+    mean = tl.dot(weights.to(value.dtype), value, mean * fade[:, None])
+    return new, total * fade + tl.sum(weights, 1), mean
+
+
+@triton.jit
 def _attend(
-    q,
+    qkv,
+    cosines,
+    sines,
+    positions,
     keys,
     values,
-    positions,
     out,
+    largest,
     partial,
     sums,
     arrived,
+    M,
     S,
     factor,
     WINDOW: tl.constexpr,
@@ -32,22 +50,28 @@ def _attend(
     WIDE: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMS: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     ALL_PER: tl.constexpr,
+    LARGEST: tl.constexpr,
     GPU: tl.constexpr,
 ):
     """The query heads of one row that share a key/value head, over one split of what they see.
 
-    partial [M, KV_HEADS, SPLITS, PER, D], sums [M, KV_HEADS, SPLITS, 2, PER] (largest score, sum of exponentials),
-    arrived [M, KV_HEADS] zeros: float32 and int32 of the splits. WIDE, ALL_...: D and others, rounded up."""
+    qkv [SUMS, M, (HEADS + 2 KV_HEADS) D], to be added up and rotated. partial [M, KV_HEADS, SPLITS, PER, D], sums [M,
+    KV_HEADS, SPLITS, 2, PER] (largest score, sum of exponentials), arrived [M, KV_HEADS] zeros: float32 and int32 of
+    the splits. WIDE, ALL_...: D and others, rounded up."""
     PER: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = D // 2
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    g, d = tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    g, d, block = tl.arange(0, QUERIES), tl.arange(0, WIDE), tl.arange(0, BLOCK)
     if GPU:
         gdc_launch_dependents()
-        gdc_wait()
-    end = tl.load(positions + row).to(tl.int32) + 1
+    # Before the projection is there: what it does not change, all but the token's own key and value.
+    position = tl.load(positions + row).to(tl.int32)
+    end = position + 1
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(end - WINDOW, 0)
@@ -55,40 +79,67 @@ def _attend(
     low = begin + split * share
     high = tl.minimum(low + share, end)
     used = tl.cdiv(end - begin, share)  # splits that have something
+    real = d < D
+    turn = position * HALF + d % HALF
+    cos = tl.load(cosines + turn, mask=real, other=1.0)
+    sin = tl.load(sines + turn, mask=real, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    base = (row.to(tl.int64) * KV_HEADS + kv_head) * S
+    s = low + block
+    old = ((s < high) & (s < position))[:, None] & real[None, :]
+    place = (base + s)[:, None] * D + d[None, :]
+    key = tl.load(keys + place, mask=old, other=0.0)
+    value = tl.load(values + place, mask=old, other=0.0)
+    if GPU:
+        gdc_wait()
     if split < used:
         heads = kv_head * PER + g
-        mask = (g < PER)[:, None] & (d < D)[None, :]
-        query = tl.load(q + (row * HEADS + heads)[:, None] * D + d[None, :], mask=mask, other=0.0)
-        base = (row.to(tl.int64) * KV_HEADS + kv_head) * S
-        largest = tl.full((QUERIES,), float("-inf"), tl.float32)
+        mask = (g < PER)[:, None] & real[None, :]
+        query, other = tl.zeros((QUERIES, WIDE), tl.float32), tl.zeros((QUERIES, WIDE), tl.float32)
+        own, own_other = tl.zeros((WIDE,), tl.float32), tl.zeros((WIDE,), tl.float32)
+        new_value = tl.zeros((WIDE,), tl.float32)
+        for i in tl.static_range(SUMS):
+            at = qkv + (i * M + row).to(tl.int64) * WIDTH
+            q_at = at + heads[:, None] * D
+            query += tl.load(q_at + d[None, :], mask=mask, other=0.0).to(tl.float32)
+            other += tl.load(q_at + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+            k_at = at + (HEADS + kv_head) * D
+            own += tl.load(k_at + d, mask=real, other=0.0).to(tl.float32)
+            own_other += tl.load(k_at + partner, mask=real, other=0.0).to(tl.float32)
+            new_value += tl.load(k_at + KV_HEADS * D + d, mask=real, other=0.0).to(tl.float32)
+        rotated = (query * cos[None, :] + other * sin[None, :]).to(key.dtype)
+        own_key = (own * cos + own_other * sin).to(key.dtype)
+        own_value = new_value.to(key.dtype)
+        if split == used - 1:
+            tl.store(keys + (base + position) * D + d, own_key, mask=real)
+            tl.store(values + (base + position) * D + d, own_value, mask=real)
+        here = (s == position)[:, None]
+        key = tl.where(here, own_key[None, :], key)
+        value = tl.where(here, own_value[None, :], value)
+        peak = tl.full((QUERIES,), float("-inf"), tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         mean = tl.zeros((QUERIES, WIDE), tl.float32)
-        for start in tl.range(low, high, BLOCK):
-            s = start + tl.arange(0, BLOCK)
-            there = (s < high)[:, None] & (d < D)[None, :]
+        peak, total, mean = _fold(rotated, key, value, s < high, factor, peak, total, mean)
+        for start in tl.range(low + BLOCK, high, BLOCK):
+            s = start + block
+            old = ((s < high) & (s < position))[:, None] & real[None, :]
             place = (base + s)[:, None] * D + d[None, :]
-            key = tl.load(keys + place, mask=there, other=0.0)
-            scores = tl.dot(query, tl.trans(key)) * factor
-            scores = tl.where((s < high)[None, :], scores, float("-inf"))
-            new = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new[:, None])
-            fade = tl.exp2(largest - new)
-            value = tl.load(values + place, mask=there, other=0.0)
-            mean = tl.dot(weights.to(value.dtype), value, mean * fade[:, None])
-            total = total * fade + tl.sum(weights, 1)
-            largest = new
+            here = (s == position)[:, None]
+            key = tl.where(here, own_key[None, :], tl.load(keys + place, mask=old, other=0.0))
+            value = tl.where(here, own_value[None, :], tl.load(values + place, mask=old, other=0.0))
+            peak, total, mean = _fold(rotated, key, value, s < high, factor, peak, total, mean)
         if SPLITS == 1:
-            mean = mean / total[:, None]
-            tl.store(
-                out + (row * HEADS + heads)[:, None] * D + d[None, :],
-                mean.to(out.dtype.element_ty),
-                mask=mask,
-            )
+            whole = (mean / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + (row * HEADS + heads)[:, None] * D + d[None, :], whole, mask=mask)
+            if LARGEST:
+                bits = tl.where(mask, magnitude_bits(whole.to(tl.float32)), 0)
+                tl.atomic_max(largest + row, tl.max(tl.max(bits, 1), 0), sem="relaxed")
         else:
             at = (row * KV_HEADS + kv_head) * SPLITS
-            own = partial + ((at + split) * PER + g)[:, None] * D + d[None, :]
-            tl.store(own, mean, mask=mask)
-            tl.store(sums + (at + split) * 2 * PER + g, largest, mask=g < PER)
+            piece = partial + ((at + split) * PER + g)[:, None] * D + d[None, :]
+            tl.store(piece, mean, mask=mask)
+            tl.store(sums + (at + split) * 2 * PER + g, peak, mask=g < PER)
             tl.store(sums + ((at + split) * 2 + 1) * PER + g, total, mask=g < PER)
             tl.debug_barrier()  # all of it is written before this program says so
             before = tl.atomic_add(arrived + row * KV_HEADS + kv_head, 1, sem="acq_rel")
@@ -104,41 +155,52 @@ def _attend(
                 means_at = partial + ((at + n)[:, None] * PER + h[None, :])[:, :, None] * D + d[None, None, :]
                 means = tl.load(
                     means_at,
-                    mask=exists[:, :, None] & (d < D)[None, None, :],
+                    mask=exists[:, :, None] & real[None, None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                whole = tl.sum(means * fades[:, :, None], 0) / tl.sum(totals * fades, 0)[:, None]
+                all_of_it = tl.sum(means * fades[:, :, None], 0) / tl.sum(totals * fades, 0)[:, None]
+                done = all_of_it.to(out.dtype.element_ty)
+                there = (h < PER)[:, None] & real[None, :]
                 out_at = out + (row * HEADS + kv_head * PER + h)[:, None] * D + d[None, :]
-                tl.store(out_at, whole.to(out.dtype.element_ty), mask=(h < PER)[:, None] & (d < D)[None, :])
+                tl.store(out_at, done, mask=there)
+                if LARGEST:
+                    all_bits = tl.where(there, magnitude_bits(done.to(tl.float32)), 0)
+                    tl.atomic_max(largest + row, tl.max(tl.max(all_bits, 1), 0), sem="relaxed")
 
 
 def attend_cache(
-    q_MND: torch.Tensor,
+    qkv: Sums,
+    turns: tuple[torch.Tensor, torch.Tensor],
+    positions: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    positions: torch.Tensor,
+    num_heads: int,
     window: int | None,
+    digits: int,
     arrived: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of one token a row to the cache [M, K, S, D] up to its position -> [M, N D]. arrived: int32 zeros
-    [at least M, K], left as zeros. Split over programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding)."""
-    M, N, D = q_MND.shape
-    K, S = keys.shape[1:3]
+    largest: torch.Tensor,
+) -> Rows | Late:
+    """As reference.attend_cache. arrived: int32 zeros [at least M, K], left as zeros; largest: int32 zeros [M]."""
+    M, (K, S, D) = len(positions), keys.shape[1:]
+    N = num_heads
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
     splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
-    out = torch.empty(M, N * D, dtype=q_MND.dtype, device=q_MND.device)
-    partial = torch.empty(M, splits, N, D, dtype=torch.float32, device=q_MND.device)
-    sums = torch.empty(M, splits, 2, N, dtype=torch.float32, device=q_MND.device)
+    out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
+    partial = torch.empty(M, splits, N, D, dtype=torch.float32, device=keys.device)
+    sums = torch.empty(M, splits, 2, N, dtype=torch.float32, device=keys.device)
     _attend[(M, K, splits)](
-        q_MND,
+        qkv,
+        *turns,
+        positions,
         keys,
         values,
-        positions,
         out,
+        largest,
         partial,
         sums,
         arrived,
+        M,
         S,
         D**-0.5 * 1.4426950408889634,  # exp2 for exp
         WINDOW=window or 0,
@@ -148,12 +210,14 @@ def attend_cache(
         WIDE=wide,
         QUERIES=queries,
         BLOCK=ATTEND_BLOCK,
+        SUMS=len(qkv),
         SPLITS=splits,
         ALL_SPLITS=triton.next_power_of_2(splits),
         ALL_PER=triton.next_power_of_2(N // K),
-        GPU=q_MND.is_cuda,
+        LARGEST=digits > 0,
+        GPU=keys.is_cuda,
         launch_pdl=True,
         num_warps=4,
         num_stages=3,
     )
-    return out
+    return Late(out, largest, digits) if digits else (out, None)

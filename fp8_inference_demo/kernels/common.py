@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import triton
+import triton.language as tl
 
 # Programs that keep all multiprocessors of the largest Hopper busy.
 PROGRAMS = 264
 
 Sums: TypeAlias = torch.Tensor
 """What `gemm` returns: [sums, M, R], to be added up by whoever reads it."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """Rows that the product which reads them writes as FP8 codes: whoever made a row wrote it in pieces, and none knew
+    its scale. values: bf16 [M, C]; largest: int32 [M], the bits of the largest magnitude of a row as a float32."""
+
+    values: torch.Tensor
+    largest: torch.Tensor
+    digits: int
+
+
+@triton.jit
+def prefetch(places):
+    """Have the lines of these pointers come into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def magnitude_bits(x):
+    """int32 that are ordered as the magnitudes of float32 x are, a NaN above all (tl.max drops a NaN)."""
+    return tl.abs(x).to(tl.int32, bitcast=True)

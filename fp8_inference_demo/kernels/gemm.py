@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fp8_inference_demo.kernels.common import PROGRAMS, Sums
+from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits, prefetch
+from fp8_inference_demo.kernels.rows import rows as quantize
+from fp8_inference_demo.kernels.rows import swiglu_rows
 from fp8_inference_demo.reference import Rows
-from fp8_inference_demo.weights import Matrix
+from fp8_inference_demo.weights import FP8_MAX, Matrix
 
 # Above it cuBLAS multiplies.
 CUBLAS_ROWS = 128
@@ -26,11 +28,15 @@ def _multiply_many(
     weight,
     scale,
     out,
+    largest,
     M,
     R,
     C: tl.constexpr,
     G: tl.constexpr,
     DIGITS: tl.constexpr,
+    LATE: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    LIMIT: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -40,51 +46,95 @@ def _multiply_many(
     """One sum, over STEPS blocks of columns, of BLOCK_R rows of the weight times BLOCK_M rows of x: both FP8, with a
     scale for each row of x and of the weight (G 1) or each C / G columns of the weight; or both bf16 (G 0).
 
+    LATE: x is bf16, and x_scale has the bits of the largest magnitude of a row. SWIGLU: the weight has R rows of gate
+    and R of up, `out` is silu(gate) * up, and `largest` becomes the bits of the largest magnitude of its rows.
     Launched while the kernel before it ends: weights do not depend on that one and are asked for at once."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     low = tl.program_id(2) * (STEPS * BLOCK_C)
     safe_m, safe_r = tl.where(m < M, m, 0).to(tl.int64), tl.where(r < R, r, 0).to(tl.int64)
+    second_r = safe_r + R
     if GPU:
         gdc_launch_dependents()
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = triton.next_power_of_2(STEPS * BLOCK_C // LINE)
         line = low + tl.arange(0, LINES) * LINE
-        line = safe_r[:, None] * C + tl.where(line < C, line, low)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + line],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        line = tl.where(line < C, line, low)[None, :]
+        prefetch(weight + (safe_r[:, None] * C + line))
+        if SWIGLU:
+            prefetch(weight + (second_r[:, None] * C + line))
+    if G == 1:
+        r_scale = tl.load(scale + safe_r)
+        if SWIGLU:
+            second_scale = tl.load(scale + second_r)
+    if GPU:
         gdc_wait()
+    if LATE:
+        m_scale = tl.maximum(
+            tl.load(x_scale + safe_m).to(tl.float32, bitcast=True) / LIMIT,
+            1e-12,
+            propagate_nan=tl.PropagateNan.ALL,
+        )
+        inverse = 1.0 / m_scale
+    elif DIGITS > 0:
+        m_scale = tl.load(x_scale + safe_m)
     total = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
     rest = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
+    up_rest = tl.zeros((BLOCK_R, BLOCK_M), tl.float32)
     for start in tl.range(low, tl.minimum(low + STEPS * BLOCK_C, C), BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         theirs = tl.load(weight + safe_r[:, None] * C + column[None, :])
+        if SWIGLU:
+            theirs_up = tl.load(weight + second_r[:, None] * C + column[None, :])
         ours = tl.load(x + safe_m[None, :] * C + column[:, None])
-        if DIGITS == 2:
+        if LATE:
+            wide = ours.to(tl.float32) * inverse[None, :]
+            wide = tl.clamp(wide, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            ours = wide.to(weight.dtype.element_ty)
+            if DIGITS == 2:
+                second = ((wide - ours.to(tl.float32)) * 16.0).to(weight.dtype.element_ty)
+        elif DIGITS == 2:
             second = tl.load(x + (M + safe_m)[None, :] * C + column[:, None])
         if G > 1:  # a block has one group of columns
-            group = tl.load(scale + safe_r * G + start // (C // G))[:, None]
-            total += tl.dot(theirs, ours) * group
+            group = start // (C // G)
+            by = tl.load(scale + safe_r * G + group)[:, None]
+            total += tl.dot(theirs, ours) * by
             if DIGITS == 2:
-                rest += tl.dot(theirs, second) * group
+                rest += tl.dot(theirs, second) * by
+            if SWIGLU:
+                by = tl.load(scale + second_r * G + group)[:, None]
+                up += tl.dot(theirs_up, ours) * by
+                if DIGITS == 2:
+                    up_rest += tl.dot(theirs_up, second) * by
         else:
             total = tl.dot(theirs, ours, total)
             if DIGITS == 2:
                 rest = tl.dot(theirs, second, rest)
+            if SWIGLU:
+                up = tl.dot(theirs_up, ours, up)
+                if DIGITS == 2:
+                    up_rest = tl.dot(theirs_up, second, up_rest)
     if DIGITS == 2:
         total += rest / 16.0
+        up += up_rest / 16.0
     if G == 1:
-        total = total * tl.load(scale + safe_r)[:, None]
+        total = total * r_scale[:, None]
+        if SWIGLU:
+            up = up * second_scale[:, None]
     if G > 0:
-        total = total * tl.load(x_scale + safe_m)[None, :]
+        total = total * m_scale[None, :]
+        up = up * m_scale[None, :]
+    there = (r < R)[:, None] & (m < M)[None, :]
     at = (tl.program_id(2).to(tl.int64) * M + m)[None, :] * R + r[:, None]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(r < R)[:, None] & (m < M)[None, :])
+    if SWIGLU:
+        inner = (total * tl.sigmoid(total) * up).to(out.dtype.element_ty)
+        tl.store(out + at, inner, mask=there)
+        if DIGITS > 0:
+            bits = tl.where(there, magnitude_bits(inner.to(tl.float32)), 0)
+            tl.atomic_max(largest + m, tl.max(bits, 0), mask=m < M, sem="relaxed")
+    else:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
 
 
 @dataclass(frozen=True)
@@ -105,53 +155,87 @@ def _cut(M: int, fp8: bool) -> Cut:
     return Cut(64, 256, 4, 3, PROGRAMS) if fp8 else Cut(64, 128, 4, 4, PROGRAMS // 2)
 
 
-def gemm(rows: Rows, weight: Matrix) -> Sums:
+def _swiglu_cut(M: int, fp8: bool) -> Cut:
+    """The same for gate and up, whose columns are not split."""
+    return Cut(64, 128, 4, 4, PROGRAMS)
+
+
+def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
     """As reference.gemm, in one or several sums: bf16 or float32 [sums, M, R].
 
     cuBLAS where there are rows enough to keep it busy, or columns that the blocks here do not fit."""
-    codes, scales = rows
-    M, C, R = codes.shape[-2], codes.shape[-1], weight.rows
+    M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
+    cut = _fit(M, C, weight, _cut(M, weight.fp8))
+    if cut is not None:
+        return _launch(rows, weight, cut, None)
+    codes, scales = quantize(rows.values, rows.digits) if isinstance(rows, Late) else rows
+    if weight.scale is None or scales is None:
+        return F.linear(codes, weight.values)[None]
+    out = torch._scaled_mm(
+        codes.flatten(0, 1),
+        weight.values.t(),
+        scale_a=scales.flatten(0, 1),
+        scale_b=weight.scale.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return out.view(-1, M, weight.rows)
+
+
+def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor | None) -> Rows | Late:
+    """As reference.swiglu_gemm. largest: int32 zeros [M], or None: the rows are many."""
+    M, C = rows[0].shape[-2:]
+    cut = _fit(M, C, weight, _swiglu_cut(M, weight.fp8))
+    if largest is None or cut is None or M > CUBLAS_ROWS:
+        return swiglu_rows(gemm(rows, weight), digits)
+    out = _launch(rows, weight, cut, largest)[0]
+    return Late(out, largest, digits) if digits else (out, None)
+
+
+def _fit(M: int, C: int, weight: Matrix, cut: Cut) -> Cut | None:
+    """`cut` as it is for this weight; None where cuBLAS multiplies."""
     G = 0 if weight.scale is None else weight.scale.shape[1]
-    cut = _cut(M, weight.fp8)
-    BLOCK_M = max(16, triton.next_power_of_2(M))
     if G > 1:
         cut = replace(cut, columns=C // G, stages=3)
-        if M > CUBLAS_ROWS:
-            BLOCK_M, cut = 128, replace(cut, rows=128, warps=8)
-    elif M > CUBLAS_ROWS or C % cut.columns:
-        if weight.scale is None or scales is None:
-            return F.linear(codes, weight.values)[None]
-        out = torch._scaled_mm(
-            codes.flatten(0, 1),
-            weight.values.t(),
-            scale_a=scales.flatten(0, 1),
-            scale_b=weight.scale.t(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return out.view(-1, M, R)
+        return replace(cut, rows=128, warps=8) if M > CUBLAS_ROWS else cut
+    return None if M > CUBLAS_ROWS or C % cut.columns else cut
+
+
+def _launch(rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor | None) -> Sums:
+    """largest: of the rows of SwiGLU, None: no SwiGLU."""
+    late, swiglu = isinstance(rows, Late), largest is not None
+    if isinstance(rows, Late):
+        x, x_scale, digits = rows.values, rows.largest, rows.digits
+    else:
+        (x, x_scale), digits = rows, 0 if rows[1] is None else len(rows[1])
+    M, C = x.shape[-2:]
+    R = weight.rows // 2 if swiglu else weight.rows
+    BLOCK_M = 128 if M > CUBLAS_ROWS else max(16, triton.next_power_of_2(M))
     blocks = triton.cdiv(R, cut.rows) * triton.cdiv(M, BLOCK_M)
-    splits = max(1, min(cut.programs // blocks, C // cut.columns // 2, 8))
+    splits = 1 if swiglu else max(1, min(cut.programs // blocks, C // cut.columns // 2, 8))
     steps = triton.cdiv(C // cut.columns, splits)
     splits = triton.cdiv(C // cut.columns, steps)
-    dtype = torch.float32 if splits > 1 else torch.bfloat16
-    out = torch.empty(splits, M, R, dtype=dtype, device=codes.device)
+    out = torch.empty(splits, M, R, dtype=torch.float32 if splits > 1 else torch.bfloat16, device=x.device)
     _multiply_many[(triton.cdiv(R, cut.rows), triton.cdiv(M, BLOCK_M), splits)](
-        codes,
-        scales,
+        x,
+        x_scale,
         weight.values,
         weight.scale,
         out,
+        largest,
         M,
         R,
         C=C,
-        G=G,
-        DIGITS=0 if scales is None else len(scales),
+        G=0 if weight.scale is None else weight.scale.shape[1],
+        DIGITS=digits,
+        LATE=late,
+        SWIGLU=swiglu,
+        LIMIT=FP8_MAX,
         STEPS=steps,
         BLOCK_M=BLOCK_M,
         BLOCK_R=cut.rows,
         BLOCK_C=cut.columns,
-        GPU=codes.is_cuda,
+        GPU=x.is_cuda,
         launch_pdl=True,
         num_warps=cut.warps,
         num_stages=cut.stages,

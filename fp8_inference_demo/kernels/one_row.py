@@ -1,11 +1,13 @@
 """Decoding of one row: a layer is five launches.
 
-    qkv      norm, projection, rotary positions, keys and values into the cache
-    attend   see attention.py
-    add      output projection + residual
-    swiglu   norm, gate and up projection, SwiGLU
-    add      down projection + residual
+    multiply    norm, projection to q, k and v
+    attend      see attention.py
+    add         output projection + residual
+    swiglu      norm, gate and up projection, SwiGLU
+    add         down projection + residual
 
+A program asks for its part of the weight, the scales and the gains of the norm before the kernel before it ends, and
+holds them in registers where they fit; then what is left to wait for is the row.
 Shapes: R rows and C columns of a weight, G groups of columns that share a scale, S cache.
 """
 
@@ -20,26 +22,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8_inference_demo.kernels.attention import attend_cache
-from fp8_inference_demo.kernels.common import Sums
+from fp8_inference_demo.kernels.common import Late, Sums, prefetch
 from fp8_inference_demo.kernels.rows import add, add_norm_rows
 from fp8_inference_demo.weights import Layer, Matrix
 
 if TYPE_CHECKING:
     from fp8_inference_demo.forward import Forward
 
-PLAIN, ADD, SWIGLU, QKV = (tl.constexpr(kind) for kind in range(4))
-
-
-@triton.jit
-def _prefetch(weight, begin, end, ELEMENTS: tl.constexpr):
-    """Have ELEMENTS of a weight, from `begin` on, come into the L2; what lies beyond `end` is not touched."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((ELEMENTS + LINE - 1) // LINE)
-    at = begin + tl.arange(0, LINES) * LINE
-    line = weight + tl.where(at < end, at, begin)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
-    )
+NORM, ADD, SWIGLU = (tl.constexpr(kind) for kind in range(3))
 
 
 @triton.jit
@@ -50,143 +40,106 @@ def _multiply(
     scale,
     out,
     residual,
-    cosines,
-    sines,
-    positions,
-    keys,
-    values,
     R,
-    S,
     eps,
     C: tl.constexpr,
     G: tl.constexpr,
     KIND: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """x [C], normalized unless KIND is ADD, times BLOCK_R rows of the weight, or BLOCK_R pairs of rows: gate and up (R:
-    pairs), or the two halves of a head that a rotation mixes. G 0: no scale; 1: one a row."""
-    PAIRS: tl.constexpr = (KIND == SWIGLU) | (KIND == QKV)
-    NORM: tl.constexpr = KIND != ADD
-    EVEN: tl.constexpr = C % BLOCK_C == 0
-    ONCE: tl.constexpr = C == BLOCK_C
-    pid = tl.program_id(0)
-    if KIND == QKV:
-        HALF: tl.constexpr = D // 2
-        BLOCKS: tl.constexpr = HALF // BLOCK_R
-        head = pid // BLOCKS
-        channel = (pid % BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
-        rows = head * D + channel
-        seconds = rows + HALF
-        begin = (head * D + (pid % BLOCKS) * BLOCK_R) * C
-        apart = HALF * C
-        end = R * C
-    else:
-        rows = pid * BLOCK_R + tl.arange(0, BLOCK_R)
-        seconds = tl.where(rows < R, rows, 0) + R
-        begin = pid * (BLOCK_R * C)
-        apart = R * C
-        end = (2 * R if PAIRS else R) * C
+    """x [C], normalized unless KIND is ADD, times BLOCK_R rows of the weight, or for SWIGLU as many rows of gate and of
+    up (R of each). G 0: no scale; 1: one a row."""
+    PAIRS: tl.constexpr = KIND == SWIGLU
+    ONCE: tl.constexpr = C <= BLOCK_C
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     fits = rows < R
     safe = tl.where(fits, rows, 0)
+    seconds = safe + R
     first_at = weight + safe.to(tl.int64)[:, None] * C
     second_at = weight + seconds.to(tl.int64)[:, None] * C
+    column = tl.arange(0, BLOCK_C)
+    inside = column < C
     if GPU:
         gdc_launch_dependents()
     if ONCE:
-        column = tl.arange(0, BLOCK_C)
-        one = tl.load(first_at + column[None, :])
+        one = tl.load(first_at + column[None, :], mask=inside[None, :], other=0.0)
         if PAIRS:
-            two = tl.load(second_at + column[None, :])
+            two = tl.load(second_at + column[None, :], mask=inside[None, :], other=0.0)
+        if KIND != ADD:
+            gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     elif GPU:
-        _prefetch(weight, begin, end, BLOCK_R * C)
+        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = triton.next_power_of_2((C + LINE - 1) // LINE)
+        line = tl.arange(0, LINES) * LINE
+        line = tl.where(line < C, line, 0)[None, :]
+        prefetch(first_at + line)
         if PAIRS:
-            _prefetch(weight, begin + apart, end, BLOCK_R * C)
+            prefetch(second_at + line)
+    if G == 1:
+        first_scale = tl.load(scale + safe)
+        if PAIRS:
+            second_scale = tl.load(scale + seconds)
     if GPU:
         gdc_wait()
-    first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    squares = tl.zeros((BLOCK_C,), tl.float32)
-    for start in tl.range(0, C, BLOCK_C):
-        column = start + tl.arange(0, BLOCK_C)
-        inside = column < C
-        if not EVEN:
-            column = tl.where(inside, column, 0)
-        if not ONCE:
-            one = tl.load(first_at + column[None, :])
+    if KIND == ADD:
+        left = tl.load(residual + rows, mask=fits, other=0.0).to(tl.float32)
+    if ONCE:
+        row = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if KIND != ADD:
+            shrink = tl.rsqrt(tl.sum(row * row, 0) / C + eps)
+            row = row * gain
+        one_sum = tl.sum(one.to(tl.float32) * row[None, :], 1)
+        if PAIRS:
+            two_sum = tl.sum(two.to(tl.float32) * row[None, :], 1)
+    else:
+        first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+        squares = tl.zeros((BLOCK_C,), tl.float32)
+        for start in tl.range(0, C, BLOCK_C):
+            at = start + column
+            within = at < C
+            one = tl.load(first_at + at[None, :], mask=within[None, :], other=0.0)
+            row = tl.load(x + at, mask=within, other=0.0).to(tl.float32)
+            if KIND != ADD:
+                squares += row * row
+                row = row * tl.load(norm + at, mask=within, other=0.0).to(tl.float32)
+            product = one.to(tl.float32) * row[None, :]
+            if G > 1:  # a block has one group of columns
+                group = start // (C // G)
+                product = product * tl.load(scale + safe * G + group)[:, None]
+            first += product
             if PAIRS:
-                two = tl.load(second_at + column[None, :])
-        row = tl.load(x + column).to(tl.float32)
-        if not EVEN:
-            row = tl.where(inside, row, 0.0)
-        if NORM:
-            squares += row * row
-            row = row * tl.load(norm + column).to(tl.float32)
-        product = one.to(tl.float32) * row[None, :]
-        if G > 1:  # a block has one group of columns
-            group = start // (C // G)
-            product = product * tl.load(scale + safe * G + group)[:, None]
-        first += product
-        if PAIRS:
-            product = two.to(tl.float32) * row[None, :]
-            if G > 1:
-                product = product * tl.load(scale + seconds * G + group)[:, None]
-            second += product
-    one_sum, two_sum = tl.sum(first, 1), tl.sum(second, 1)
+                two = tl.load(second_at + at[None, :], mask=within[None, :], other=0.0)
+                product = two.to(tl.float32) * row[None, :]
+                if G > 1:
+                    product = product * tl.load(scale + seconds * G + group)[:, None]
+                second += product
+        one_sum, two_sum = tl.sum(first, 1), tl.sum(second, 1)
+        if KIND != ADD:
+            shrink = tl.rsqrt(tl.sum(squares, 0) / C + eps)
     if G == 1:
-        one_sum = one_sum * tl.load(scale + safe)
+        one_sum = one_sum * first_scale
         if PAIRS:
-            two_sum = two_sum * tl.load(scale + seconds)
-    if NORM:
-        shrink = tl.rsqrt(tl.sum(squares, 0) / C + eps)
+            two_sum = two_sum * second_scale
+    if KIND != ADD:
         one_sum = one_sum * shrink
+    if KIND == ADD:
+        one_sum += left
+    if PAIRS:
         two_sum = two_sum * shrink
-    dtype = out.dtype.element_ty
-    if KIND == PLAIN:
-        tl.store(out + rows, one_sum.to(dtype), mask=fits)
-    elif KIND == ADD:
-        one_sum += tl.load(residual + rows, mask=fits, other=0.0).to(tl.float32)
-        tl.store(out + rows, one_sum.to(dtype), mask=fits)
-    elif KIND == SWIGLU:
-        tl.store(out + rows, (one_sum * tl.sigmoid(one_sum) * two_sum).to(dtype), mask=fits)
-    else:
-        position = tl.load(positions)
-        if head < HEADS + KV_HEADS:
-            turn = position * (D // 2) + channel
-            cos, sin = tl.load(cosines + turn), tl.load(sines + turn)
-            turned = one_sum * cos - two_sum * sin
-            two_sum = two_sum * cos + one_sum * sin
-            one_sum = turned
-        if head < HEADS:
-            place = out + head * D + channel
-        elif head < HEADS + KV_HEADS:
-            place = keys + ((head - HEADS).to(tl.int64) * S + position) * D + channel
-        else:
-            place = values + ((head - HEADS - KV_HEADS).to(tl.int64) * S + position) * D + channel
-        tl.store(place, one_sum.to(dtype))
-        tl.store(place + D // 2, two_sum.to(dtype))
+        one_sum = one_sum * tl.sigmoid(one_sum) * two_sum
+    tl.store(out + rows, one_sum.to(out.dtype.element_ty), mask=fits)
 
 
-def _blocks(kind: int, C: int, fp8: bool) -> dict[str, int]:
-    """How a product is cut: what was fastest on an H200, over weights that were not in its L2."""
-    if C > 4096:  # not all columns at once
-        rows, columns, warps = 1, 512, 2
-    elif kind == QKV.value:
-        rows, columns, warps = (8, 2048, 8) if fp8 else (8, 2048, 4)
-    elif kind == ADD.value:
-        rows, columns, warps = 2, 2048, 4
-    else:
-        rows, columns, warps = 4, 2048, 4
-    return {
-        "BLOCK_R": rows,
-        "BLOCK_C": min(columns, triton.next_power_of_2(C)),
-        "num_warps": warps,
-        "num_stages": 2,
-    }
+def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
+    """Rows and columns of a program, and warps: what was fastest on an H200 in a whole step of hare_1.1b."""
+    if C > 4096:
+        return 1, 512, 2
+    if kind == NORM.value and R <= 8192:
+        return 16, 2048, 8 if fp8 else 4
+    return (2 if kind == ADD.value else 4), 2048, 4
 
 
 def _product(
@@ -197,45 +150,30 @@ def _product(
     out: torch.Tensor,
     norm: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    keys: torch.Tensor | None = None,
-    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    C, half = x.shape[1], forward.cosines.shape[1]
+    C = x.shape[1]
     G = 0 if weight.scale is None else weight.scale.shape[1]
     R = weight.rows // 2 if kind == SWIGLU.value else weight.rows
-    blocks = _blocks(kind, C, weight.fp8)
-    if G > 1:
-        blocks["BLOCK_C"] = C // G
-    if kind == QKV.value:
-        blocks["BLOCK_R"] = min(blocks["BLOCK_R"], half & -half)
-        grid = (forward.heads + 2 * forward.kv_heads) * (half // blocks["BLOCK_R"])
-    else:
-        grid = triton.cdiv(R, blocks["BLOCK_R"])
-    _multiply[(grid,)](
+    rows, columns, warps = _blocks(kind, R, C, weight.fp8)
+    columns = C // G if G > 1 else min(columns, triton.next_power_of_2(C))
+    _multiply[(triton.cdiv(R, rows),)](
         x,
         norm,
         weight.values,
         weight.scale,
         out,
         residual,
-        forward.cosines,
-        forward.sines,
-        positions,
-        keys,
-        values,
         R,
-        forward.cache.max_length,
         forward.eps,
         C=C,
         G=G,
         KIND=kind,
-        HEADS=forward.heads,
-        KV_HEADS=forward.kv_heads,
-        D=2 * half,
+        BLOCK_R=rows,
+        BLOCK_C=columns,
         GPU=x.is_cuda,
         launch_pdl=True,
-        **blocks,
+        num_warps=warps,
+        num_stages=2,
     )
     return out
 
@@ -250,11 +188,21 @@ def decode_layer(
 ) -> torch.Tensor:
     """One layer for the next token of one row: x [1, H] -> [1, H]; its keys and values go into the cache [1, K, S, D]
     at positions [1]."""
-    q = x.new_empty(1, layer.o.values.shape[1])
-    _product(forward, QKV.value, x, layer.qkv, q, layer.input_norm, None, positions, keys, values)
-    heads = q.view(1, forward.heads, -1)
-    attended = attend_cache(heads, keys, values, positions, forward.window, forward.arrived)
-    x = _product(forward, ADD.value, attended, layer.o, torch.empty_like(x), residual=x)
+    qkv = _product(forward, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
+    attended = attend_cache(
+        qkv[None],
+        forward.turns,
+        positions,
+        keys,
+        values,
+        forward.heads,
+        forward.window,
+        0,
+        forward.arrived,
+        positions,
+    )
+    assert not isinstance(attended, Late)
+    x = _product(forward, ADD.value, attended[0], layer.o, torch.empty_like(x), residual=x)
     inner = x.new_empty(1, layer.down.values.shape[1])
     _product(forward, SWIGLU.value, x, layer.gate_up, inner, layer.post_norm)
     return _product(forward, ADD.value, inner, layer.down, torch.empty_like(x), residual=x)
@@ -268,4 +216,4 @@ def head(forward: Forward, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
         return F.linear(rows, weights.head.values).float()
     x = x if delta is None else add(x, delta)
     out = torch.empty(1, weights.head.rows, dtype=torch.float32, device=x.device)
-    return _product(forward, PLAIN.value, x, weights.head, out, weights.norm)
+    return _product(forward, NORM.value, x, weights.head, out, weights.norm)

@@ -35,12 +35,15 @@ def _row(
 ):
     """One row, plus another one, normalized or SwiGLU of its two halves, as FP8 codes and their scale, or in its own
     dtype. What a product has left in SPLITS sums, `delta` or the two halves, is added up."""
-    if GPU:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < C
+    if GPU:
+        gdc_launch_dependents()
+    if NORM:
+        gain = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if GPU:
+        gdc_wait()
     if SWIGLU:
         gate, up = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLITS):
@@ -58,7 +61,7 @@ def _row(
         wide = narrow.to(tl.float32)
     if NORM:
         wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / C + eps)
-        wide = wide * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        wide = wide * gain
     place = codes + row * C + column
     if DIGITS > 0:
         scale = tl.maximum(tl.max(tl.abs(wide), 0) / LIMIT, 1e-12)
@@ -133,7 +136,7 @@ def add_norm_rows(
 
 
 def swiglu_rows(gate_up: Sums, digits: int) -> Rows:
-    """As reference.swiglu_rows."""
+    """silu(gate) * up of [M, 2 C], then `rows`."""
     return _rows(gate_up, digits, swiglu=True)[1]
 
 
@@ -193,8 +196,7 @@ def _rotate_into_cache(
 
 def rotate_into_cache(
     qkv: Sums,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     positions_BT: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -206,8 +208,7 @@ def rotate_into_cache(
     q = torch.empty(B, T, num_heads, D, dtype=keys.dtype, device=keys.device)
     _rotate_into_cache[(B * T,)](
         qkv,
-        cosines,
-        sines,
+        *turns,
         positions_BT.contiguous(),
         q,
         keys,
