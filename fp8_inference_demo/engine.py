@@ -72,16 +72,19 @@ class Step:
         self.counted: Counter[str] = Counter()  # what one step runs
 
     def take(self, logits_BV: torch.Tensor) -> None:
-        """Draw the next token of each row and note it. -1: the logits were not finite."""
+        """Draw the next token of each row, note it, and go on to its position. -1: the logits were not finite."""
+        do = self.forward.operations
+        if self.sampler.likeliest and do is not reference:
+            state = self.history, self.tokens, self.positions, self.steps
+            return do.take_likeliest(logits_BV, *state, self.last)
         drawn = self.sampler.draw(logits_BV, self.steps)
         self.history.index_copy_(0, self.steps[:1], drawn[None])
         self.tokens.copy_(drawn.clamp(min=0))
         self.steps += 1
+        self.positions.add_(1).clamp_(max=self.last)
 
     def _step(self) -> None:
-        logits = self.forward.decode(self.tokens, self.positions)
-        self.take(logits)
-        self.positions.add_(1).clamp_(max=self.last)
+        self.take(self.forward.decode(self.tokens, self.positions))
 
     def run(self) -> None:
         if self.graph is not None:
@@ -283,8 +286,8 @@ class Engine:
             wanted = last[first : first + at_once, None, None].expand(-1, -1, x_BTH.shape[2])
             hidden.append(x_BTH.gather(1, wanted)[:, 0])
         step.steps.zero_()
-        step.positions.copy_(last + 1)
         step.take(self.forward.logits(torch.cat(hidden)))
+        step.positions.copy_(last + 1)
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], few_rows: bool = False) -> torch.Tensor:
@@ -293,7 +296,8 @@ class Engine:
         if not few_rows:
             return self.forward.logits(self.forward.prefill(tokens)[0])
         positions = torch.arange(len(ids), device=self.device)
-        return torch.cat([self.forward.decode(tokens[:, t], positions[t : t + 1]) for t in range(len(ids))])
+        steps = (self.forward.decode(tokens[:, t], positions[t : t + 1]) for t in range(len(ids)))
+        return torch.cat([logits.float() for logits in steps])
 
     def report(self) -> list[str]:
         """For the log: the operations that ran, and what they read, counted."""

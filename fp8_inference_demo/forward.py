@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fp8_inference_demo import reference
 from fp8_inference_demo.weights import Layer, Matrix, Weights
@@ -75,11 +76,11 @@ class Forward:
         self.ran: Counter[str] = Counter()
 
     def decode(self, tokens_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-        """Logits float32 [B, V] after one more token a row, which goes into the cache at its position.
+        """Logits [B, V] after one more token a row, which goes into the cache at its position.
 
         tokens, positions: int64 [B], on the device, below V and S.
         """
-        x_BH, B, delta = self.weights.embedding[tokens_B], len(tokens_B), None
+        x_BH, B, delta = F.embedding(tokens_B, self.weights.embedding), len(tokens_B), None
         do, few = self.operations, len(tokens_B) <= FEW_ROWS
         one = B == 1 and do is not reference
         if not one:
@@ -105,7 +106,7 @@ class Forward:
         by position, before anything attends to it.
         """
         (B, T), do = ids_BT.shape, self.operations
-        x_MH, few = self.weights.embedding[ids_BT.flatten()], B * T <= FEW_ROWS
+        x_MH, few = F.embedding(ids_BT.flatten(), self.weights.embedding), B * T <= FEW_ROWS
         positions_BT = torch.arange(T, device=ids_BT.device).expand(B, T).contiguous()
         rows, delta = slice(first_row, first_row + B), None
         for index, layer in enumerate(self.weights.layers):
@@ -119,7 +120,7 @@ class Forward:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [M, H] -> logits float32 [M, V]."""
-        return self.operations.head(self, x, None)
+        return self.operations.head(self, x, None).float()
 
     def _enter(
         self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool

@@ -154,7 +154,7 @@ def attend_prompt(
 
 
 def head(forward: Forward, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    """The last norm of x + delta, and the head: x [M, H] -> logits float32 [M, V]."""
+    """The last norm of x + delta, and the head: x [M, H] -> logits [M, V]."""
     weights = forward.weights
     _, (normed, _) = add_norm_rows(x, delta, weights.norm, forward.eps, 0)
-    return F.linear(normed, weights.head.values).float()
+    return F.linear(normed, weights.head.values)

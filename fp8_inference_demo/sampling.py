@@ -90,6 +90,11 @@ class Sampler:
         for seen, ids in zip(self.seen, rows, strict=False):  # a batch may have more rows than prompts
             seen[torch.tensor(ids, device=seen.device)] = True
 
+    @property
+    def likeliest(self) -> bool:
+        """Whether `draw` is no more than the likeliest token."""
+        return self.sampling.temperature == 0 and self.seen is None
+
     def draw(self, logits_BV: Tensor, steps_B: Tensor) -> Tensor:
         """The next token of each row, int64 [B], for its logits and the index of the new token in its answer (int64
         [B], on the device, below `steps`). -1: the row has a logit that is NaN or +inf, or none above -inf."""

@@ -148,16 +148,20 @@ class Cut:
     programs: int
 
 
-def _cut(M: int, fp8: bool) -> Cut:
-    """What was fastest on an H200 for the products of hare_1.1b, at 4 and at 64 rows."""
+def _cut(M: int, C: int, fp8: bool, late: bool) -> Cut:
+    """What was fastest on an H200 in whole steps of hare_1.1b, at 16 and at 64 rows."""
     if M <= 16:
-        return Cut(128, 128, 8, 4, PROGRAMS) if fp8 else Cut(64, 128, 4, 4, 2 * PROGRAMS)
-    return Cut(64, 256, 4, 3, PROGRAMS) if fp8 else Cut(64, 128, 4, 4, PROGRAMS // 2)
+        if late:
+            return Cut(128, 128, 8, 4, PROGRAMS)
+        return Cut(64, 128, 4, 4, PROGRAMS if fp8 else 2 * PROGRAMS)
+    return Cut(64, 256, 4, 3, PROGRAMS // 2) if fp8 and C > 4096 else Cut(64, 128, 4, 4, PROGRAMS // 2)
 
 
 def _swiglu_cut(M: int, fp8: bool) -> Cut:
     """The same for gate and up, whose columns are not split."""
-    return Cut(64, 128, 4, 4, PROGRAMS)
+    if M <= 16:
+        return Cut(64, 128, 8, 4, PROGRAMS)
+    return Cut(64, 256, 4, 3, PROGRAMS) if fp8 else Cut(64, 128, 4, 4, PROGRAMS)
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
@@ -165,7 +169,7 @@ def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
 
     cuBLAS where there are rows enough to keep it busy, or columns that the blocks here do not fit."""
     M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
-    cut = _fit(M, C, weight, _cut(M, weight.fp8))
+    cut = _fit(M, C, weight, _cut(M, C, weight.fp8, isinstance(rows, Late)))
     if cut is not None:
         return _launch(rows, weight, cut, None)
     codes, scales = quantize(rows.values, rows.digits) if isinstance(rows, Late) else rows

@@ -136,10 +136,12 @@ def _multiply(
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
     """Rows and columns of a program, and warps: what was fastest on an H200 in a whole step of hare_1.1b."""
     if C > 4096:
-        return 1, 512, 2
-    if kind == NORM.value and R <= 8192:
-        return 16, 2048, 8 if fp8 else 4
-    return (2 if kind == ADD.value else 4), 2048, 4
+        return (1, 512, 2) if fp8 else (4, 8192, 4)
+    if kind == NORM.value:
+        return (8, 2048, 8) if fp8 or R > 8192 else (32, 2048, 8)
+    if kind == ADD.value:
+        return (4, 2048, 8) if fp8 else (8, 2048, 4)
+    return (4 if fp8 else 8), 2048, 4
 
 
 def _product(
@@ -213,7 +215,7 @@ def head(forward: Forward, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
     weights = forward.weights
     if len(x) > 1:
         _, (rows, _) = add_norm_rows(x, delta, weights.norm, forward.eps, 0)
-        return F.linear(rows, weights.head.values).float()
+        return F.linear(rows, weights.head.values)
     x = x if delta is None else add(x, delta)
     out = torch.empty(1, weights.head.rows, dtype=torch.float32, device=x.device)
     return _product(forward, NORM.value, x, weights.head, out, weights.norm)

@@ -12,6 +12,8 @@ from fp8_inference_demo.kernels.common import Sums
 from fp8_inference_demo.reference import Rows
 from fp8_inference_demo.weights import FP8, FP8_MAX
 
+ROW_WARPS = 8
+
 
 @triton.jit
 def _row(
@@ -113,7 +115,7 @@ def _rows(
         BLOCK=BLOCK,
         GPU=x.is_cuda,
         launch_pdl=True,
-        num_warps=8 if BLOCK > 2048 else 4,
+        num_warps=ROW_WARPS,
     )
     return total, (codes, scales)
 
