@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits
 from fp8_inference_demo.reference import Rows
 
-ATTEND_BLOCK, ATTEND_WARPS, ATTEND_PROGRAMS = 64, 4, PROGRAMS
+ATTEND_BLOCK = 64
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def attend_cache(
     M, (K, S, D) = len(positions), keys.shape[1:]
     N = num_heads
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
-    splits = max(1, min(ATTEND_PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
+    splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
     out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
     partial = torch.empty(M, splits, N, D, dtype=torch.float32, device=keys.device)
     sums = torch.empty(M, splits, 2, N, dtype=torch.float32, device=keys.device)
@@ -217,7 +217,7 @@ def attend_cache(
         LARGEST=digits > 0,
         GPU=keys.is_cuda,
         launch_pdl=True,
-        num_warps=ATTEND_WARPS,
+        num_warps=4,
         num_stages=3,
     )
     return Late(out, largest, digits) if digits else (out, None)

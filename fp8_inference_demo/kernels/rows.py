@@ -12,8 +12,6 @@ from fp8_inference_demo.kernels.common import Sums
 from fp8_inference_demo.reference import Rows
 from fp8_inference_demo.weights import FP8, FP8_MAX
 
-ROW_WARPS = 8
-
 
 @triton.jit
 def _row(
@@ -115,7 +113,7 @@ def _rows(
         BLOCK=BLOCK,
         GPU=x.is_cuda,
         launch_pdl=True,
-        num_warps=ROW_WARPS,
+        num_warps=16,
     )
     return total, (codes, scales)
 
