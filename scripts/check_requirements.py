@@ -10,6 +10,8 @@ Standard library only, since it runs before anything is installed. A line of the
 """
 
 import argparse
+import contextlib
+import os
 import re
 import sys
 from importlib import metadata
@@ -81,7 +83,8 @@ def main() -> int:
         for spec in specs:
             print(spec)
         for remark in remarks:
-            print(f"  {remark}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # a console that is gone
+                os.write(2, f"  {remark}\n".encode())
     return 0
 
 

@@ -24,7 +24,7 @@ if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
   exit 1
 fi
 
-say() { printf '%s\n' "$*"; }
+say() { printf '%s\n' "$*" || true; } # a console that is gone ends nothing
 
 die() {
   printf 'set-up: %s\n' "$*" >&2

@@ -84,12 +84,14 @@ class Job:
         """
         self.arguments = load_arguments(self.argv)
         self.folder = RunFolder(self.arguments.output_dir)
-        if self.slurm_job:
+        if self.slurm_job and not self.arguments.dry_run:
             self.go_on_if_requeued()
         processes = processes_per_node()
         set_environment(processes)
         if (corpus := missing_corpus(self.arguments)) and (status := self.prepare(corpus)):
             return self.ended(status)
+        if self.arguments.dry_run:
+            return self.call([*launch_command(processes), str(ROOT / "train/train.py"), *self.argv])
         state, checkpoint = run_state(self.arguments)
         anew = "--resume_from_checkpoint never"
         if state == "finished":

@@ -25,7 +25,14 @@ from torch import nn
 
 from model.autotune.choice import Record
 from model.build import build_model
-from model.config import ARCHITECTURE, flops_per_token, load_config, num_parameters, state_memory_gib
+from model.config import (
+    ARCHITECTURE,
+    flops_per_token,
+    load_config,
+    load_sizes,
+    num_parameters,
+    state_memory_gib,
+)
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
@@ -39,13 +46,14 @@ from train.checkpoint.load import (
     set_aside,
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
-from train.checkpoint.rollback import left_out_since
+from train.checkpoint.rollback import left_out_since, past_skipped
 from train.config.arguments import TrainingArguments
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import tell, write_durably
+from train.preflight.sizes import disk_plan
 from train.record.metrics import MetricsLogger, peak_tflops
 from train.record.run_folder import RunFolder
 
@@ -251,6 +259,27 @@ def engine_for(
         begins = f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens"
     say(*micro_step.notes, begins)
     return engine, micro_step
+
+
+def rehearse(
+    args: TrainingArguments,
+    stream: SampleStream,
+    held_out: dict[str, SampleStream],
+    ds_config: dict[str, Any],
+    state: RunState,
+) -> None:
+    """With dry_run, in place of the first step: read what it and an evaluation begin with, and say what would follow.
+    Raises DataError."""
+    micro, size = args.per_device_train_batch_size, args.train_batch_size_tokens or 0
+    first = past_skipped(state.consumed_samples, size // args.max_seq_length, state.skipped_samples)
+    stream.batch(first + dist.get_rank() * micro, micro)
+    for each in held_out.values():
+        each.batch(0, 1)
+    then = f"the run would go on with step {state.step + 1} of {args.max_steps}"
+    if state.step >= args.max_steps:
+        then = f"the run has its {args.max_steps} steps already"
+    sizes, stage = load_sizes(args.model.config), ds_config["zero_optimization"]["stage"]
+    say(disk_plan(args, sizes, stage), f"dry_run: {then}, from sample {first:,}; nothing was written")
 
 
 def open_folder(

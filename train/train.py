@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         gc.enable()
         init_distributed()
         arguments = arguments.resolve(dist.get_world_size())
-        with held(RunFolder(arguments.output_dir)):
+        with contextlib.nullcontext() if arguments.dry_run else held(RunFolder(arguments.output_dir)):
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
@@ -115,11 +115,9 @@ def run_training(args: TrainingArguments) -> None:
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
-    from train.record import trackers
     from train.record.run_folder import RunFolder
 
     world = dist.get_world_size()
-    trackers.check_installed(args.report_to)
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
@@ -129,6 +127,8 @@ def run_training(args: TrainingArguments) -> None:
     model, precision = setup.model_for(args, resume_from)
     attention = setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
+    if args.dry_run:
+        return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
     folder = RunFolder(args.output_dir)
     run = Run(

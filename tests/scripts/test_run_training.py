@@ -98,6 +98,18 @@ def test_a_wrong_key_stops_before_anything_starts(script: Script) -> None:
     assert not script.starts()
 
 
+def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
+    """Also of a Slurm job, which notes nothing then; a stop that was is not forgotten."""
+    script.plan("exit 0", "exit 9")
+    script.slurm()
+    (script.folder / "run").mkdir()
+    (script.folder / "run/stopped.json").write_text("{}")
+    for status in (0, 9):
+        assert script.run(str(script.config), "--output_dir", "run", "--dry_run").returncode == status
+    assert [start.split()[-1] for start in script.starts()] == ["--dry_run"] * 2
+    assert [path.name for path in (script.folder / "run").iterdir()] == ["stopped.json"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_signal_of_a_slurm_job_reaches_the_launcher(script: Script, number: signal.Signals) -> None:
     """Slurm sends it to the process that run_training.sh began as; its end is waited for, and the job requeued."""

@@ -179,6 +179,12 @@ class TrainingArguments:
     output_dir: str | None = option(
         "folder of the run; null: output/<name of the config file>", None, resume="free"
     )
+    dry_run: bool = option(
+        "everything up to the first step: data, model, proof, engine, a checkpoint to go on from; then it ends, with "
+        "status 0, and output_dir is as it was",
+        False,
+        resume="free",
+    )
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
     max_eval_samples: int = option(

@@ -19,13 +19,19 @@ from train.config.schema import (
 )
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SWITCHED = ("true", "false", "null")
 USAGE = """\
 usage: train.py CONFIG [--key value]...
 
 CONFIG is a JSON file; a bare name that is not here is looked up in train_args/.
 Every key of the file can be given as --key value too, --section.key value in a section;
-values are JSON, or plain strings. Start with deepspeed, torchrun or python (one process).
+values are JSON, or plain strings; a key that is true or false may stand alone (--dry_run), which is true.
+Start with deepspeed, torchrun or python (one process).
 --schema prints the JSON schema of the file, by which editors complete and check it.
+
+Exit status: 0 done; 2 for what has to be changed first: a key, data, a folder, the disk, a GPU that is not
+there, numbers that went wrong; 75 stopped on request, with a checkpoint, the same command goes on; 130 ended
+by Ctrl-C, without one; 1 all else, which another start from the last checkpoint may help.
 """
 
 
@@ -59,7 +65,9 @@ def split(argv: list[str], cls: type) -> tuple[str, list[tuple[str, str]]]:
             configs.append(word)
             continue
         key, equals, text = word[2:].partition("=")
-        if not equals:
+        if not equals and _is_switch(key, cls) and not (words and words[0] in SWITCHED):
+            text = "true"
+        elif not equals:
             if not words or words[0].startswith("--"):
                 raise ValueError(_unknown(key, cls) or f"{word} needs a value: {word} VALUE or {word}=VALUE")
             text = words.pop(0)
@@ -74,6 +82,11 @@ def split(argv: list[str], cls: type) -> tuple[str, list[tuple[str, str]]]:
             "\n  ".join([f"one CONFIG is expected, {len(configs)} are given ({given}); see --help", *unknown])
         )
     return configs[0], overrides
+
+
+def _is_switch(key: str, cls: type) -> bool:
+    node = node_at(cls, key.split("."))
+    return node is not None and {option.get("type") for option in options(node)} <= {"boolean", "null"}
 
 
 def _is_local_rank(key: str) -> bool:

@@ -18,6 +18,7 @@ from train.data.source import TokenSource, check_fit, check_same_tokenizer, open
 from train.guard.lock import Lock
 from train.preflight.sizes import disk_findings, existing, memory_findings
 from train.record.run_folder import RunFolder
+from train.record.trackers import check_installed
 
 T = TypeVar("T")
 
@@ -47,17 +48,18 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
             problems.append(str(error))
             return None
 
-    sizes: Any = attempt(lambda: load_sizes(args.model.config))
-    resolved = attempt(lambda: args.resolve(world_size))
-    ds_config = resolved and attempt(lambda: resolve_ds_config(resolved, world_size))
+    sizes: Any = attempt(partial(load_sizes, args.model.config))
+    resolved = attempt(partial(args.resolve, world_size))
+    ds_config = resolved and attempt(partial(resolve_ds_config, resolved, world_size))
     train = attempt(partial(open_sources, args.data.sources, "train", args.max_seq_length))
     if train and sizes is not None:
         attempt(partial(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings))
     for folders in (args.data.sources, *({n: f} for n, f in (args.data.eval_sources or {}).items())):
         attempt(partial(check_evaluation, folders, args.max_seq_length, train))
-    attempt(lambda: check_output(args))
+    attempt(partial(check_output, args))
+    attempt(partial(check_installed, args.report_to))
     if sizes is not None and begins(args):
-        attempt(lambda: check_weights(args, sizes))
+        attempt(partial(check_weights, args, sizes))
     if resolved and ds_config:
         attempt(partial(check_resume, resolved, ds_config, world_size))
     if devices is not None:

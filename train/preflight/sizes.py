@@ -123,6 +123,18 @@ def disk_findings(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple
     return "", ""
 
 
+def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
+    """For people: what the run will write, and where."""
+    folder = RunFolder(args.output_dir)
+    if args.save_strategy == "no":
+        return f"output: {folder.path.resolve()}; save_strategy is no: neither checkpoints nor hf/"
+    need, free = disk_need(args, sizes, zero_stage), shutil.disk_usage(existing(folder.checkpoints)).free
+    return (
+        f"output: {folder.path.resolve()}; a checkpoint has about {size_text(need.checkpoint)}, of which there are up "
+        f"to {need.at_once} more at a time, hf/ {size_text(need.export)}; {size_text(free)} are free"
+    )
+
+
 def _is_done(args: TrainingArguments, folder: RunFolder) -> bool:
     """It has its last checkpoint already."""
     there = committed(folder.checkpoints)

@@ -231,6 +231,16 @@ def test_command_line_errors(argv, words, tmp_path):
     assert words in str(error.value)
 
 
+def test_what_is_true_or_false_may_stand_alone(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    a = load_arguments(
+        ["--dry_run", path, "--gradient_checkpointing", "--data.verify", "false", "--save_async"]
+    )
+    assert (a.dry_run, a.gradient_checkpointing, a.data.verify, a.save_async) == (True, True, False, True)
+    with pytest.raises(ConfigurationError, match="--precision.auto needs a value"):
+        load_arguments([path, "--precision.auto"])  # which may be a path
+
+
 def test_a_string_may_begin_like_json(tmp_path):
     path = write(tmp_path, MINIMAL)
     a = load_arguments([path, "--run_name", "[new] try", "--data.sources.b", "{b"])

@@ -1,0 +1,62 @@
+"""--dry_run: all that precedes the first step happens, and output_dir stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.train.runs import run
+from train import train
+from train.data.format import DataError, read_manifest
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_of_a_run_that_begins(settings: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    output_dir = run(settings, dry_run=True)
+    said = capsys.readouterr().out
+    assert not output_dir.exists()
+    assert "ran FP8" in said and "starting from random weights" in said
+    assert (
+        f"output: {output_dir.resolve()}; a checkpoint has about 6.0 MB, of which there are up to 4 more"
+        in said
+    )
+    assert "dry_run: the run would go on with step 1 of 6, from sample 0; nothing was written" in said
+
+
+def test_of_a_run_that_goes_on(settings: dict, own_trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(own_trained / "checkpoints/step-00000006")
+    (own_trained / "stopped.json").write_text("{}")
+    before = content(own_trained)
+    run(settings, dry_run=True)
+    said = capsys.readouterr().out
+    assert "the run would go on with step 4 of 6, from sample 12;" in said and "resumed from" in said
+    assert content(own_trained) == before
+
+
+def test_data_that_an_evaluation_would_stumble_over(settings: dict, data: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(data, tmp_path / "data")
+    shard = own / read_manifest(own).split_shards("eval")[0].name
+    np.full(shard.stat().st_size // 2, 0xFFFF, "<u2").tofile(shard)
+    settings["data"]["sources"] = {"text": str(own)}
+    with pytest.raises(DataError, match="has the id 65535, beyond the vocabulary"):
+        run(settings, dry_run=True)
+
+
+def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make the folder, or write into that of another run."""
+    config, ran = tmp_path / "config.json", []
+    config.write_text(json.dumps(settings))
+    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(train, "run_training", lambda args: ran.append(Path(args.output_dir).exists()))
+    assert train.main([str(config), "--dry_run"]) == 0
+    assert train.main([str(config), "--max_steps", "5", "--dry_run", "false"]) == 0
+    assert ran == [False, True]
