@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.reliability.launching import run_cases
 from tests.reliability.number_ranks import tensors_in
 from tests.train.runs import PRECISIONS, curve
+from train import setup
 
 SHORT = [("delayed", 1)]  # tests/train/test_training.py has the others with one rank
 FULL = list(itertools.product(PRECISIONS, range(4)))
@@ -35,6 +39,24 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 def whole_run(settings: dict, output_dir: Path, spoiled: dict[str, str]) -> tuple[int, str, dict[str, Any]]:
     return 2, "whole_run", {"settings": {**settings, "output_dir": str(output_dir)}, "spoiled": spoiled}
+
+
+@pytest.mark.parametrize("full_determinism", [True, False])
+def test_each_rank_draws_its_own_numbers_and_the_same_again(
+    monkeypatch: pytest.MonkeyPatch, full_determinism: bool
+) -> None:
+    """Of Python, numpy and torch; the largest seed is one that all of them take."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    settings: Any = SimpleNamespace(seed=2**32 - 1, full_determinism=full_determinism)
+    draws = []
+    for rank in (0, 1, 0):
+        monkeypatch.setattr(setup.dist, "get_rank", lambda rank=rank: rank)
+        setup.seed(settings)
+        draws.append([random.random(), float(np.random.rand()), float(torch.rand(1))])
+    assert draws[0] == draws[2] and all(a != b for a, b in zip(draws[0], draws[1], strict=True))
+    assert torch.are_deterministic_algorithms_enabled() == full_determinism
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == full_determinism  # without it cuBLAS is an error then
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
@@ -37,7 +40,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
 from train.checkpoint.rollback import Rollback, left_out_since
-from train.checkpoint.save import SaveError
+from train.checkpoint.save import SaveError, rank_state
 from train.guard.health import Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -394,3 +397,17 @@ def test_a_save_without_room_leaves_what_is_committed(tmp_path: Path) -> None:
         make_room(path, needed=0)
     assert "what it wrote is removed" in undo_save(path, 2**60, SaveError("rank 0: full"))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and problems(path) == []
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    """In the form in which a rank saves them."""
+    precision = Precision(PrecisionConfig(compute="fp32", backend="reference"))
+    torch.save(rank_state(torch.nn.Linear(1, 1), precision), tmp_path / "rank_00000.pt")
+
+    def draw() -> list[Any]:
+        return [torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()]
+
+    first, second = draw(), draw()
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    load._set_random_state(torch.load(tmp_path / "rank_00000.pt", weights_only=True))
+    assert [draw(), draw()] == [first, second]
