@@ -136,12 +136,10 @@ def _multiply(
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
     """Rows and columns of a program, and warps: what was fastest on an H200 in a whole step of hare_1.1b."""
     if C > 4096:
-        return (1, 512, 2) if fp8 else (4, 8192, 4)
+        return 1, 512, 2
     if kind == NORM.value:
-        return (8, 2048, 8) if fp8 or R > 8192 else (32, 2048, 8)
-    if kind == ADD.value:
-        return (4, 2048, 8) if fp8 else (8, 2048, 4)
-    return (4 if fp8 else 8), 2048, 4
+        return (8 if fp8 or R > 8192 else 32), 2048, 8
+    return (2, 2048, 1) if kind == ADD.value else (4, 2048, 4)
 
 
 def _product(
