@@ -39,9 +39,10 @@ LAYERS = [
     ["train/engine", "train/prepare_data.py", "train/train_tokenizer.py", "train/import_megatron.py"],
     ["train/guard"],
     ["train/checkpoint"],
-    ["train/preflight"],
+    ["train/preflight", "train/evaluation"],
     [
         "train/launch.py",
+        "train/evaluate.py",
         "train/setup.py",
         "train/loop.py",
         "train/autotune.py",
@@ -57,6 +58,7 @@ PREPARATION = {
     "train/prepare_data.py",
     "train/train_tokenizer.py",
     "train/import_megatron.py",
+    "train/evaluation",
 }
 FLOOR_FILES, ROOM_FILES, FILE_LINES = 16, 14, 450
 

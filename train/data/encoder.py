@@ -1,9 +1,12 @@
 """The tokenizer as preparation uses it: text <-> ids, without special ids, from sentencepiece or tokenizers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from train.data.format import DataError
 from train.files import sha256_file
@@ -19,11 +22,29 @@ TOKENIZER_FILES = (
 )
 
 
+# Whatever a tokenizer does to text without saying so, it does to this: folds letters, drops or joins spaces.
+PROBE = "A  b\n\n\tdef f(x):  return\u00a0'caf\u00e9' \ufb01 \u2460 \u6771\u4eac \U0001f642 \r\n"
+SPACE = "\u2581"  # how sentencepiece writes a space
+
+
+class Pieces(NamedTuple):
+    """What ids stand for. sizes: int64 [V], UTF-8 bytes of text, 0 of control ids, UNKNOWN where an id does not say.
+    added_space: the first piece of a text has a space that the text has not; some tokenizers add none to a text that
+    begins with one, of which its tokens say nothing."""
+
+    sizes: np.ndarray
+    added_space: bool
+
+
+UNKNOWN = -1
+
+
 class TextEncoder:
     """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
 
     Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first;
-    `encode_batch` texts -> ids, without BOS and EOS, and `decode` ids (without these) -> text.
+    `encode_batch` texts -> ids, without BOS and EOS, and `decode` ids (without these) -> text. What the ids stand for:
+    `pieces()`.
 
     Raises:
         DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
@@ -33,6 +54,7 @@ class TextEncoder:
         self.folder = Path(folder)
         self.encode_batch: Callable[[list[str]], list[list[int]]]
         self.decode: Callable[[list[int]], str]
+        self.pieces: Callable[[], Pieces | None]
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
@@ -60,6 +82,12 @@ class TextEncoder:
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(f"{path} has no BOS or no EOS; documents need both")
         self.decode = model.decode
+
+        def pieces() -> Pieces | None:
+            sizes = np.array([_sentencepiece_bytes(model, i) for i in range(self.vocab_size)])
+            return self._checked(Pieces(sizes, model.encode("a", out_type=str)[0].startswith(SPACE)))
+
+        self.pieces = pieces
         self.encode_batch = lambda texts: model.encode(texts, num_threads=1)
 
     def _load_tokenizers(self, path: Path) -> None:
@@ -78,6 +106,20 @@ class TextEncoder:
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
+        def pieces() -> Pieces | None:
+            sizes = _tokenizers_bytes(tokenizer, self.vocab_size)
+            first = tokenizer.encode("a", add_special_tokens=False).tokens
+            added = bool(first) and first[0] != "a" and first[0][0] in f"{SPACE}\u0120"
+            return None if sizes is None else self._checked(Pieces(sizes, added))
+
+        self.pieces = pieces
+
+    def _checked(self, pieces: Pieces) -> Pieces | None:
+        """None where the sizes are not those of a text: the tokenizer changes text before it splits it."""
+        sizes = pieces.sizes[self.encode_batch([PROBE])[0]]
+        found = sizes.sum() - pieces.added_space
+        return pieces if UNKNOWN in sizes or found == len(PROBE.encode()) else None
+
     def _special_id(self, tokenizer: Any, key: str) -> int:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if name in self.files:
@@ -86,3 +128,35 @@ class TextEncoder:
                 if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
                     return token_id
         raise DataError(f"{self.folder} names no {key} in tokenizer_config.json; documents need BOS and EOS")
+
+
+def _sentencepiece_bytes(model: Any, i: int) -> int:
+    if model.is_control(i) or model.is_unused(i):
+        return 0
+    if model.is_unknown(i):
+        return UNKNOWN
+    return 1 if model.is_byte(i) else len(model.id_to_piece(i).replace(SPACE, " ").encode())
+
+
+def _tokenizers_bytes(tokenizer: Any, vocab_size: int) -> np.ndarray | None:
+    """By the decoder: a letter a byte (ByteLevel), or sentencepiece's pieces (ByteFallback, Metaspace)."""
+    description = json.loads(tokenizer.to_str())
+    decoder = description["decoder"] or {}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        return None
+    special = {token["id"]: token["special"] for token in description["added_tokens"]}
+    unknown = description["model"].get("unk_token")
+    sizes = np.zeros(vocab_size, dtype=np.int64)
+    for piece, i in tokenizer.get_vocab(with_added_tokens=True).items():
+        if piece == unknown:
+            sizes[i] = UNKNOWN
+        elif i in special:
+            sizes[i] = 0 if special[i] else len(piece.encode())
+        elif "ByteLevel" in kinds:
+            sizes[i] = len(piece)
+        elif "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            sizes[i] = 1
+        else:
+            sizes[i] = len(piece.replace(SPACE, " ").encode())
+    return sizes

@@ -1,24 +1,13 @@
-"""Evaluation: several sets in training (data.eval_sources)."""
+"""Further sets that a run is evaluated on (data.eval_sources)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.train.runs import curve, metrics, run
 from train.data.format import DataError
-
-
-@pytest.fixture(scope="session")
-def other(
-    tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., int], data: Path, corpus: Path
-) -> Path:
-    """Data of other text, by the tokenizer of `data`."""
-    folder = tmp_path_factory.mktemp("other")
-    assert prepare(folder, corpus, tokenizer=data / "tokenizer", eval_fraction=0.2) == 0
-    return folder
 
 
 def test_further_sets_are_evaluated_and_change_nothing(

@@ -1,0 +1,207 @@
+"""train/evaluate.py: its numbers against training's own, and against transformers and the plainest sums."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MistralForCausalLM
+
+from tests import programs
+from tests.reliability.launching import clean_environment
+from tests.train.prepare.test_inspect_data import documents_of
+from tests.train.runs import ROOT, metrics, run
+from train.data.encoder import TextEncoder
+from train.export import export
+
+SAMPLES = 5  # max_eval_samples of the runs
+
+
+def test_a_checkpoint_has_the_loss_that_its_training_logged(
+    trained: Path, data: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the scales of training; and so has the export, in current scaling nearly."""
+    logged = metrics(trained)[-1]["eval_loss"]
+    report = evaluated(trained, "--max_samples", SAMPLES)
+    told = capsys.readouterr()
+    assert "step-00000006, step 6, 1,536 tokens: te_layer in FP8 (delayed scaling)" in told.err
+    assert "note: 5 of 24 samples (--max_samples)" in told.err
+    assert report["fp8"] == "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" and report["fp8"] in told.err
+    result = report["sources"]["text"]
+    assert result == report["all"] and result["tokens"] == 64 * SAMPLES
+    assert result["loss"] == pytest.approx(logged, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(logged), rel=1e-5)
+    assert f"{result['loss']:.4f}" in told.out
+    of_step = evaluated(trained / "checkpoints/step-00000006", data, "--max_samples", SAMPLES)
+    assert of_step["all"] == result
+    for options, how in (
+        ([trained / "checkpoints", "--precision", "bf16"], "te_layer in bf16"),
+        (
+            [trained / "hf", data, "--max_seq_length", 64, "--precision", "fp8"],
+            "te_layer in FP8 (current scaling)",
+        ),
+        ([trained / "hf", data, "--max_seq_length", 64], "hf in bf16"),
+    ):
+        report = evaluated(*options, "--max_samples", SAMPLES)
+        assert report["model"].endswith(how) and (report["fp8"] is None) == ("bf16" in how)
+        assert report["all"]["loss"] == pytest.approx(logged, rel=2e-3)
+        assert report["all"]["loss"] != pytest.approx(logged, rel=1e-6)
+
+
+def test_several_sources_within_documents(
+    settings: dict, data: Path, other: Path, evaluated: Callable[..., dict]
+) -> None:
+    """As the run mixes its own sources, with its document mask."""
+    settings["data"] = {"sources": {"text": str(data), "other": str(other)}, "document_mask": True}
+    settings |= {"model": {**settings["model"], "variant": "te_linear"}, "max_eval_samples": 7}
+    output_dir = run(settings, max_steps=2, precision={"recipe": "current"})
+    report = evaluated(output_dir, "--max_samples", 7)
+    assert report["all"]["loss"] == pytest.approx(metrics(output_dir)[-1]["eval_loss"], rel=1e-6)
+    one, two = report["sources"]["text"], report["sources"]["other"]
+    assert report["all"]["tokens"] == one["tokens"] + two["tokens"] < 7 * 64  # last tokens predict nothing
+    assert report["all"]["documents"] == one["documents"] + two["documents"] > 0
+    mean = (one["loss"] * one["tokens"] + two["loss"] * two["tokens"]) / report["all"]["tokens"]
+    assert mean == pytest.approx(report["all"]["loss"]) and one["loss"] != two["loss"]
+
+
+def plain_model(run: Path) -> MistralForCausalLM:
+    return MistralForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+
+
+def size_of(text: str) -> int:
+    return len(text.encode())
+
+
+def losses_of(model: MistralForCausalLM, ids: list[int], length: int, stride: int) -> torch.Tensor:
+    """Of each token but the first, by the first window that has it."""
+    losses, start = list[torch.Tensor](), -stride
+    while len(losses) < len(ids) - 1:
+        start += stride
+        window = torch.tensor([ids[start : start + length + 1]])
+        logits = model(window[:, :-1]).logits[0]
+        of_window = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
+        losses += of_window[len(losses) - start :]
+    return torch.stack(losses).double()
+
+
+@pytest.mark.parametrize("stride", [None, 20])
+def test_documents_alone(
+    trained: Path, other: Path, evaluated: Callable[..., dict], stride: int | None, tmp_path: Path
+) -> None:
+    """Against transformers, a document and a window at a time; text gives the same, with its own bytes."""
+    documents, encoder = documents_of(other, "eval"), TextEncoder(other / "tokenizer")
+    assert max(map(len, documents)) > 65 and min(map(len, documents)) < 60 and len(documents) > 20
+    texts = [encoder.decode(ids[1:-1]) for ids in documents]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    model, size = plain_model(trained), sum(map(size_of, texts))
+    with torch.no_grad():
+        losses = [losses_of(model, ids, 64, stride or 64) for ids in documents]
+    options = ["--by", "document", "--precision", "fp32", "--max_seq_length", 64, "--text_key", "content"]
+    report = evaluated(
+        trained / "hf", other, text, *options, *([] if stride is None else ["--stride", stride])
+    )
+    by_source = list(report["sources"].values())
+    expected = {
+        "loss": float(torch.cat(losses).mean()),
+        "perplexity": math.exp(float(torch.cat(losses).mean())),
+        "bits_per_byte": float(torch.cat([of[:-1] for of in losses]).sum()) / math.log(2) / size,
+        "tokens": sum(len(ids) - 1 for ids in documents),
+        "documents": len(documents),
+        "bytes": size,
+    }
+    assert by_source == [pytest.approx(expected, rel=1e-5)] * 2
+    twice = {key: 2 * expected[key] for key in ("tokens", "documents", "bytes")}
+    assert report["all"] == pytest.approx(expected | twice, rel=1e-5)
+    part = evaluated(trained / "hf", other, text, *options, "--max_samples", 11)["sources"].values()
+    assert [(p["documents"], p["tokens"]) for p in part] == [
+        (11, sum(len(ids) - 1 for ids in documents[:11]))
+    ] * 2
+
+
+def test_text_in_a_row(trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:
+    """Nothing of it is left out, unlike of prepared data the last tokens; else it is the same."""
+    documents, encoder = documents_of(other, "eval"), TextEncoder(other / "tokenizer")
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|next|>\n".join(encoder.decode(ids[1:-1]).strip("\n") for ids in documents))
+    ids = [
+        i for d in documents for i in [1, *encoder.encode_batch([encoder.decode(d[1:-1]).strip("\n")])[0], 2]
+    ]
+    report = evaluated(trained, text, "--split_on", "<|next|>", "--precision", "fp32")
+    result = report["sources"][str(text)]
+    assert (result["tokens"], result["documents"]) == (len(ids) - 1, len(documents))
+    model = plain_model(trained)
+    with torch.no_grad():
+        losses = losses_of(model, ids, 64, 64)
+    assert result["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    of_text = torch.tensor([i not in (1, 2) for i in ids[1:]])
+    size = size_of(text.read_text()) - (len(documents) - 1) * len("\n<|next|>\n")
+    assert result["bits_per_byte"] == pytest.approx(
+        float(losses[of_text].sum()) / math.log(2) / size, rel=1e-5
+    )
+    assert len(ids) % 64 != 1
+
+
+def test_weights_in_fp8(trained: Path, data: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:
+    """Multiplied out they are those that training multiplied with; the products round the activations, too."""
+    folder = tmp_path / "hf-fp8"
+    export(trained / "checkpoints/step-00000006", folder, data / "tokenizer", "hf-fp8")
+    logged = metrics(trained)[-1]["eval_loss"]
+    options = [folder, data, "--max_seq_length", 64, "--max_samples", SAMPLES]
+    losses = [evaluated(*options, "--precision", p)["all"]["loss"] for p in ("bf16", "fp8")]
+    assert losses == [pytest.approx(logged, rel=2e-3)] * 2 and losses[0] != losses[1]
+
+
+def launched(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", str(ROOT / "train/evaluate.py")]
+    return programs.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, env=clean_environment()
+    )
+
+
+@pytest.mark.process
+def test_two_ranks(
+    trained: Path, data: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
+) -> None:
+    """Share the samples and the documents, and come to what one comes to."""
+    text, report = tmp_path / "text.txt", tmp_path / "of_two.json"
+    text.write_text("def f(x):\n    return x\n" * 9)  # less than a batch of one rank
+    options = [trained, data, other, text, "--precision", "bf16"]
+    done = launched(*options, "--output", report)
+    assert done.returncode == 0, done.stderr
+    two, one = json.loads(report.read_text()), evaluated(*options)
+    assert (two["ranks"], one["ranks"]) == (2, 1)
+    for name in one["sources"]:
+        assert two["sources"][name] == pytest.approx(one["sources"][name], rel=1e-4), name
+    assert done.stdout.count("bits/byte") == 1 and done.stderr.count("note: the last") == 1
+    refused = launched(trained, data, "--max_seq_length", 100_000)
+    assert refused.returncode == 2 and refused.stderr.count("--max_seq_length 100000: the model has") == 1
+
+
+@pytest.mark.process
+def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
+    text, report = tmp_path / "text.txt", tmp_path / "report.json"
+    text.write_text("def f(x):\n    return x\n" * 200_000)  # minutes
+    command = [
+        sys.executable,
+        str(ROOT / "train/evaluate.py"),
+        str(trained),
+        str(text),
+        "--output",
+        str(report),
+    ]
+    with programs.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_environment()) as process:
+        first = process.stderr.readline()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait() == 130
+        assert "te_layer in FP8" in first
+        assert process.stderr.read().splitlines()[-1] == "Ctrl-C: the evaluation is ended; it leaves nothing"
+    assert not report.exists()

@@ -1,0 +1,232 @@
+"""train/evaluate.py: what cannot be evaluated, each in a line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.fp8.gemms import Gemms
+from train.data.format import read_manifest
+from train.evaluation import scores
+
+
+@pytest.fixture
+def own_hf(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the export, which may be damaged."""
+    return shutil.copytree(trained / "hf", tmp_path / "hf")
+
+
+@pytest.fixture
+def large_vocabulary(tmp_path: Path) -> Path:
+    """A tokenizer of 600 words, more than the model's 512 ids."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    words = {word: i for i, word in enumerate(["<s>", "</s>", *(f"w{i}" for i in range(598))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{none}"], "none does not exist; give files and folders that are here"),
+        (["{empty}"], "it has no checkpoint and no config.json; give a run's output_dir, a checkpoint, or a Hugging"),
+        (["{data}"], "is prepared data, and MODEL comes before DATA: it has no checkpoint"),
+        (["{file}"], "file.txt is not a folder; give a run's output_dir"),
+        (["{run}", "{shards}"], "was prepared with another tokenizer than the model's"),
+        (["{hf}"], "hf does not say what it was trained on: name DATA"),
+        (["{run}", "{empty}"], "empty holds nothing to read. Allowed: "),
+        (["{run}", "{blank}"], "blank.txt has no text: 1 documents, none can be read; mend them"),
+        (["{run}", "{key}"], "has no text: 2 documents, none can be read; --text_key title names the text"),
+        (["{run}", "{one_bad}"], "1 documents cannot be read, such as {one_bad}:2: null text; mend them, or allow so "
+                                 "many with --max_dropped 1"),
+        (["{run}", "{file}", "--tokenizer", "{empty}"], "empty: no tokenizer.model or tokenizer.json there"),
+        (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096: the model has 2048 positions"),
+        (["{run}", "{data}", "{data}"], "DATA: one is given twice"),
+        (["{run}", "--stride", "8"], "--stride: is of --by document"),
+        (["{run}", "--output", "{none}/x.json"], "allowed is a file that ends in .json, in a folder that is there"),
+        (["{run}", "--output", "{empty}/x.txt"], "allowed is a file that ends in .json"),
+        (["{run}", "--batch_size", "0"], "0: allowed is 1 or more"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    arguments: list[str],
+    message: str,
+    trained: Path,
+    data: Path,
+    shards: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+) -> None:
+    texts = {
+        "file.txt": "some text",
+        "blank.txt": " \n ",
+        "key.jsonl": '{"title": "a"}\n{"title": "b"}\n',
+        "one_bad.jsonl": '{"text": "a"}\n{"text": null}\n',
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    places = {name.split(".")[0]: str(tmp_path / name) for name in ("none", "empty", *texts)}
+    places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}
+    assert message.format(**places) in refused(*(argument.format(**places) for argument in arguments))
+
+
+def test_a_tolerated_document_is_named(
+    trained: Path, tmp_path: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "some text"}\n{"text": null}\n')
+    report = evaluated(trained, text, "--max_dropped", 1)
+    assert report["all"]["documents"] == 1 and f"left out: {text}:2: null text" in capsys.readouterr().err
+
+
+def test_a_vocabulary_beyond_the_models(
+    trained: Path,
+    large_vocabulary: Path,
+    tmp_path: Path,
+    prepare: Callable[..., int],
+    refused: Callable[..., str],
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"w{i} w{i + 1}\n\n" for i in range(60)))
+    options = trained, "--tokenizer", large_vocabulary
+    assert "large has a vocabulary of 600, the model one of 512: it is another model's" in refused(
+        *options, text
+    )
+    assert (
+        prepare(tmp_path / "data", text, tokenizer=large_vocabulary, split_on="blank_line", eval_fraction=0.5)
+        == 0
+    )
+    assert "data has a vocabulary of 600, the model one of 512; prepare it" in refused(
+        *options, tmp_path / "data"
+    )
+
+
+def test_a_folder_without_tokenizer(
+    own_hf: Path,
+    data: Path,
+    tmp_path: Path,
+    evaluated: Callable[..., dict],
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Prepared data have their own, and that it is the model's nobody can say."""
+    for file in own_hf.glob("tokenizer*"):
+        file.unlink()
+    evaluated(own_hf, data, "--max_seq_length", 64, "--max_samples", 1)
+    assert "hf has no tokenizer; that" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("some text")
+    assert "hf: no tokenizer.model or tokenizer.json there" in refused(own_hf, tmp_path / "text.txt")
+
+
+def test_damaged_weights(
+    trained: Path, own_hf: Path, own_trained: Path, data: Path, refused: Callable[..., str]
+) -> None:
+    weights = load_file(own_hf / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, own_hf / "model.safetensors")
+    message = "hf: 1 weights have values that are not finite, such as model.norm.weight: the training had gone wrong"
+    assert message in refused(own_hf, data, "--max_seq_length", 64)
+    del weights["model.norm.weight"]
+    save_file(weights, own_hf / "model.safetensors")
+    assert "hf: weights do not fit the model: model.norm.weight is missing" in refused(
+        own_hf, data, "--max_seq_length", 64
+    )
+    config = json.loads((own_hf / "config.json").read_text())
+    (own_hf / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert "has the model_type 'llama'; only mistral is supported" in refused(
+        own_hf, data, "--max_seq_length", 64
+    )
+    last = own_trained / "checkpoints/step-00000006"
+    with (last / "rank_00000.pt").open("ab") as file:
+        file.write(b"x")
+    assert "rank_00000.pt has" in refused(last)
+
+
+def test_of_a_run_the_newest_good_checkpoint_counts(
+    own_trained: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without any, the export."""
+    (own_trained / "checkpoints/step-00000006/rank_00000.pt").unlink()
+    assert "step-00000003, step 3" in evaluated(own_trained, "--max_samples", 1)["model"]
+    assert "checkpoint step-00000006 is not used" in capsys.readouterr().err
+    sources = json.loads((own_trained / "train_config.json").read_text())["data"]["sources"]
+    shutil.rmtree(own_trained / "checkpoints")
+    assert "run/hf: hf in bf16" in evaluated(own_trained, sources["text"], "--max_seq_length", 64)["model"]
+
+
+def test_a_loss_that_is_not_finite(
+    trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = scores.token_losses
+    monkeypatch.setattr(scores, "token_losses", lambda *tensors: right(*tensors) * float("inf"))
+    assert "text: a loss is not finite (NaN or infinite), and all weights are" in refused(trained)
+
+
+def test_fp8_that_does_not_run(
+    trained: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any batch: one has 8 products."""
+    right, products = Gemms._note, list[int]()
+
+    def note(gemms: Gemms) -> None:
+        products.append(1)
+        if len(products) <= 9:
+            right(gemms)
+
+    monkeypatch.setattr(Gemms, "_note", note)
+    assert "5 modules did not run in the precision" in refused(trained, "--max_samples", 4)
+    monkeypatch.setattr(Gemms, "_note", lambda gemms: None)
+    assert "FP8 was asked for and no module ran FP8" in refused(trained)
+
+
+def test_content_that_changed(
+    trained: Path, other: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    folder = shutil.copytree(other, tmp_path / "data")
+    shard = folder / read_manifest(folder).split_shards("eval")[0].name
+    ids = bytearray(shard.read_bytes())
+    ids[10:12] = (600).to_bytes(2, "little")
+    shard.write_bytes(ids)
+    options = trained, folder, "--by", "document"
+    assert "there is a token id 600, and the model has 512 tokens" in refused(*options)
+    index = shard.with_name(shard.name + ".index")
+    index.write_bytes(index.read_bytes()[8:16] + index.read_bytes()[8:])
+    assert "the document ends do not increase" in refused(*options)
+    shard.write_bytes(ids[:-2])
+    assert "the manifest says" in refused(*options)
+
+
+def test_bytes_that_nobody_knows() -> None:
+    """Bits per byte are of text that was read, or of tokens that all say what they stand for."""
+    sums = torch.tensor(
+        [[6.0, 5.0, 3.0, 2.0, 0.0, 1.0], [6.0, 5.0, 3.0, 2.0, 1.0, 1.0], [8.0, 8.0, 4.0, 0.0, 4.0, 2.0]]
+    )
+    sources: list[Any] = [
+        SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
+    ]
+    by_source, everything = scores.results(sums.double(), sources)
+    bits = [by_source[name]["bits_per_byte"] for name in "abc"]
+    assert bits == [pytest.approx(5 / math.log(2) / 2), None, pytest.approx(8 / math.log(2) / 4)]
+    assert everything["bits_per_byte"] is None and everything["bytes"] is None
+    assert (everything["loss"], everything["tokens"], everything["documents"]) == (2.0, 10, 4)
+    assert scores.table(by_source, everything)[2].split() == ["b", "1", "3", "2.0000", "7.39", "?"]
+    by_source["a"]["perplexity"] = None
+    assert scores.table(by_source, everything)[1].split()[4] == "?"
+    sums[1, scores.TOKENS] = 0
+    with pytest.raises(ValueError, match="DATA b has no token to predict"):
+        scores.results(sums.double(), sources)

@@ -1,0 +1,212 @@
+"""MODEL -> a checkpoint or a Hugging Face folder, what it is evaluated in (`plan`), and the modules (`Plan.build`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.config import load_config
+from model.fp8.recipes import PrecisionConfig
+from model.variants import VARIANTS, SpeedConfig
+from train.checkpoint.files import (
+    FOLDER,
+    MANIFEST,
+    RUN_STATE,
+    CheckpointError,
+    RunState,
+    newest_good,
+    problems,
+    rank_file,
+    read_state,
+)
+from train.data.encoder import TOKENIZER_FILES, TextEncoder
+from train.data.format import TOKENIZER_FOLDER
+from train.files import sha256_file
+from train.record.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import MistralConfig
+
+    from model.fp8.precision import Precision
+
+EXPECTED = "give a run's output_dir, a checkpoint, or a Hugging Face folder"
+MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # of a Hugging Face folder, which does not say
+
+
+def find(given: Path, tell: Callable[[str], None]) -> Path:
+    """The checkpoint or the Hugging Face folder that `given` means: of a run its newest checkpoint whose hashes hold,
+    and if it has none, its export. `tell` hears of checkpoints that are passed over.
+
+    Raises ValueError: it means none. CheckpointError: a checkpoint that does not verify.
+    """
+    if not given.is_dir():
+        raise ValueError(f"MODEL {given} is not a folder; {EXPECTED} (from the hub: download it first)")
+    if (given / "config.json").is_file():
+        return given
+    if FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
+        if found := problems(given):
+            raise CheckpointError(f"MODEL {given}: {'; '.join(found)}")
+        return given
+    run = RunFolder(given)
+    if newest := newest_good(run.checkpoints if run.checkpoints.is_dir() else given, tell):
+        return newest
+    if (run.hf / "config.json").is_file():
+        return run.hf
+    what = "prepared data, and MODEL comes before DATA" if (given / MANIFEST).is_file() else "none of these"
+    raise ValueError(f"MODEL {given} is {what}: it has no checkpoint and no config.json; {EXPECTED}")
+
+
+@dataclass
+class Plan:
+    """What is evaluated, and as what."""
+
+    path: Path
+    state: RunState | None  # of a checkpoint
+    config: MistralConfig
+    variant: str
+    precision: PrecisionConfig
+    max_seq_length: int
+    batch_size: int
+    document_mask: bool = False
+    attention_backend: str = "auto"
+    speed: SpeedConfig | None = None
+
+    def describe(self) -> str:
+        """One line."""
+        fp8 = self.precision.compute == "fp8"
+        how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
+        trained = (
+            "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
+        )
+        return f"{self.path}{trained}: {self.variant} in {how}"
+
+    def sources(self) -> dict[str, str]:
+        """The data folders that a checkpoint was trained on, by name; {} of a Hugging Face folder."""
+        return {} if self.state is None else self.state.train_config["data"]["sources"]
+
+    def tokenizer_folder(self, given: Path | None) -> Path:
+        """Where the model's tokenizer is: `given`, the Hugging Face folder, or with the data of the training, else
+        with the run's export."""
+        if given is not None:
+            return given
+        if self.state is None:
+            return self.path
+        folders = [Path(folder) / TOKENIZER_FOLDER for folder in self.sources().values()]
+        return next(filter(Path.is_dir, [*folders, self.path.parent.parent / "hf"]), folders[0])
+
+    def tokenizers(self, given: Path | None) -> set[str]:
+        """The sha256 of the tokenizer that the model has: of the file that defines its ids; of a Hugging Face folder
+        all such files, as data may have been made by either. Empty: nobody says."""
+        if self.state is not None and given is None:
+            return {s["tokenizer_sha256"] for s in self.state.data_fingerprint["sources"].values()}
+        files = [self.tokenizer_folder(given) / name for name in TOKENIZER_FILES[:2]]
+        return {sha256_file(file) for file in files if file.is_file()}
+
+    def encoder(self, given: Path | None) -> TextEncoder:
+        """The model's tokenizer. Raises ValueError: none there, or it is another model's."""
+        encoder = TextEncoder(self.tokenizer_folder(given))
+        if encoder.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"--tokenizer {encoder.folder} has a vocabulary of {encoder.vocab_size}, the model one of "
+                f"{self.config.vocab_size}: it is another model's"
+            )
+        if given is None and encoder.sha256() not in self.tokenizers(None):
+            raise ValueError(
+                f"{encoder.folder} is not the tokenizer that the model was trained with: the data there are others by "
+                "now; give that tokenizer as --tokenizer DIR"
+            )
+        return encoder
+
+    def build(self) -> tuple[nn.Module, Precision]:
+        """The model with its weights, and in delayed scaling the scales of training (rank 0's), ready to evaluate.
+
+        Raises ValueError, CheckpointError: weights that are missing, damaged, not the configuration's or not finite;
+        PrecisionError, BackendError: this machine does not have the precision.
+        """
+        import torch
+
+        from model.build import make_modules
+        from model.conversion import load_hf_state_dict
+        from model.fp8 import te_backend
+        from model.fp8.precision import Precision
+        from model.fp8.state import load_fp8_state
+
+        precision, attention = Precision(self.precision), self.attention_backend
+        if self.document_mask:
+            attention = te_backend.document_attention(attention, precision.te, precision.dtype)
+        te_backend.choose_attention_backend(attention)
+        speed = self.speed or SpeedConfig()
+        model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
+        precision.apply(model)
+        try:
+            load_hf_state_dict(model, self._weights(precision.dtype))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+        if wrong:
+            raise ValueError(
+                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: the training "
+                "had gone wrong by then; take an earlier checkpoint"
+            )
+        if precision.has_state:
+            saved = torch.load(self.path / rank_file(0), map_location="cpu", weights_only=True)
+            load_fp8_state(model, precision, saved["fp8"])
+        return model.eval(), precision
+
+    def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        from model.fp8.hf_fp8 import Quantized, read_quantized
+        from train.checkpoint.load import read_hf_weights
+
+        if self.state is not None:
+            return read_hf_weights(self.path, self.config)
+        weights = read_quantized(self.path)
+        return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
+
+
+def plan(path: Path, compute: str | None) -> Plan:
+    """How the checkpoint or the Hugging Face folder `path` is evaluated: as it was trained, or in another precision. A
+    Hugging Face folder is transformers' own model in its dtype; in FP8, as what was not trained in FP8, it is te_layer
+    with current scaling, which needs no history.
+
+    Raises CheckpointError, ValueError: its configuration cannot be read.
+    """
+    from transformers import MistralConfig
+
+    if not (path / RUN_STATE).is_file():
+        config = load_config(str(path))
+        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        dtype = stored.get("dtype") or stored.get("torch_dtype")
+        compute = compute or ("fp32" if dtype == "float32" else "bf16")
+        length = min(MAX_SEQ_LENGTH, config.max_position_embeddings)
+        if compute == "fp8":
+            precision = PrecisionConfig(compute="fp8", recipe="current")
+            return Plan(path, None, config, "te_layer", precision, length, BATCH_SIZE)
+        return Plan(path, None, config, "hf", PrecisionConfig(compute=compute), length, BATCH_SIZE)  # type: ignore[arg-type]
+    state = read_state(path)
+    trained = state.train_config
+    precision, variant = PrecisionConfig(**trained["precision"]), trained["model"]["variant"]
+    precision.backend = "auto"  # this machine's
+    if compute not in (None, precision.compute):
+        keeps = VARIANTS[variant].te
+        if compute == "fp8":
+            precision = PrecisionConfig(compute="fp8", recipe="current")
+        else:
+            precision = PrecisionConfig(compute=compute)  # type: ignore[arg-type]
+        variant = variant if keeps else "te_layer" if compute == "fp8" else "hf"
+    return Plan(
+        path,
+        state,
+        MistralConfig.from_dict(state.model_config),
+        variant,
+        precision,
+        trained["max_seq_length"],
+        trained["per_device_eval_batch_size"] or trained["per_device_train_batch_size"],
+        trained["data"]["document_mask"],
+        trained["model"]["attention_backend"],
+        SpeedConfig(**trained["speed"]),
+    )

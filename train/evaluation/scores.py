@@ -1,0 +1,140 @@
+"""The losses of a model on batches of text, and what they come to: loss, perplexity and bits per byte, by source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.fp8.gemms import count_gemms
+from model.fp8.precision import Precision
+from model.proof import ProofError
+from train.data.encoder import UNKNOWN, Pieces
+from train.data.stream import NO_LABEL
+from train.evaluation.texts import Rows, Source
+
+# What is summed up of each source: losses in nats, and of them those of text, neither BOS nor EOS; the predicted
+# tokens; bytes of the text, as far as the tokens say; tokens that do not say; documents whose end was read.
+LOSS, TEXT_LOSS, TOKENS, BYTES, UNKNOWN_TOKENS, DOCUMENTS = range(6)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropies in nats of logits [B, T, V] and labels [B, T], float32 [B, T], 0 without a label. Row by row:
+    float32 logits of a batch may not fit into memory."""
+    rows = [
+        F.cross_entropy(row.float(), label, ignore_index=NO_LABEL, reduction="none")
+        for row, label in zip(logits, labels, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    precision: Precision,
+    batches: Iterator[Rows],
+    sources: Sequence[Source],
+    scored: Callable[[int], Any] = lambda tokens: None,
+) -> tuple[torch.Tensor, list[str]]:
+    """(sums float64 [sources, 6], what the modules ran in, as lines). `scored` hears of each batch how many tokens it
+    predicted.
+
+    Raises ValueError: a loss that is not finite, an id beyond the vocabulary. ProofError: modules did not run in the
+    precision that they were meant to run in.
+    """
+    sums = np.zeros((len(sources), 6))
+    pieces = [source.encoder.pieces() for source in sources]
+    vocabulary, passes = model.config.vocab_size, 0  # type: ignore[union-attr]
+    with count_gemms(model, precision) as gemms:
+        for passes, (batch, places, ended) in enumerate(batches, start=1):
+            if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
+                raise ValueError(
+                    f"{_names(sources, places)}: there is a token id {largest}, and the model has {vocabulary} tokens: "
+                    "the data's content changed, or is another model's"
+                )
+            input_ids, labels, documents = batch.to(precision.device)
+            losses = token_losses(model(input_ids, documents=documents).logits, labels).double().cpu().numpy()
+            if not np.isfinite(losses).all():
+                raise ValueError(
+                    f"{_names(sources, places)}: a loss is not finite (NaN or infinite), and all weights are: numbers "
+                    "grew beyond the type; try --precision bf16 or fp32"
+                )
+            if passes == 1 and (problem := gemms.problem(backward=False)):
+                raise ProofError(problem)
+            counted = batch.labels.numpy() != NO_LABEL
+            for row, source in enumerate(places):
+                inputs, predicted = (
+                    ids[row].numpy()[counted[row]] for ids in (batch.input_ids, batch.labels)
+                )
+                of_row = losses[row][counted[row]]
+                sums[source] += _row_sums(of_row, inputs, predicted, sources[source], pieces[source])
+                sums[source, DOCUMENTS] += ended[row]
+            scored(int(counted.sum()))
+    if passes and (problem := gemms.problem(passes, backward=False)):
+        raise ProofError(problem)
+    return torch.from_numpy(sums), gemms.lines()
+
+
+def _names(sources: Sequence[Source], places: Sequence[int]) -> str:
+    return ", ".join(sources[place].name for place in dict.fromkeys(places))
+
+
+def _row_sums(
+    losses: np.ndarray, inputs: np.ndarray, labels: np.ndarray, source: Source, pieces: Pieces | None
+) -> np.ndarray:
+    """Of the predicted tokens `labels` [n] behind `inputs` [n]."""
+    text = (labels != source.encoder.bos_id) & (labels != source.encoder.eos_id)
+    sizes = np.full(int(text.sum()), UNKNOWN) if pieces is None else pieces.sizes[labels[text]]
+    known = int(sizes[sizes != UNKNOWN].sum())
+    if pieces is not None and pieces.added_space:
+        known -= int((inputs[text] == source.encoder.bos_id).sum())
+    return np.array([losses.sum(), losses[text].sum(), len(labels), known, (sizes == UNKNOWN).sum(), 0])
+
+
+def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
+    """(by source, of all): loss (nats a predicted token), perplexity, bits_per_byte, tokens, documents, bytes. Bytes
+    are those of the text where it was read, else what the tokens stand for; None where these do not say. Bits per byte
+    leave out what is no text, BOS and EOS. Raises ValueError: a source without a predicted token."""
+    table = sums.numpy().copy()
+    for row, source in zip(table, sources, strict=True):
+        if not row[TOKENS]:
+            raise ValueError(f"DATA {source.name} has no token to predict")
+        if source.text_bytes is not None:
+            row[BYTES], row[UNKNOWN_TOKENS] = source.text_bytes, 0
+    by_source = {source.name: _result(row) for source, row in zip(sources, table, strict=True)}
+    return by_source, _result(table.sum(axis=0))
+
+
+def _result(row: np.ndarray) -> dict[str, Any]:
+    loss = float(row[LOSS] / row[TOKENS])
+    known = row[UNKNOWN_TOKENS] == 0 and row[BYTES] > 0
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else None,  # beyond is no float
+        "bits_per_byte": float(row[TEXT_LOSS] / math.log(2) / row[BYTES]) if known else None,
+        "tokens": int(row[TOKENS]),
+        "documents": int(row[DOCUMENTS]),
+        "bytes": int(row[BYTES]) if known else None,
+    }
+
+
+def table(by_source: dict[str, dict], everything: dict[str, Any]) -> list[str]:
+    """Lines for people."""
+    rows = by_source if len(by_source) == 1 else by_source | {"all": everything}
+    width = max(map(len, rows))
+    lines = [
+        f"{'source':<{width}}{'documents':>12}{'tokens':>16}{'loss':>10}{'perplexity':>14}{'bits/byte':>11}"
+    ]
+    for name, row in rows.items():
+        perplexity, bits = ("?" if row[k] is None else row[k] for k in ("perplexity", "bits_per_byte"))
+        shown = perplexity if perplexity == "?" else f"{perplexity:,.2f}"
+        lines.append(
+            f"{name:<{width}}{row['documents']:>12,}{row['tokens']:>16,}{row['loss']:>10.4f}{shown:>14}"
+            + (f"{bits:>11}" if bits == "?" else f"{bits:>11.4f}")
+        )
+    return lines
