@@ -7,15 +7,18 @@
 # one that is active (virtual environment or conda), else a Python that already has everything, else
 # ROOT/.venv, made on the first run. What is already there is not installed again: a second run only looks.
 #
-# Settings: PYTHON=path of the Python to make .venv with; TORCH_INDEX_URL=index of torch's CPU builds, as torch's
-# installation page names it (without it pip takes the default wheel, which on Linux may bring 5 GB of CUDA packages
-# along: more to download, the same numbers); PIP_* as pip documents them; TORCH_EXTENSIONS_DIR=folder of what DeepSpeed
-# compiles for CPUs (default: torch_extensions in the environment).
+# Settings: PYTHON=path of the Python to make .venv with; TORCH_INDEX_URL=index to look for torch in on a machine without
+# a GPU (default: torch's own index of CPU builds where it answers and pip is configured for no other; pip's default
+# wheel for Linux brings 5 GB of CUDA packages along: more to download, the same numbers); PIP_* as pip documents them;
+# TORCH_EXTENSIONS_DIR=folder of what DeepSpeed compiles for CPUs (default: torch_extensions in the environment).
 
 MIN_PYTHON="3.11"
 # Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
 TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
+CPU_BUILDS="https://download.pytorch.org/whl/cpu"
+ANSWER_S=8 # how long the index of CPU builds may take to answer
+NEWS_S=8   # the longest time that a program of the set-up runs without a word
 DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
@@ -98,11 +101,46 @@ need_disk() {
     die "$need_gib GiB of free disk are needed in $ROOT for the packages, $((free_kib / 1024 / 1024)) are there"
 }
 
+# Reads what a program says, to its end, into the file $1 if one is given. Every NEWS_S seconds it tells how long that
+# takes and what was said last: a whole log is too much, and nothing is too little.
+news() {
+  local line part="" last="" status began="$SECONDS" told="$SECONDS"
+  while true; do
+    status=0
+    IFS= read -r -t "$NEWS_S" line || status=$?
+    part+="$line"
+    if ((status <= 128)); then # a line or the end, not a timeout
+      if [[ -n "${1:-}" ]]; then printf '%s\n' "$part" >>"$1"; fi
+      if [[ -n "$part" ]]; then last="$part"; fi
+      part=""
+    fi
+    if ((status > 0 && status <= 128)); then return 0; fi
+    if ((SECONDS - told >= NEWS_S)); then
+      say "set-up: $((SECONDS - began)) s, ${last:0:100}"
+      told="$SECONDS"
+    fi
+  done
+}
+
 pip_install() {
   "$PY" -m pip --version >/dev/null 2>&1 ||
     die "$PY has no pip. Install it, or use another environment. Wanted: $*"
-  "$PY" -m pip install --quiet --use-pep517 --disable-pip-version-check "$@" ||
+  # warnings and errors do not go through `news`
+  "$PY" -m pip install --use-pep517 --disable-pip-version-check "$@" | news ||
     die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror"
+}
+
+# Whether pip is told where to find packages: then torch comes from there, too.
+pip_is_configured() {
+  "$PY" -m pip config list 2>/dev/null | grep -qE '\.(index-url|extra-index-url|find-links|no-index)='
+}
+
+# The alarm also ends a look-up of the name, which has no time limit of its own.
+answers() {
+  "$PY" -c '
+import signal, sys, urllib.request
+signal.alarm(int(sys.argv[2]))
+urllib.request.urlopen(sys.argv[1]).close()' "$1" "$ANSWER_S" 2>/dev/null
 }
 
 install_torch() {
@@ -112,10 +150,17 @@ install_torch() {
     pip_install "torch==$TORCH_GPU"
     return
   fi
-  say "set-up: installing torch $TORCH_CPU"
-  local index=()
-  if [[ -n "${TORCH_INDEX_URL:-}" ]]; then index=(--extra-index-url "$TORCH_INDEX_URL"); fi
-  pip_install "torch==$TORCH_CPU" "${index[@]}"
+  local index="${TORCH_INDEX_URL:-}"
+  if [[ -z "$index" && "$OSTYPE" == linux* ]] && ! pip_is_configured; then
+    if answers "$CPU_BUILDS/torch/"; then
+      index="$CPU_BUILDS"
+    else
+      say "set-up: $CPU_BUILDS does not answer; pip's default build of torch may bring 5 GB of CUDA packages along"
+    fi
+  fi
+  say "set-up: installing torch $TORCH_CPU${index:+ from $index}"
+  # of equal versions pip takes the one with a local part: 2.13.0+cpu
+  pip_install "torch==$TORCH_CPU" ${index:+--extra-index-url "$index"}
 }
 
 # Sets PY, and EXACT (--exact: in a .venv of our own the tested versions, else what is compatible); makes .venv if that
@@ -181,18 +226,20 @@ use_torchs_cudnn() {
 # would wait without a word; and for this environment alone: torch compiles anew when another one asks for it, so that
 # two of them with one folder would at every change of turns.
 build_communication() {
-  local prefix said
+  local prefix log
   prefix="$(dirname "$(dirname "$PY")")"
   [[ -f "$prefix/pyvenv.cfg" || -d "$prefix/conda-meta" ]] || return 0 # a system's: the first start builds it
   export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$prefix/torch_extensions}"
   if [[ -f "$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done" ]]; then return; fi
-  say "set-up: building DeepSpeed's CPU communication"
+  say "set-up: building DeepSpeed's CPU communication, once; it takes about a minute"
   mkdir -p "$TORCH_EXTENSIONS_DIR"
-  said="$(LOCAL_RANK=0 PYTHONPATH="$ROOT" "$PY" -c '
+  log="$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.log"
+  rm -f "$log"
+  LOCAL_RANK=0 PYTHONPATH="$ROOT" "$PY" -c '
 from deepspeed.comm.torch import build_shm_op
 from train.engine.distributed import wait_out_a_dead_builder
 wait_out_a_dead_builder()
-build_shm_op()' 2>&1)" || die "DeepSpeed's CPU communication could not be built: $said"
+build_shm_op()' 2>&1 | news "$log" || die "DeepSpeed's CPU communication could not be built: $(<"$log")"
   : >"$TORCH_EXTENSIONS_DIR/deepspeed_shm_comm.done"
 }
 
@@ -207,7 +254,10 @@ setup_env() {
   local lock=""
   if command -v flock >/dev/null 2>&1; then
     exec {lock}>"$ROOT/.setup.lock"
-    flock "$lock"
+    flock -n "$lock" || {
+      say "set-up: another set-up is under way in $ROOT; waiting for it"
+      flock "$lock"
+    }
   fi
   choose_environment "${files[@]}"
   need_compiler

@@ -20,13 +20,13 @@ import check_requirements
 pytestmark = pytest.mark.process
 
 
-def set_up(machine: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """setup_env in a copy of the repository's root."""
+def set_up(machine: dict[str, str], tmp_path: Path, before: str = ":") -> subprocess.CompletedProcess[str]:
+    """setup_env in a copy of the repository's root; `before` comes first."""
     root = tmp_path / "root"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     for file in ROOT.glob("requirements*.txt"):
         shutil.copy(file, root)
-    script = 'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; setup_env; echo "PY=$PY"'
+    script = f'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; {before}; setup_env; echo "PY=$PY"'
     return subprocess.run(
         ["bash", "-c", script], env=machine, cwd=root, capture_output=True, text=True, timeout=120
     )
@@ -53,6 +53,63 @@ def test_the_cpu_communication_is_built_once_for_an_environment(
         assert ("could not be built: no space" in run.stderr) == bool(status)
         assert ("set-up: building DeepSpeed's CPU communication" in run.stdout) == (number < 2)
     assert built.read_text().split() == [str(folder)] * 2
+
+
+def installing_torch(
+    tmp_path: Path, install: str, configured: str = "", answers: int = 0, torch_index: str = ""
+) -> str:
+    """What install_torch says without a GPU, by a Python without torch, whose pip has this configuration and installs
+    so; the index of CPU builds answers with a status."""
+    lines = [
+        '[[ "$*" == *find_spec* ]] && exit 1',
+        f'[[ "$*" == *"pip config list"* ]] && {{ echo "{configured}"; exit 0; }}',
+        f'[[ "$*" == *urlopen* ]] && exit {answers}',
+        f'[[ "$*" == *"pip install"* ]] && {{ {install}; }}',
+        "exit 0",
+    ]
+    python = executable(tmp_path / "python", "\n".join(lines))
+    script = f"set -euo pipefail; source scripts/setup_env.sh; PY={python}"
+    environment = {**os.environ, "TORCH_INDEX_URL": torch_index}
+    command = ["bash", "-c", f"{script}; HAS_GPU=0; NEWS_S=1; install_torch"]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+CPU_BUILDS = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(
+    ("configured", "answers", "torch_index", "index"),
+    [
+        ("", 0, "", CPU_BUILDS),
+        ("", 1, "", None),
+        ("global.extra-index-url='file:///mirror'", 0, "", ""),
+        (":env:.find-links='wheels'", 0, "", ""),
+        ("global.timeout='60'", 0, "", CPU_BUILDS),
+        ("", 1, "file:///cpu", "--extra-index-url file:///cpu"),
+    ],
+)
+def test_without_a_gpu_torch_is_a_cpu_build_where_pip_can_find_one(
+    tmp_path: Path, configured: str, answers: int, torch_index: str, index: str | None
+) -> None:
+    asked = tmp_path / "asked.txt"
+    said = installing_torch(tmp_path, f'echo "$*" >> {asked}', configured, answers, torch_index)
+    assert asked.read_text().partition("torch==2.13.0")[2].strip() == (index or "")
+    assert ("does not answer" in said) == (index is None)
+
+
+def test_a_long_set_up_says_what_it_is_at(tmp_path: Path) -> None:
+    said = installing_torch(tmp_path, 'echo Collecting a; printf Downloading; sleep 1.5; echo " b"; sleep 1')
+    assert re.search(r"^set-up: [12] s, Collecting a$", said, re.M)
+    assert re.search(r"^set-up: [23] s, Downloading b$", said, re.M)
+
+
+def test_a_second_set_up_says_that_it_waits(machine: dict[str, str], tmp_path: Path) -> None:
+    lock = "exec 8>.setup.lock; flock 8; (sleep 0.5; exec 8>&-) & exec 8>&-"
+    run = set_up(machine, tmp_path, before=lock)
+    assert run.returncode == 0, run.stderr
+    assert "another set-up is under way" in run.stdout and "PY=" in run.stdout
 
 
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
