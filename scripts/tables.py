@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Tables of docs/ that follow from the code and test_fp8/results/: every key of the configuration, and what a model
+needs of GPUs, disk and time.
+
+    python scripts/tables.py    writes docs/configuration.md and docs/hardware.md anew
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+
+from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
+from train.config.arguments import TrainingArguments
+from train.config.schema import Node, in_words, keys_of
+from train.preflight.sizes import checkpoint_bytes, weight_bytes
+
+BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
+SEQ_LENGTH = 2048
+GB = 1e9
+
+# First key of each part of docs/configuration.md, in the order of the configuration's fields.
+PARTS = {
+    "max_steps": "Length and batch",
+    "learning_rate": "Learning rate and optimizer",
+    "seed": "The same numbers again",
+    "max_skipped_steps": "When numbers or ranks go wrong",
+    "output_dir": "What a run writes, and when",
+    "resume_from_checkpoint": "Going on",
+    "report_to": "Trackers",
+    "gradient_checkpointing": "Memory and DeepSpeed",
+    "model": "`model`: what is trained",
+    "data": "`data`: what it is trained on",
+    "precision": "`precision`: FP8 or not, and how",
+    "speed": "`speed`: fused kernels and CUDA graphs",
+}
+# `resume` of a key (model/keys.py), as short as a table needs it.
+ON_A_RESUME = {
+    "free": "free",
+    "allowed": "if allowed",
+    "constant": "if allowed; free while lr_scheduler_type is constant",
+    "fp8 <-> bf16": "if allowed, between fp8 and bf16",
+    "content": "free; what it says, but sizes, if allowed",
+    "never": "no",
+}
+# Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, with a micro-batch as training has.
+MEASURED = ("hare_0.4b_step", "hare_1.1b_step", "hare_2.0b_fp8_head_step")
+ROWS = {
+    "te_layer_bf16": "bf16",
+    "te_layer_fp8_delayed": "FP8",
+    "te_layer_fp8_delayed_recompute": "FP8, recomputation",
+}
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def configuration() -> str:
+    """A table a part, of every key."""
+    parts: dict[str, list[list[str]]] = {}
+    title = ""
+    for key, node in keys_of(TrainingArguments).items():
+        title = PARTS.get(key.partition(".")[0], title)
+        parts.setdefault(title, []).append(_described(key, node))
+    sections = [title for title in parts if title.startswith("`")]
+    titles = ("key", "takes", "default", "on a resume", "what it is")
+    return "\n".join(
+        f"### {title}\n\n{table(titles, parts[title])}"
+        for title in (*sections, *(t for t in parts if t not in sections))
+    )
+
+
+def _described(key: str, node: Node) -> list[str]:
+    def plain(text: str) -> str:
+        for sign in "\\*<|":
+            text = text.replace(sign, f"\\{sign}")
+        return text
+
+    default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
+    why = f": {node['why']}" if "why" in node else ""
+    resume = ON_A_RESUME[node["resume"]] + plain(why)
+    return [f"`{key}`", plain(in_words(node)), default, resume, plain(node["description"])]
+
+
+def hardware() -> str:
+    """What each model of model/configs needs: GPU memory, disk; and the time of those that were measured."""
+    models = {path.stem: load_sizes(path.stem) for path in CONFIGS.glob("*.json")}
+    models = dict(sorted(models.items(), key=lambda item: num_parameters(item[1])))
+
+    def rows(*cells: Callable[[Any], str]) -> list[list[str]]:
+        return [[f"`{name}`", *(cell(sizes) for cell in cells)] for name, sizes in models.items()]
+
+    def state(stage: int, ranks: int) -> Callable[[Any], str]:
+        return lambda sizes: f"{state_memory_gib(sizes, stage, ranks):,.1f}"
+
+    def gigabytes(count: Callable[[Any], int]) -> Callable[[Any], str]:
+        return lambda sizes: f"{count(sizes) / GB:,.1f}"
+
+    def saved(sizes: Any) -> int:
+        return checkpoint_bytes(sizes, 1, "fp8")
+
+    def exported(sizes: Any) -> int:
+        return num_parameters(sizes) * weight_bytes("fp8")
+
+    memory = [(1, 1), (1, 2), (1, 8), (2, 8), (3, 8)]
+    titles = [f"ZeRO {stage}, {ranks} GPU{'s' if ranks > 1 else ''}" for stage, ranks in memory]
+    millions, gflop = (
+        lambda sizes: f"{num_parameters(sizes) / 1e6:,.0f}",
+        lambda sizes: f"{flops_per_token(sizes, SEQ_LENGTH) / 1e9:,.2f}",
+    )
+    keep = TrainingArguments.save_total_limit
+    return "\n".join(
+        [
+            "### GPU memory: GiB a GPU of weights, gradients and optimizer\n",
+            table(("model", "M parameters", *titles), rows(millions, *(state(*where) for where in memory))),
+            "### Disk: GB\n",
+            table(
+                (
+                    "model",
+                    "a checkpoint",
+                    f"{keep + 1} checkpoints (save_total_limit {keep}) and hf/",
+                    "hf/ alone",
+                ),
+                rows(
+                    gigabytes(saved),
+                    gigabytes(lambda sizes: saved(sizes) * (keep + 1) + exported(sizes)),
+                    gigabytes(exported),
+                ),
+            ),
+            f"### Work: GFLOP a token of {SEQ_LENGTH}, forward and backward\n",
+            table(("model", "GFLOP a token"), rows(gflop)),
+            "### Measured: one H200, whole steps\n",
+            table(
+                (
+                    "model",
+                    "te_layer in",
+                    "micro-batch",
+                    "GiB at the peak",
+                    "tokens/s",
+                    "TFLOP/s",
+                    "hours for 1 B tokens",
+                ),
+                _measured(),
+            ),
+        ]
+    )
+
+
+def _measured() -> list[list[str]]:
+    rows = []
+    for name in MEASURED:
+        report = json.loads((ROOT / "test_fp8" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        for r in report["results"]:
+            if r["row"] in ROWS:
+                speed = r["tokens_per_second"]
+                figures = (
+                    r["allocated_gib"],
+                    speed,
+                    speed * report["gflop_per_token"] / 1e3,
+                    1e9 / speed / 3600,
+                )
+                shown = [
+                    form.format(figure)
+                    for form, figure in zip(("{:.0f}", "{:,.0f}", "{:,.0f}", "{:.2f}"), figures, strict=True)
+                ]
+                rows.append([f"`{report['model']}`", ROWS[r["row"]], str(r["micro_batch"]), *shown])
+    return rows
+
+
+PAGES = {ROOT / "docs/configuration.md": configuration, ROOT / "docs/hardware.md": hardware}
+
+
+def page_with(page: Path, written: str) -> str:
+    """The page with this between its marks. Raises ValueError: it has none."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page}: a line {BEGIN.strip()} and behind it {END.strip()} are expected")
+    return before + BEGIN + written + END + after
+
+
+if __name__ == "__main__":
+    for page, write in PAGES.items():
+        page.write_text(page_with(page, write()), encoding="utf-8")

@@ -1,0 +1,125 @@
+"""What README.md and docs/ promise: tables written from the code, links that lead somewhere, commands and messages that
+are there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from model.config import load_sizes, num_parameters, weight_shapes
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE
+from scripts import tables
+from scripts.architecture import ROOT, sources
+from train.config.arguments import TrainingArguments
+from train.config.schema import keys_of, node_at
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = "(?:train|test_fp8|fp8_inference_demo|scripts)"
+PROGRAM = re.compile(rf"(?:python|deepspeed|torchrun) (?:--\S+ \S+ )*({ROOMS}/\w+\.py)(.*)")
+COMMAND_OF_A_RUN = re.compile(r"\./run_training\.sh(.*)")
+# What a message has in place of a name or a number.
+HOLE = "\0"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_current(page: Path) -> None:
+    current = tables.page_with(page, tables.PAGES[page]())
+    assert current == text_of(page), "python scripts/tables.py writes it anew"
+
+
+def test_every_key_stands_in_the_configurations_page_once() -> None:
+    page = text_of(ROOT / "docs/configuration.md").partition(tables.BEGIN)[2]
+    assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == sorted(keys_of(TrainingArguments))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, place = link.partition("#")
+        if path.startswith("https://"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if place:
+            titles = re.findall(r"^#+ (.*)$", text_of(target), re.M)
+            assert place in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, (
+                link
+            )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_options_that_their_programs_know(page: Path) -> None:
+    text = text_of(page).replace("\\\n", " ")
+    for line in text.splitlines():
+        for program, rest in PROGRAM.findall(line):
+            assert (ROOT / program).is_file(), line
+            check_options(program, rest, line)
+        for rest in COMMAND_OF_A_RUN.findall(line):
+            check_options("train/train.py", rest, line)
+
+
+def check_options(program: str, rest: str, line: str) -> None:
+    code = text_of(ROOT / program)
+    for option in re.findall(r"(?<=\s)--([\w.]+)", re.split(r" #|`|;", rest)[0]):
+        if program == "train/train.py":
+            known = node_at(TrainingArguments, option.split(".")) is not None or option in ("help", "schema")
+        elif program == "train/launch.py":  # its own, or those of what it starts
+            known = True
+        else:
+            known = f'"--{option}"' in code or option == "help"
+        assert known, f"--{option} in: {line}"
+
+
+@cache
+def messages() -> list[str]:
+    """Every text of the sources, what is put into it being HOLE."""
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(text_of(ROOT / path))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else HOLE for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return [*found, text_of(ROOT / "scripts/setup_env.sh")]
+
+
+def quoted() -> list[str]:
+    page = text_of(ROOT / "docs/troubleshooting.md")
+    return [" ".join(message.split()) for message in re.findall(r"\*\*`([^`]+)`\*\*", page)]
+
+
+def test_the_messages_to_look_up_are_those_of_the_sources() -> None:
+    assert len(quoted()) >= 20
+    for message in quoted():
+        parts = [part.strip() for part in message.split("...") if part.strip(" .;:")]
+        assert any(all(part in text for part in parts) for text in messages()), message
+
+
+def blocks() -> list[dict[str, object]]:
+    text = text_of(ROOT / "docs/getting-started.md") + text_of(ROOT / "docs/configuration.md")
+    return [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)]
+
+
+def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
+    models = [block for block in blocks() if "model_type" in block]
+    runs = [block for block in blocks() if "max_steps" in block]
+    assert (len(models), len(runs)) == (2, 3)
+    for model in models:
+        (tmp_path / "model.json").write_text(json.dumps(model))
+        sizes = load_sizes(str(tmp_path / "model.json"))
+        shapes = [shape for shape in weight_shapes(sizes).values() if len(shape) == 2]
+        assert not [shape for shape in shapes if any(size % FP8_FEATURE_MULTIPLE for size in shape)]
+    assert round(num_parameters(sizes) / 1e6) == 100
+    for run in runs:
+        TrainingArguments.from_dict(run).resolve(world_size=1)
+    assert TrainingArguments.from_dict(runs[0]).resolve(world_size=2)
