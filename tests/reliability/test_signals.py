@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from model.config import UserError
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, metrics, run
-from train import loop
+from train import loop, train
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.guard import signals
@@ -217,6 +218,41 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("of the user"), 2, "error: of the user\n(FP8_TRACEBACK=1 shows where)\n"),
+        (UserError("of the user"), 2, "error: of the user\n(FP8_TRACEBACK=1 shows where)\n"),
+        (OSError("of the system"), 1, "error: of the system\n(FP8_TRACEBACK=1 shows where)\n"),
+        (RuntimeError("of the program"), 1, "Traceback"),
+        (signals.Interrupted(), 130, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_ended_a_run_is_its_status(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    said: str,
+    traced: bool,
+) -> None:
+    """By it run_training.sh starts again, or does not: what the user has to mend, it would meet again."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FP8_TRACEBACK", "1" if traced else "")
+
+    def fails(argv: list[str]) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "load_arguments", fails)
+    assert train.main([]) == status
+    found = capsys.readouterr().err
+    assert found == said or (found.startswith("Traceback") and (traced or said == "Traceback"))
+    assert found.startswith("Traceback") == (bool(said) and (traced or said == "Traceback"))
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, 
     keys(resume_from_checkpoint=str(start), output_dir=str(own_trained.parent / "branch"))(world)
     with pytest.raises(check.PreflightError, match="step-00000003 is of a run"):
         checked(world)
+    keys(precision__auto=True)(world)
+    assert checked(world) == []  # what that chooses is not known yet
+    keys(precision__auto=False)(world)
     (start / "run_state.json").write_text("")
     assert checked(world) == []
     keys(
@@ -103,3 +106,17 @@ def test_gpu_memory_is_refused_only_below_what_it_takes(
         checked(world, world_size, 1, [bytes_least - 1000])
     assert "GPU memory" in checked(world, world_size, 1, [bytes_least + 1000])[0]  # it may just fit
     assert checked(world, world_size, 1, [2**30]) == []
+    # the smallest of the GPUs that have a rank counts
+    assert checked(world, 2, 1, [2**30, 1000]) == []
+    with pytest.raises(check.PreflightError, match="GPU memory"):
+        checked(world, 2, 2, [2**30, 1000])
+
+
+def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> None:
+    large = load_sizes("hare_1.1b")
+    assert num_parameters(large) > check.CPU_PARAMETERS > num_parameters(load_sizes(str(world.model)))
+    for backend, told in (("auto", 1), ("reference", 0)):
+        keys(precision__backend=backend)(world)
+        arguments = TrainingArguments.from_dict(world.settings)
+        assert len(check.device_problems(arguments, large, 2, 0)) == told
+        assert check.device_problems(arguments, load_sizes(str(world.model)), 2, 0) == []

@@ -176,6 +176,8 @@ def test_the_plot_of_a_run_is_drawn_beside_it_at_the_lowest_priority(tmp_path, m
     first = live._process
     assert first is not None and os.getpriority(os.PRIO_PROCESS, first.pid) == 19
     live.close()
+    live.update()
+    assert live._process is first  # not again so soon
     assert first.returncode == 0 and (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
