@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between, unicode
+from train.prepare.corpus import eval_fraction
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -31,8 +32,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", required=True, help="a folder with the tokenizer.model or tokenizer.json of the ids")
     add("--output", required=True, help="the folder to write")
     add("--eod_id", type=between(0), help="the id that ends documents in the datasets (the tokenizer's EOS)")
-    text = "held-out share of documents (0.01)"
-    add("--eval_fraction", type=between(1e-6, 0.5, float), default=0.01, help=text)
+    text = "held-out share of documents; 1: all, for evaluation alone (0.01)"
+    add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
     add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")
     add("--overwrite", action="store_true", help="replace the prepared data in --output")
     return parser.parse_args(argv)

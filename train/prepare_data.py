@@ -22,7 +22,7 @@ if importlib.util.find_spec("datatrove") is None:
     sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
 
 from model.keys import between, unicode
-from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
+from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
 from train.prepare.steps import add_arguments
 
 
@@ -37,8 +37,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
-    text = "held-out share of documents, or of each document (0.01)"
-    add("--eval_fraction", type=between(1e-6, 0.5, float), default=0.01, help=text)
+    text = "held-out share of documents, or of each document; 1: all, for evaluation alone (0.01)"
+    add("--eval_fraction", type=eval_fraction, default=0.01, help=text)
     text = "which they are: whole documents by a hash, or the end of each document (hash; of a single text: position)"
     add("--eval_by", choices=("hash", "position"), help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")

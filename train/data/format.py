@@ -114,7 +114,8 @@ class Manifest:
             lines.append(
                 f"{split}: {documents:,} documents, {self.split_tokens(split):,} tokens, {len(shards)} shards"
             )
-        lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
+        if self.unigram_loss is not None:
+            lines.append(f"unigram loss of the eval split: {self.unigram_loss:.4f} nats per token")
         return "\n".join(lines)
 
 

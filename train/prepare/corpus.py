@@ -64,6 +64,13 @@ def separator(text: str) -> str:
     return text
 
 
+def eval_fraction(text: str) -> float:
+    """An argparse type: a part that leaves text to train on, or all."""
+    if 1e-6 <= (value := float(text)) <= 0.5 or value == 1:
+        return value
+    raise argparse.ArgumentTypeError(f"{text}: allowed is 1e-06 to 0.5, or 1: all, for evaluation alone")
+
+
 @dataclass(frozen=True)
 class Source:
     """A file to read: its absolute `path`, how (`kind`: a suffix, or "stdlib"), its `bytes` and time of change."""

@@ -261,11 +261,11 @@ class OutputFolder:
         counts: of tokens, by split, [V] each. source: the manifest's fields about what was prepared, and how.
 
         Raises:
-            DataError: a split is empty, with which training would refuse the data.
+            DataError: a split is empty, with which training would refuse the data, unless all is for evaluation.
         """
         encoder = self.encoder
         for split, remedy in (("train", "smaller"), ("eval", "larger")):
-            if not counts[split].any():
+            if not counts[split].any() and not (split == "train" and source["eval_fraction"] == 1):
                 raise DataError(
                     f"no document for the {split} split, which training needs: prepare again with --overwrite and a "
                     f"{remedy} --eval_fraction, with more documents (--split_on makes many of a .txt), or with "

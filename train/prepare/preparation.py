@@ -65,7 +65,7 @@ class Preparation:
         encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
         steps = options_of(args, _tell)
         sources = list_sources(args.input, args.split_on, _tell)
-        eval_by = args.eval_by
+        eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # of all there is no end to cut off
         if eval_by is None and args.split_on is None and len(sources) == 1 and sources[0].is_text:
             eval_by = "position"  # a single document is in one split only
             _tell(f"one text, so its last {args.eval_fraction:.2%} are the eval split (--eval_by position)")

@@ -10,16 +10,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import MistralForCausalLM
 
+from model.config import UserError
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.prepare.test_inspect_data import documents_of
 from tests.train.runs import ROOT, metrics, run
 from train.data.encoder import TextEncoder
+from train.evaluate import Ranks, Told
 from train.export import export
 
 SAMPLES = 5  # max_eval_samples of the runs
@@ -160,13 +163,6 @@ def test_weights_in_fp8(trained: Path, data: Path, evaluated: Callable[..., dict
     assert losses == [pytest.approx(logged, rel=2e-3)] * 2 and losses[0] != losses[1]
 
 
-def launched(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", str(ROOT / "train/evaluate.py")]
-    return programs.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, env=clean_environment()
-    )
-
-
 @pytest.mark.process
 def test_two_ranks(
     trained: Path, data: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
@@ -175,15 +171,34 @@ def test_two_ranks(
     text, report = tmp_path / "text.txt", tmp_path / "of_two.json"
     text.write_text("def f(x):\n    return x\n" * 9)  # less than a batch of one rank
     options = [trained, data, other, text, "--precision", "bf16"]
-    done = launched(*options, "--output", report)
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", str(ROOT / "train/evaluate.py")]
+    command += [*map(str, options), "--output", str(report)]
+    done = programs.run(command, capture_output=True, text=True, env=clean_environment())
     assert done.returncode == 0, done.stderr
     two, one = json.loads(report.read_text()), evaluated(*options)
     assert (two["ranks"], one["ranks"]) == (2, 1)
     for name in one["sources"]:
         assert two["sources"][name] == pytest.approx(one["sources"][name], rel=1e-4), name
     assert done.stdout.count("bits/byte") == 1 and done.stderr.count("note: the last") == 1
-    refused = launched(trained, data, "--max_seq_length", 100_000)
-    assert refused.returncode == 2 and refused.stderr.count("--max_seq_length 100000: the model has") == 1
+
+
+@pytest.mark.parametrize(("rank", "error"), [(0, UserError), (1, Told)])
+def test_what_one_rank_finds_ends_all_and_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, rank: int, error: type[Exception]
+) -> None:
+    def gather(every: list, own: object) -> None:
+        every[:] = [own if rank == 0 else None, own if rank == 1 else "not here"]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    ranks: Any = object.__new__(Ranks)
+    ranks.rank, ranks.world = rank, 2
+    if rank == 0:
+        with pytest.raises(error, match="not here"):
+            ranks.together(lambda: "fine")
+        return
+    with pytest.raises(error):
+        ranks.together(lambda: int("x"))
+    assert ranks.together(lambda: "fine") == "fine"
 
 
 @pytest.mark.process

@@ -11,7 +11,8 @@ import pytest
 from tests import programs
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
-from train.data.format import Shard
+from train.data.format import DataError, Shard
+from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
 from train.prepare.corpus import read_share
 from train.prepare.output import WORK_NAME, SplitWriter
@@ -40,6 +41,23 @@ def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, cap
     with pytest.raises(SystemExit) as stop:
         prepare(tmp_path / "out", inputs, eval_fraction=0)
     assert stop.value.code == 2 and "allowed is 1e-06 to 0.5" in capsys.readouterr().err
+
+
+def test_all_of_it_may_be_for_evaluation(tmp_path, prepare, capsys):
+    """A single text, too, which is not cut then."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(corpus_texts(20)))
+    for eval_by in ("hash", "position"):
+        assert prepare(tmp_path / eval_by, text, eval_fraction=1, eval_by=eval_by) == 0
+    assert prepare(tmp_path / "out", text, eval_fraction=1) == 0
+    assert decoded(tmp_path / "out", "eval") == decoded(tmp_path / "position", "eval") == [text.read_text()]
+    assert "train: 0 documents, 0 tokens, 0 shards" in capsys.readouterr().out
+    assert open_stream({"a": tmp_path / "out"}, None, 16, seed=0, split="eval").num_samples > 3
+    with pytest.raises(DataError, match="the train split has 0 tokens"):
+        open_stream({"a": tmp_path / "out"}, None, 16, seed=0)
+    with pytest.raises(SystemExit):
+        prepare(tmp_path / "out", text, eval_fraction=0.6)
+    assert "0.6: allowed is 1e-06 to 0.5, or 1: all, for evaluation alone" in capsys.readouterr().err
 
 
 def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer_dir):
