@@ -44,6 +44,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which train/launch.py blocks in its ranks
 
 from model.config import UserError
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.keys import between, unicode
 from train.files import tell, write_durably
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
@@ -206,7 +207,7 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
 
 
 def planned(args: argparse.Namespace, path: Path) -> Any:
-    """What is evaluated, with the options in it. Raises ValueError: a length that the model has not."""
+    """What is evaluated, with the options in it. Raises ValueError: a length that the model, or FP8, has not."""
     from train.evaluation.models import plan as plan_of
 
     plan = plan_of(path, args.precision)
@@ -215,6 +216,12 @@ def planned(args: argparse.Namespace, path: Path) -> Any:
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
         raise ValueError(
             f"--max_seq_length {plan.max_seq_length}: the model has {most} positions (max_position_embeddings)"
+        )
+    rows = plan.batch_size * plan.max_seq_length
+    if plan.precision.compute == "fp8" and args.by == "packed" and rows % FP8_TRAIN_ROW_MULTIPLE:
+        raise ValueError(
+            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}, and FP8 needs a "
+            f"multiple of {FP8_TRAIN_ROW_MULTIPLE}"
         )
     plan.document_mask = plan.document_mask and args.by == "packed"
     return plan

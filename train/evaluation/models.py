@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,7 +165,8 @@ class Plan:
         from train.checkpoint.load import read_hf_weights
 
         if self.state is not None:
-            return read_hf_weights(self.path, self.config)
+            with redirect_stdout(sys.stderr):  # of ZeRO 3 DeepSpeed prints how it goes
+                return read_hf_weights(self.path, self.config)
         weights = read_quantized(self.path)
         return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
 

@@ -55,6 +55,7 @@ def large_vocabulary(tmp_path: Path) -> Path:
                                  "many with --max_dropped 1"),
         (["{run}", "{file}", "--tokenizer", "{empty}"], "empty: no tokenizer.model or tokenizer.json there"),
         (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096: the model has 2048 positions"),
+        (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7 is 14, and FP8 needs a multiple"),
         (["{run}", "{data}", "{data}"], "DATA: one is given twice"),
         (["{run}", "--stride", "8"], "--stride: is of --by document"),
         (["{run}", "--output", "{none}/x.json"], "allowed is a file that ends in .json, in a folder that is there"),
