@@ -81,15 +81,17 @@ def check_options(program: str, rest: str, line: str) -> None:
 
 @cache
 def messages() -> list[str]:
-    """Every text of the sources, what is put into it being HOLE."""
+    """For each file of the sources its texts, what is put into them being HOLE. A message may be of several texts."""
     found = []
     for path in sources():
+        texts = []
         for node in ast.walk(ast.parse(text_of(ROOT / path))):
             if isinstance(node, ast.JoinedStr):
                 parts = (v.value if isinstance(v, ast.Constant) else HOLE for v in node.values)
-                found.append("".join(map(str, parts)))
+                texts.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+                texts.append(node.value)
+        found.append("\n".join(texts))
     return [*found, text_of(ROOT / "scripts/setup_env.sh")]
 
 
