@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import socket
 import time
@@ -54,8 +56,12 @@ def init_distributed() -> None:
     wait_out_a_dead_builder()
     if os.environ["LOCAL_RANK"] == "0":
         remove_dead_buffers()
+        if (folder := build_folder()) and not any(folder.glob("*.so")):
+            print("building DeepSpeed's CPU communication, once; it takes about a minute", flush=True)
     try:
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+        # each rank would say at each start that this op was built
+        with contextlib.redirect_stdout(io.StringIO()):
+            deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -65,16 +71,23 @@ def init_distributed() -> None:
         ) from error
 
 
+def build_folder() -> Path | None:
+    """Where torch builds DeepSpeed's shared-memory op; None: it is not for this machine."""
+    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+        return None
+    return Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve()
+
+
 def wait_out_a_dead_builder() -> None:
     """Remove the lock file of a process that was killed while it compiled DeepSpeed's shared-memory op, which its
     init_distributed does on a CPU machine's first start: torch's builder leaves it behind, and every later start would
     wait for it, for ever and without a word. A living builder has its file open (Linux; elsewhere there is no such op).
     """
-    builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not deepspeed.ops.__compatible_ops__.get(builder.NAME, False):
+    folder = build_folder()
+    if folder is None:
         return
-    lock = Path(cpp_extension._get_build_directory(builder.NAME, verbose=False)).resolve() / "lock"
-    looks = 0
+    lock, looks = folder / "lock", 0
     while lock.exists() and str(lock) not in open_files():
         looks += 1
         # not at the first looks: torch closes the file just before it removes it
