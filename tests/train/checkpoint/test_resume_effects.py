@@ -1,0 +1,295 @@
+"""What a resume is allowed to have otherwise shows in the next steps, one key at a time (slow), and is noted; a branch
+into a folder of its own. The decision for each key: test_resume_changes.py."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.checkpoint.test_resume_changes import FREE, KEYS, NEVER
+from tests.train.runs import curve, metrics, run
+from train.checkpoint.files import CheckpointError, read_signed, read_state
+from train.config.arguments import TrainingArguments
+from train.engine.optimizer import learning_rate_at
+from train.engine.zero import adamw
+from train.loop import Loop
+
+ALL_AT_ONCE = {
+    "learning_rate": 1e-3,
+    "max_steps": 8,
+    "weight_decay": 0.3,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 0.25,
+}
+AS_IN_ALL_AT_ONCE = ([(0.3, (0.8, 0.9), 1e-6), (0.0, (0.8, 0.9), 1e-6)], 0.25)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[tuple], float]]:
+    """For what the engine of the last step has: (weight_decay, betas, eps) of AdamW's groups, and the clipping norm."""
+    engines, step = [], Loop._take_step
+    monkeypatch.setattr(Loop, "_take_step", lambda self: engines.append(self.engine) or step(self))
+
+    def found() -> tuple[list[tuple], float]:
+        groups = [
+            tuple(g[key] for key in ("weight_decay", "betas", "eps")) for g in adamw(engines[-1]).param_groups
+        ]
+        return groups, engines[-1].optimizer.clip_grad
+
+    return found
+
+
+def test_a_run_goes_on_otherwise_and_says_so_wherever_it_is_looked_for(
+    own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """All of it at once, from the last checkpoint: a longer cosine, other settings of AdamW and of clipping, which
+    DeepSpeed's checkpoint would bring back; noted in the metrics and the next checkpoint, and gone on from."""
+    before, settings_of_engine = curve(own_trained), watched(monkeypatch)
+    with pytest.raises(CheckpointError, match=r"adam_beta1: 0\.9 -> 0\.8(?s:.)*weight_decay"):
+        run(settings, **ALL_AT_ONCE, allow_changes_on_resume=["learning_rate"])
+    run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
+    assert settings_of_engine() == AS_IN_ALL_AT_ONCE
+    assert "the learning rate of step 7 is " in capsys.readouterr().out
+    entries = [
+        {"step": 6, "key": key, "old": settings.get(key), "new": new} for key, new in ALL_AT_ONCE.items()
+    ]
+    by_default = {
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1,
+    }
+    entries = [entry | {"old": by_default.get(entry["key"], entry["old"])} for entry in entries]
+    (line,) = [line for line in metrics(own_trained) if "changes" in line]
+    last = own_trained / "checkpoints/step-00000008"
+    for noted in (
+        line["changes"],
+        read_state(last).changes,
+        read_signed(last / "manifest.json", "changes")[0],
+    ):
+        assert sorted(noted, key=lambda e: e["key"]) == sorted(entries, key=lambda e: e["key"])
+    after = curve(own_trained)
+    args = TrainingArguments.from_dict({**settings, **ALL_AT_ONCE})
+    assert after[:6] == before and [entry[3] for entry in after[6:]] == [
+        learning_rate_at(n, args) for n in (6, 7)
+    ]
+
+    # started again from the same checkpoint it is the same, and noted once
+    (last / "manifest.json").unlink()
+    run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
+    assert curve(own_trained) == after
+    assert len([line for line in metrics(own_trained) if "changes" in line]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_settings_are_those_of_the_configuration_at_each_zero_stage(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
+    run(settings, max_steps=2, precision={"compute": "bf16"})
+    of_engine = watched(monkeypatch)
+    run(
+        settings,
+        **{**ALL_AT_ONCE, "max_steps": 3},
+        precision={"compute": "bf16"},
+        allow_changes_on_resume=True,
+    )
+    assert of_engine() == AS_IN_ALL_AT_ONCE
+
+
+DECAY = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "learning_rate": 5e-3}
+
+
+@pytest.mark.slow
+def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(
+    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """From the middle of a warmup_stable_decay run, by one command; a second start goes on from its own checkpoint."""
+    stable = run(settings, **DECAY, max_steps=12, save_steps=4, eval_steps=0)
+    start, branch = stable / "checkpoints/step-00000004", tmp_path / "branch"
+    before, lines = curve(stable), (stable / "metrics.jsonl").read_bytes()
+    command = {
+        **DECAY,
+        "max_steps": 8,
+        "save_steps": 2,
+        "output_dir": str(branch),
+        "resume_from_checkpoint": str(start),
+        "allow_changes_on_resume": ["max_steps"],
+    }
+    with pytest.raises(CheckpointError, match="max_steps: 12 -> 8"):
+        run(settings, **{**command, "allow_changes_on_resume": False})
+    assert not branch.exists()
+    run(settings, **command)
+    whole = curve(branch)
+    assert [entry[0] for entry in whole] == [5, 6, 7, 8]
+    assert whole[:2] == before[4:6], "as long as the rate is the same"
+    assert whole[2][3] == before[6][3] and whole[3][3] < before[7][3]
+    (line,) = [line for line in metrics(branch) if "began_at" in line]
+    assert line["step"] == 4 and line["began_at"]["path"] == str(start.resolve())
+    assert [change["key"] for change in line["changes"]] == ["max_steps"]
+    assert (stable / "metrics.jsonl").read_bytes() == lines and not (branch / "stopped.json").exists()
+
+    (branch / "checkpoints/step-00000008/manifest.json").unlink()
+    capsys.readouterr()
+    run(settings, **command)
+    out = capsys.readouterr().out
+    assert f"this run began at {start} and goes on from its own step-00000006" in out
+    assert f"resumed from {branch / 'checkpoints/step-00000006'}" in out
+    assert curve(branch) == whole and not list(branch.glob("checkpoints.discarded-*"))
+
+    # the checkpoint that it began at may be gone; another run's is not mixed in
+    start.rename(tmp_path / start.name)
+    run(settings, **command)
+    assert "nothing to train" in capsys.readouterr().out
+    other = {**command, "resume_from_checkpoint": str(stable / "checkpoints/step-00000008")}
+    with pytest.raises(CheckpointError, match="of a run that did not begin there: choose another output_dir"):
+        run(settings, **other)
+
+
+RATES = {
+    "learning_rate": {"learning_rate": 1e-3},
+    "lr_scheduler_type": {"lr_scheduler_type": "linear"},
+    "warmup_steps": {"warmup_steps": 5},
+    "decay_steps": {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2},
+    "min_lr_ratio": {"min_lr_ratio": 0.5},
+    "max_steps": {"max_steps": 7},
+}
+NUMBERS = {
+    "weight_decay": {"weight_decay": 10.0},
+    "adam_beta1": {"adam_beta1": 0.5},
+    "adam_beta2": {"adam_beta2": 0.5},
+    "adam_epsilon": {"adam_epsilon": 1e-3},
+    "max_grad_norm": {"max_grad_norm": 0.05},
+    "seed": {"seed": 7},
+    "per_device_train_batch_size": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    "train_batch_size_tokens": {"gradient_accumulation_steps": 4},
+    "max_seq_length": {"max_seq_length": 128, "gradient_accumulation_steps": 1},
+    "precision.compute": {"precision": {"compute": "bf16"}},
+    "precision.recipe": {"precision": {"recipe": "current"}},
+    "precision.fp8_format": {"precision": {"fp8_format": "hybrid"}},
+    "precision.margin": {"precision": {"margin": 3}},
+    "precision.amax_history_len": {"precision": {"amax_history_len": 2}},
+    "precision.amax_compute_algo": {"precision": {"amax_compute_algo": "most_recent"}},
+    "precision.reduce_amax": {
+        "precision": {"reduce_amax": False}
+    },  # ranks may differ from then on: scales begin anew
+    "precision.bf16_modules": {"precision": {"bf16_modules": []}},
+    "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
+    "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
+}
+# without effect on a CPU, or with one rank, or in this model
+ELSEWHERE = {
+    "precision.backend": {"precision": {"backend": "reference"}},
+    "precision.fast_accumulation_wgrad": {"precision": {"fast_accumulation_wgrad": True}},
+    "speed.fused_rope": {"speed": {"fused_rope": False}},
+    "speed.fused_swiglu": {"speed": {"fused_swiglu": False}},
+    "speed.fused_cross_entropy": {"speed": {"fused_cross_entropy": False}},
+    "speed.main_grad": {"speed": {"main_grad": False}},
+    "full_determinism": {"full_determinism": False},
+}
+# in test_resume.py and data/test_document_mask.py; below; on a GPU alone
+SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.config"} | {
+    "model.compile",
+    "model.attention_backend",
+}
+
+
+def test_every_key_that_may_be_allowed_is_tried_below() -> None:
+    tried = {*RATES, *NUMBERS, *ELSEWHERE, *SHOWN_ELSEWHERE, "gradient_accumulation_steps"}
+    assert tried == KEYS.keys() - FREE - NEVER.keys()
+
+
+def gone_on(
+    trained: Path, settings: dict, tmp_path: Path, changes: dict
+) -> tuple[list[tuple], TrainingArguments]:
+    """The steps after the checkpoint of step 3, in a branch that saves nothing."""
+    merged = {**settings, **changes}
+    for section in ("data", "model"):
+        merged[section] = {**settings[section], **changes.get(section, {})}
+    merged |= {
+        "output_dir": str(tmp_path / "branch"),
+        "resume_from_checkpoint": str(trained / "checkpoints/step-00000003"),
+        "allow_changes_on_resume": True,
+        "save_strategy": "no",
+    }
+    return curve(run(merged)), TrainingArguments.from_dict(merged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", RATES)
+def test_a_change_of_the_schedule_shows_in_the_next_steps(
+    trained: Path, settings: dict, tmp_path: Path, key: str
+) -> None:
+    steps, args = gone_on(trained, settings, tmp_path, RATES[key])
+    assert [entry[3] for entry in steps] == [learning_rate_at(entry[0] - 1, args) for entry in steps]
+    unchanged = curve(trained)[3:]
+    assert steps[0][1] == unchanged[0][1], "the loss before the first update is the same"
+    assert [entry[3] for entry in steps] != [entry[3] for entry in unchanged]
+    assert steps[2][1] != unchanged[2][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_change_of_the_numbers_shows_in_the_next_steps(
+    trained: Path, settings: dict, tmp_path: Path, key: str
+) -> None:
+    steps, _ = gone_on(trained, settings, tmp_path, NUMBERS[key])
+    unchanged = curve(trained)[3:]
+    assert [entry[0] for entry in steps] == [4, 5, 6]
+    assert steps[2][1:3] != unchanged[2][1:3]
+    assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.15), "the weights are those of the checkpoint"
+    if key.startswith(
+        ("precision.", "adam_", "deepspeed")
+    ):  # the same samples: neither gradients nor scales are lost
+        assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.02)
+        assert steps[0][2] == pytest.approx(unchanged[0][2], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_a_change_without_effect_here_goes_on_with_the_same_numbers(
+    trained: Path, settings: dict, tmp_path: Path, key: str
+) -> None:
+    steps, _ = gone_on(trained, settings, tmp_path, ELSEWHERE[key])
+    assert steps == curve(trained)[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "stage"), [("bf16", 1), ("bf16", 3), ("hybrid", 1), ("current", 2)])
+def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
+    settings: dict, tmp_path: Path, before: str, stage: int
+) -> None:
+    """Neither are gradients lost below the range of e4m3, nor cut at its top."""
+    precisions = {
+        "bf16": {"compute": "bf16"},
+        "hybrid": {"fp8_format": "hybrid"},
+        "current": {"recipe": "current"},
+    }
+    settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
+    whole = run(settings, precision=precisions[before], save_steps=3)
+    steps, _ = gone_on(whole, settings, tmp_path, {})
+    for after, as_before in zip(steps, curve(whole)[3:], strict=True):
+        assert after[1] != as_before[1] and after[1] == pytest.approx(as_before[1], rel=0.02)
+        assert after[2] == pytest.approx(as_before[2], rel=0.15)
+
+
+@pytest.mark.slow
+def test_what_a_model_says_of_other_than_sizes_may_change(
+    trained: Path, settings: dict, tmp_path: Path, small_model: Path
+) -> None:
+    config = json.loads(small_model.read_text())
+    for name, key, value in (("theta", "rope_theta", 500.0), ("narrow", "hidden_size", 64)):
+        changed_config = json.loads(json.dumps(config))
+        (changed_config["rope_parameters"] if key == "rope_theta" else changed_config)[key] = value
+        (tmp_path / f"{name}.json").write_text(json.dumps(changed_config))
+    steps, _ = gone_on(trained, settings, tmp_path, {"model": {"config": str(tmp_path / "theta.json")}})
+    assert steps[0][1] != curve(trained)[3][1] and steps[0][1] == pytest.approx(
+        curve(trained)[3][1], rel=0.15
+    )
+    with pytest.raises(CheckpointError, match="hidden_size: .* -> 64 .*weights of these sizes"):
+        gone_on(trained, settings, tmp_path, {"model": {"config": str(tmp_path / "narrow.json")}})
