@@ -162,7 +162,7 @@ def test_what_is_logged_changes_no_number(
         steps.clear()
         folder = str(tmp_path / str(logging_steps))
         output_dir = run(settings, max_steps=12, logging_steps=logging_steps, output_dir=folder)
-        losses.append(metrics(output_dir)[-1]["loss"])
+        losses.append(metrics(output_dir)[-1]["step_loss"])
     assert losses[0] == losses[1]
 
 

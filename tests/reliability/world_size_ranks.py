@@ -76,9 +76,9 @@ class Watched:
             self.engine.skipped_steps = dist.get_world_size()
             return self.engine
 
-        def loaded(engine: Any, path: Path, precision: Any) -> None:
+        def loaded(engine: Any, path: Path, precision: Any, *how: Any) -> None:
             addresses = [p.data_ptr() for p in engine.module.parameters()]
-            load_checkpoint(engine, path, precision)
+            load_checkpoint(engine, path, precision, *how)
             if engine.zero_optimization_stage() < 3:  # ZeRO 3 moves them in each step
                 assert addresses == [p.data_ptr() for p in engine.module.parameters()]
             if self.loaded_from is None:

@@ -17,7 +17,7 @@ import torch
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint import load
+from train.checkpoint import load, rollback
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
@@ -331,7 +331,7 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
     said, logged, nothing = list[str](), list[dict](), cast(Any, None)
     metrics: Any = SimpleNamespace(message=said.append, log=logged.append)
     stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
-    state = RunState(9, 72, 0, 1, 1, {}, {}, skipped_samples=[[1, 2]])
+    state = RunState(9, 72, 0, 1, 1, {"learning_rate": 3e-4}, {}, skipped_samples=[[1, 2]])
     rollback = Back(tmp_path, nothing, nothing, state, nothing, metrics, stream)
 
     def after(*firsts: int) -> bool:
@@ -346,9 +346,26 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
         assert rollback.went == ("step-00000003", [[1, 2], left_out])
         back = logged.pop()["rollback"]
         assert [back["first_sample"], back["first_sample"] + back["samples"]] == left_out
-    assert not after(48) and "3 times from step-00000003 were of no use" in said.pop()
+    assert not after(48) and "3 times from step-00000003 were of no use" in said[-1]
+    assert "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in said.pop()
     make(tmp_path, 4)
     assert after(48) and rollback.went[0] == "step-00000004"
+
+
+def test_a_rollback_keeps_what_this_start_has_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to."""
+    path, nothing = make(tmp_path, 3), cast(Any, SimpleNamespace(rewind=lambda step: None))
+    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
+    changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
+    state = RunState(9, 72, 0, 1, 1, {}, {"a": 1}, changes=changes, began_at={"path": "old"})
+    health: Any = SimpleNamespace(load_state_dict=lambda saved: None)
+    Rollback(tmp_path, nothing, nothing, state, health, nothing, nothing)._load(
+        path, read_state(path), [[1, 2]]
+    )
+    assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
+    assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
 
 
 def resumed_ranges(path: Path) -> list[list[int]]:

@@ -134,6 +134,17 @@ def test_changed_data_is_refused_with_the_difference_or_allowed_and_logged(
     assert f"consumed 24 samples of 64 tokens and goes on with sample {new.consumed_samples}" in logged
 
 
+def test_another_length_moves_the_stages_of_a_mixture(folders):
+    """Which are by tokens: it alone has to be allowed."""
+    saved = state(two(folders), consumed=24, data__weights=STAGES, train_batch_size_tokens=512)
+    changes = {"max_seq_length": 128, "per_device_train_batch_size": 4, "train_batch_size_tokens": 512}
+    new = state(two(folders), data__weights=STAGES, **changes)
+    logged = "\n".join(resumed(new, saved, ["max_seq_length", "per_device_train_batch_size"]))
+    assert (
+        "b.weight_from_sample.10: 0.75 -> null" in logged and "weight_from_sample.5: null -> 0.75" in logged
+    )
+
+
 def test_an_unchanged_run_goes_on_and_says_nothing_of_changes(folders):
     for allow in (False, True):
         new = state(two(folders), allow_changes_on_resume=allow, data__verify=True)

@@ -16,6 +16,7 @@ CHECKPOINT = Path("run/checkpoints/step-00000003")
 KEYS = keys_of(TrainingArguments)
 
 FREE = set(
+    "dry_run "
     "model.init_from data.verify data.eval_sources precision.calibration_passes precision.auto speed.cuda_graphs "
     "max_skipped_steps per_device_eval_batch_size spike_threshold on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
