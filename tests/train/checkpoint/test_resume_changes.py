@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from train.checkpoint.files import CheckpointError, RunState
-from train.checkpoint.resume import resume_state
+from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.schema import Node, keys_of, options
 
@@ -16,12 +16,11 @@ CHECKPOINT = Path("run/checkpoints/step-00000003")
 KEYS = keys_of(TrainingArguments)
 
 FREE = set(
-    "dry_run "
     "model.init_from data.verify data.eval_sources precision.calibration_passes precision.auto speed.cuda_graphs "
     "max_skipped_steps per_device_eval_batch_size spike_threshold on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
     "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
-    "run_name wandb_project gradient_checkpointing".split()
+    "run_name wandb_project gradient_checkpointing dry_run".split()
 )
 NEVER = {"model.variant": "weights and optimizer state are stored under the names of its modules"}
 # what a change of the key has to be allowed by, where that is not the key alone
@@ -159,6 +158,16 @@ def test_what_a_precision_and_a_model_cannot_become() -> None:
 def test_a_name_that_is_no_key_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r'"learning_ratte".*did you mean learning_rate\?'):
         state_of({"allow_changes_on_resume": ["learning_ratte"]})
+
+
+def test_files_that_may_be_cut_otherwise_are_not_loaded_as_they_are() -> None:
+    """DeepSpeed would load the flat tensors of another order without a word."""
+    zero2 = state_of({"deepspeed": {"zero_optimization": {"stage": 2}}})
+    in_turns = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    assert is_cut_otherwise(zero2, state_of({"deepspeed": in_turns}))
+    assert is_cut_otherwise(state_of({}), state_of({"deepspeed": {"zero_optimization": {"stage": 1}}}))
+    assert not is_cut_otherwise(zero2, zero2)
+    assert not is_cut_otherwise(state_of({}), state_of({"learning_rate": 1e-4, "max_grad_norm": 0.5}))
 
 
 def test_max_steps_is_free_while_the_rate_is_constant() -> None:
