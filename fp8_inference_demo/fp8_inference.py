@@ -21,6 +21,8 @@ Ctrl-C ends the answer, Ctrl-D or an empty line the session.
 
 --report: how far FP8 is from bf16 on a text (perplexity, KL divergence of the next token, equal greedy tokens), and how
 fast and how large both are, as a table, and with --output as JSON with a plot beside it.
+
+Exit status: 0 done; 1 a line of standard input got no answer; 2 for what has to be changed first; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -184,10 +186,16 @@ def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Do what is asked for; the exit status. Raises ValueError, OSError."""
+    from fp8_inference_demo.text import read_text
+
+    prompt = arguments.prompt
+    name = "--prompt" if arguments.prompt_file is None else f"--prompt_file {arguments.prompt_file}"
+    if arguments.prompt_file is not None:  # before the imports, which take seconds
+        prompt = read_text(arguments.prompt_file, name)
     import torch
 
     from fp8_inference_demo.interactive import answer_lines, converse
-    from fp8_inference_demo.prompts import complete_file, read_text
+    from fp8_inference_demo.prompts import complete_file
     from fp8_inference_demo.session import Session
 
     session, failed = Session(arguments, folder), 0
@@ -198,11 +206,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
             write_report(session, arguments.report, arguments.output)
         elif arguments.prompts is not None:
             complete_file(session, arguments.prompts, arguments.output)
-        elif arguments.prompt is not None:
-            session.answer_one("--prompt", arguments.prompt)
-        elif arguments.prompt_file is not None:
-            name = f"--prompt_file {arguments.prompt_file}"
-            session.answer_one(name, read_text(arguments.prompt_file, name))
+        elif prompt is not None:
+            session.answer_one(name, prompt)
         elif arguments.interactive:
             converse(session)
         else:
@@ -227,7 +232,7 @@ def main() -> int:
         return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("", *["the same command goes on"] * bool(arguments.prompts), sep="\n", file=sys.stderr)
         return 130

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fp8_inference_demo.prompts import decoded
 from fp8_inference_demo.session import Session
+from fp8_inference_demo.text import decoded
 
 PROMPT = "> "
 

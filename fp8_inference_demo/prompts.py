@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from fp8_inference_demo.completions import Completion, Request
 from fp8_inference_demo.session import Session
+from fp8_inference_demo.text import decoded
 
 ADDED = "choices"
 # What completions depend on, besides the prompts, the model and the length of the context. A batch of another size may
@@ -60,22 +61,6 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 def _no_json(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
-
-
-def decoded(text: bytes, where: str) -> str:
-    """UTF-8 -> text. Raises ValueError: it names the byte that is not UTF-8."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        byte = text[error.start]
-        raise ValueError(
-            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; convert it (iconv -t UTF-8)"
-        ) from error
-
-
-def read_text(path: Path, name: str) -> str:
-    """A file in UTF-8, without a byte order mark. Raises ValueError: it names the byte that is not."""
-    return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from fp8_inference_demo.engine import Engine, EngineError
-from fp8_inference_demo.prompts import read_text, write_json
+from fp8_inference_demo.prompts import write_json
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
+from fp8_inference_demo.text import read_text
 from fp8_inference_demo.weights import Weights
 from model.config import GIB, num_parameters
 from model.fp8.hf_fp8 import quantization_of

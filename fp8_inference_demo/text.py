@@ -1,5 +1,5 @@
-"""Text and tokens: a folder's tokenizer, prompts to token ids, and token ids to text piece by piece, up to a stop
-string."""
+"""Text and tokens, without torch: a folder's tokenizer, prompts to token ids, and token ids to text piece by piece, up
+to a stop string."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from pathlib import Path
 from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+def decoded(text: bytes, where: str) -> str:
+    """UTF-8 -> text. Raises ValueError: it names the byte that is not UTF-8."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        byte = text[error.start]
+        raise ValueError(
+            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; convert it (iconv -t UTF-8)"
+        ) from error
+
+
+def read_text(path: Path, name: str) -> str:
+    """A file in UTF-8, without a byte order mark. Raises ValueError: it names the byte that is not."""
+    return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
 def load_tokenizer(folder: Path) -> Any:

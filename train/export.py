@@ -21,7 +21,15 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from safetensors import SafetensorError
 
-from train.checkpoint.files import CheckpointError, RunState, identity, problems, rank_file, read_state
+from train.checkpoint.files import (
+    CheckpointError,
+    RunState,
+    identity,
+    others_than,
+    problems,
+    rank_file,
+    read_state,
+)
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
 from train.record.run_folder import EXPORTED_FROM
@@ -171,8 +179,6 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         if found := problems(arguments.checkpoint):
-            from train.checkpoint.load import others_than  # imports torch
-
             found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
             raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
         import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
@@ -182,7 +188,7 @@ def main() -> None:
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
         lines = export(arguments.checkpoint, arguments.out.absolute(), tokenizer, arguments.format)
     except (CheckpointError, DataError, ValueError, OSError) as error:
-        parser.exit(1, f"error: {error}\n")
+        parser.exit(1 if isinstance(error, OSError) else 2, f"error: {error}\n")
     print("\n".join([*lines, f"wrote {arguments.out}"]))
 
 

@@ -40,8 +40,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed, else 1 with the reason on stderr, or 130
-    after Ctrl-C."""
+    """Run the command; 0 when the data was committed, else, with the reason on stderr, 2 for what
+    has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
     try:
         from train.prepare.megatron import import_datasets  # which takes seconds
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         manifest, warning = import_datasets(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped; --output is as it was", file=sys.stderr)
         return 130

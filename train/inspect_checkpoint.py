@@ -6,7 +6,8 @@ tokens, ranks, ZeRO stage, size, time, what resumes changed, what is missing, tr
 resume with "auto" takes.
 Sizes are always compared with the manifest; --verify also recomputes every hash.
 
-Ends with status 0 when the newest committed checkpoint is good, else with 1.
+Ends with status 0 when the newest committed checkpoint is good, 1 when it is not, 2 where nothing
+is to be looked at.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if inspect(args.folder, args.verify) else 1
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 if __name__ == "__main__":

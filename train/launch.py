@@ -114,9 +114,11 @@ def what_prevents(options: argparse.Namespace) -> str:
 
     try:
         arguments = load_arguments(options.arguments)
-        tell(*check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices()))
+        remarks = check(arguments, options.nnodes * options.nproc, options.nproc, cuda_devices())
     except (ValueError, UserError) as error:
         return str(error)
+    if options.node_rank == 0:
+        tell(*remarks)
     os.environ[CHECKED] = "1"
     return ""
 

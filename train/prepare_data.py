@@ -19,7 +19,11 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if importlib.util.find_spec("datatrove") is None:
-    sys.exit("error: preparing data needs packages of its own: pip install -r requirements-prep.txt")
+    print(
+        "error: preparing data needs packages of its own: pip install -r requirements-prep.txt",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 from model.keys import between, unicode
 from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
@@ -72,8 +76,8 @@ def _key_value(text: str) -> tuple[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the data was committed (slurm: submitted), else 1 with the reason on stderr,
-    or 130 after Ctrl-C."""
+    """Run the command; 0 when the data was committed (slurm: submitted), else, with the reason on stderr,
+    2 for what has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
     try:
         from train.prepare.preparation import prepare  # which takes seconds
@@ -82,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         kept = f"; what is done in {args.output} is kept, and the same command goes on"
         print(f"error: {error}{kept if isinstance(error, OSError) else ''}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)
         return 130

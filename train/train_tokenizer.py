@@ -16,8 +16,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if missing := [name for name in ("sentencepiece", "transformers") if importlib.util.find_spec(name) is None]:
-    sys.exit(f"error: training a tokenizer needs {' and '.join(missing)}: activate the environment that has the "
-             "project's packages (. .venv/bin/activate), or pip install -r requirements.txt")  # fmt: skip
+    needs = f"error: training a tokenizer needs {' and '.join(missing)}: activate the project's environment"
+    print(f"{needs} (. .venv/bin/activate), or pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 from model.keys import between
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
@@ -45,8 +46,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0 when the tokenizer was written, else 1 with the reason on stderr, or 130
-    after Ctrl-C."""
+    """Run the command; 0 when the tokenizer was written, else, with the reason on stderr, 2 for what
+    has to be changed first, 1 for what the system did; 130 after Ctrl-C."""
     args = parse_arguments(argv)
     try:
         from train.prepare.tokenizer import train_tokenizer  # which takes seconds
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         train_tokenizer(args)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped; --output is as it was", file=sys.stderr)
         return 130

@@ -120,9 +120,9 @@ def test_the_end_of_the_context_is_told(say: Demo, capsys: Captured) -> None:
         captured.out.strip()
         and "the context ends at 10 tokens; --max_length may be up to 512" in captured.err
     )
-    assert say("--max_length", 3) == 1
+    assert say("--max_length", 3) == 2
     assert "--prompt has" in capsys.readouterr().err
-    assert say("--max_length", 600) == 1
+    assert say("--max_length", 600) == 2
     assert "max_position_embeddings of the model, 512" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def test_logits_that_are_not_finite_name_the_position(
     monkeypatch.setattr(
         Sampler, "draw", lambda self, logits, steps: torch.where(steps == 2, -1, draw(self, logits, steps))
     )
-    assert say() == 1
+    assert say() == 2
     assert "--prompt: the logits of row 0 are not finite at new token 2" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ def test_out_of_memory_ends_with_what_to_do(
         (no_room, "allocate"),
     ):
         monkeypatch.setattr(Engine, "load", load)
-        assert say() == 1
+        assert say() == 2
         error = capsys.readouterr().err
         assert words in error and error.endswith("; give a smaller --batch_size or --max_length\n")
     monkeypatch.setattr(Engine, "load", raising(RuntimeError("a bug")))
@@ -174,7 +174,7 @@ def test_folders_that_will_not_do(tmp_path: Path, demo: Demo, capsys: Captured) 
     for given in (tmp_path / "run", step):
         with pytest.raises(ValueError, match=r"python train/export\.py \S*step-00000010"):
             fp8_inference.find_model_folder(given)
-    assert demo("--model", tmp_path / "nowhere", "--prompt", "x") == 1
+    assert demo("--model", tmp_path / "nowhere", "--prompt", "x") == 2
     assert "no such folder" in capsys.readouterr().err
 
 
@@ -201,7 +201,7 @@ def test_damaged_models_end_with_an_error_and_no_traceback(
     else:
         config.write_text(config.read_text().replace('"mistral"', '"llama"'))
         words = "only mistral"
-    assert demo("--model", model, "--prompt", "x", "--precision", "fp32") == 1
+    assert demo("--model", model, "--prompt", "x", "--precision", "fp32") == 2
     error = capsys.readouterr().err
     assert "error: " in error and words in error and "damaged" in error
 

@@ -152,5 +152,5 @@ def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(
     assert say(b"x y " * 300 + b"\ndef main\n") == 1
     assert prompts == ["<s>def main"]
     assert "prompt 1 has" in capsys.readouterr().err
-    assert say(b"def main\ncaf\xe9\n") == 1
+    assert say(b"def main\ncaf\xe9\n") == 2
     assert "standard input, line 2: byte 4 (0xe9) is not UTF-8" in capsys.readouterr().err

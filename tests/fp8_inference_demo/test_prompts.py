@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_inference_demo import completions, prompts
+from fp8_inference_demo import completions, prompts, text
 from tests.fp8_inference_demo.conftest import Demo
 
 Fill = Callable[..., tuple[int, str]]
@@ -114,7 +114,7 @@ def test_an_output_of_other_settings_is_refused(
     fill("--num_samples", 1)
     before = out.read_bytes()
     status, error = fill("--num_samples", 1, *options)
-    assert status == 1 and words in error and "give another --output" in error
+    assert status == 2 and words in error and "give another --output" in error
     assert out.read_bytes() == before
     out.write_bytes(b"")
     assert fill("--num_samples", 1, *options)[0] == 0, "an empty one begins anew"
@@ -126,7 +126,7 @@ def test_an_output_of_other_prompts_or_another_model_is_refused(
     fill("--num_samples", 1)
     write(tmp_path / "in.jsonl", [*TEXTS[:-1], "other"])
     status, error = fill("--num_samples", 1)
-    assert status == 1 and "made with prompts" in error
+    assert status == 2 and "made with prompts" in error
     write(tmp_path / "in.jsonl")
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -137,26 +137,26 @@ def test_an_output_of_other_prompts_or_another_model_is_refused(
         file.seek(-(2**16), 2)
         file.write(b"x")
     status, error = fill("--num_samples", 1, "--model", moved)
-    assert status == 1 and "made with model" in error
+    assert status == 2 and "made with model" in error
 
 
 def test_an_output_that_is_not_of_this_command_is_kept(fill: Fill, out: Path) -> None:
     out.write_text("mine\n")
     status, error = fill()
-    assert status == 1 and "out.jsonl.settings.json" in error and out.read_text() == "mine\n"
+    assert status == 2 and "out.jsonl.settings.json" in error and out.read_text() == "mine\n"
     out.unlink()
     fill()
     lines = out.read_text(encoding="utf-8").splitlines(keepends=True)
     out.write_text("".join([lines[1], *lines[1:]]), encoding="utf-8")
     status, error = fill()
-    assert status == 1 and "line 1 is not the completion of its prompt" in error
+    assert status == 2 and "line 1 is not the completion of its prompt" in error
 
 
 def test_two_processes_do_not_write_one_output(fill: Fill, out: Path) -> None:
     with open(out, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         status, error = fill()
-    assert status == 1 and "another process writes it" in error
+    assert status == 2 and "another process writes it" in error
 
 
 BAD_LINES = {
@@ -181,7 +181,7 @@ def test_a_line_that_will_not_do_is_named_before_anything_runs(
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n\n' + line + "\n", encoding="utf-8")
     status, error = fill()
-    assert status == 1 and "in.jsonl: line 3" in error and words in error
+    assert status == 2 and "in.jsonl: line 3" in error and words in error
     assert not out.exists() and "Traceback" not in error and "loaded" not in error
 
 
@@ -192,12 +192,12 @@ def test_a_pipe_is_refused_and_settings_that_are_none(fill: Fill, out: Path, tmp
     (tmp_path / "in.jsonl").unlink()
     os.mkfifo(tmp_path / "in.jsonl")
     status, error = fill()
-    assert status == 1 and "in.jsonl: allowed is a file" in error
+    assert status == 2 and "in.jsonl: allowed is a file" in error
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfdef")
-    assert prompts.read_text(tmp_path / "a.txt", "a.txt") == "def"
+    assert text.read_text(tmp_path / "a.txt", "a.txt") == "def"
 
 
 def test_bytes_that_are_not_utf8_are_named(fill: Fill, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_texts_that_will_not_do(
     text = tmp_path / "text.txt"
     for content, words in ((b"", "1 tokens; give a text"), (b"abc\xff", "byte 4 (0xff) is not UTF-8")):
         text.write_bytes(content)
-        assert demo("--model", folder, "--report", text) == 1
+        assert demo("--model", folder, "--report", text) == 2
         assert words in capfd.readouterr().err
     with pytest.raises(SystemExit):
         demo("--model", folder, "--report", text, "--precision", "bf16", "--stop", "x")

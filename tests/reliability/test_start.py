@@ -67,9 +67,21 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     )
     done = launch(2, str(tmp_path / "start.py"), hasty=True)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert "launch: rank 1 was killed by SIGKILL; ranks [0] are ended with it. " in done.stdout
+    assert "host memory ran out" in done.stdout
     port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
     assert count == "2", "DeepSpeed names or places its buffers differently"
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
+
+
+@pytest.mark.process
+def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom train import train\n"
+        "sys.exit(train.fail('error: the same on each', 2))\n"
+    )
+    done = launch(3, str(tmp_path / "start.py"))
+    assert (done.returncode, done.stdout) == (2, "rank 0: error: the same on each\n")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +96,19 @@ def test_a_rank_that_is_described_in_part(given: str, wrong: str, monkeypatch: p
     for name, value in zip(distributed.DESCRIBED, given.split(","), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf"RANK=. is set, but {wrong} not, .* with train/launch\.py"):
+        distributed.init_distributed()
+
+
+def test_a_port_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(**_: object) -> None:
+        raise torch.distributed.DistNetworkError(
+            "... bind ... (errno: 98 - Address already in use). EADDRINUSE"
+        )
+
+    monkeypatch.setattr(distributed.deepspeed, "init_distributed", taken)
+    for name, text in zip(distributed.DESCRIBED, ("0", "0", "2", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match="MASTER_PORT=29500 is in use on this host by another process"):
         distributed.init_distributed()
 
 

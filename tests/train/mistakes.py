@@ -173,3 +173,15 @@ def huge_model(world: World) -> list[str]:
     world.devices(80, 80)
     world.disk(1e15)
     return ["--model.config", "mistral_7b"]
+
+
+def damaged_checkpoint(world: World) -> list[str]:
+    folder = world.folder / "old/checkpoints/step-00000003"
+    folder.mkdir(parents=True)
+    (folder / "run_state.json").write_text("{}")
+    return ["--resume_from_checkpoint", str(folder)]
+
+
+def tracker_that_is_not_installed(world: World) -> list[str]:
+    world.patch.setattr("importlib.util.find_spec", lambda name: None)
+    return ["--report_to", "wandb"]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.train.mistakes import (
     a_llama_folder,
     another_tokenizer_beside_the_data,
     broken_config,
+    damaged_checkpoint,
     held_out_by_another_tokenizer,
     hf_folder,
     huge_model,
@@ -33,12 +35,13 @@ from tests.train.mistakes import (
     second_run,
     shortened_data,
     sources_of_two_tokenizers,
+    tracker_that_is_not_installed,
     unfinished_data,
     weights_of_another_model,
 )
 from tests.train.runs import ROOT
 from train import launch, train
-from train.preflight import check
+from train.preflight import check, machine
 
 MISTAKES: list[tuple[str, Mistake, list[str]]] = [
     ("a misspelt key", keys(learnin_rate=1), ["learnin_rate: unknown key", "did you mean learning_rate?"]),
@@ -122,6 +125,12 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
         ["model.init_from:", "another model: intermediate_size: 512 there, 256 in model.config"],
     ),
     ("a folder without weights", no_weights, ["model.init_from:", "has no weights", "such as a run's hf/"]),
+    (
+        "a checkpoint that was never committed",
+        damaged_checkpoint,
+        ["resume_from_checkpoint", "step-00000003 has no manifest.json", "give auto, never, or the path"],
+    ),
+    ("a package that is missing", tracker_that_is_not_installed, ['report_to "wandb"', "pip install wandb"]),
     ("a file as output_dir", a_file_as_output, ["output_dir", "is not a folder", "choose another folder"]),
     (
         "somebody else's folder",
@@ -214,6 +223,31 @@ def test_a_port_in_use_is_named(world: World, capsys: pytest.CaptureFixture[str]
         assert launched(world, "--nproc", "1", "--master_port", port) == 2
     said = capsys.readouterr().err
     assert f"--master_port {port} (MASTER_PORT) is in use on this host" in said and "give another" in said
+
+
+def test_a_rank_that_was_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "COUNTERS", tmp_path / "vmstat")
+    assert machine.memory_kills() == 0  # no Linux
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 7\n")
+    launcher = object.__new__(launch.Launcher)
+    launcher.memory_kills = 6
+    assert "The system did it, for host memory ran out: fewer ranks a node" in launcher._why_killed()
+    launcher.memory_kills = 7
+    assert "Somebody did it, or the system where host memory ran out" in launcher._why_killed()
+
+
+@pytest.mark.interpreter
+def test_cuda_devices_are_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", no_driver)
+    assert machine.cuda_devices() == []
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setattr(machine, "QUERY", "print(5); print(7)")
+    assert machine.cuda_devices() == [5, 7]
+    monkeypatch.setattr(machine, "QUERY", "print(5); raise SystemExit(1)")
+    assert machine.cuda_devices() is None  # not known: nothing is refused
 
 
 NOTHING_HEAVY = """

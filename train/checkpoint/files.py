@@ -267,6 +267,26 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
     return found + [f"{file} is altered: its sha256 is not the manifest's" for file in altered]
 
 
+def check_given(path: Path, root: Path, hashes: bool = True) -> None:
+    """Raises CheckpointError: `path`, which resume_from_checkpoint of a run with its checkpoints in `root` names, is
+    none; see `problems`."""
+    if found := problems(path, hashes):
+        raise CheckpointError(
+            f"resume_from_checkpoint {str(path)!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
+            + others_than(path, root)
+        )
+
+
+def others_than(path: Path, *roots: Path) -> str:
+    """The end of a message about `path`, which was given as a checkpoint and is none: '; committed in FOLDER: ...' with
+    the newest five of the run that `path` is or lies in, else of the first of `roots` that has any; '' without any."""
+    near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
+    for root in (*near, *roots):
+        if others := [p.name for p in committed(root) if p.resolve() != path.resolve()]:
+            return f"; committed in {root}: {', '.join(others[-5:])}"
+    return ""
+
+
 def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
     """The newest committed checkpoint under `root` whose hashes hold; `log` hears why newer ones are passed over. None
     if nothing is committed.

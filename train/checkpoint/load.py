@@ -23,10 +23,10 @@ from train.checkpoint.files import (
     CheckpointError,
     RunState,
     branch_at,
+    check_given,
     committed,
     identity,
     newest_good,
-    problems,
     rank_file,
     read_state,
     rolled_back,
@@ -87,23 +87,9 @@ def _choose_on_rank_0(root: Path, setting: str, log: Callable[[str], None]) -> P
                 "output_dir"
             )
             return own
-        if found := problems(path):
-            raise CheckpointError(
-                f"resume_from_checkpoint {setting!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
-                + others_than(path, root)
-            )
+        check_given(path, root)
         return path
     return newest_good(root, log)
-
-
-def others_than(path: Path, *roots: Path) -> str:
-    """The end of a message about `path`, which was given as a checkpoint and is none: '; committed in FOLDER: ...' with
-    the newest five of the run that `path` is or lies in, else of the first of `roots` that has any; '' without any."""
-    near = [root for folder in (path, path.parent) for root in (folder / "checkpoints", folder)]
-    for root in (*near, *roots):
-        if others := [p.name for p in committed(root) if p.resolve() != path.resolve()]:
-            return f"; committed in {root}: {', '.join(others[-5:])}"
-    return ""
 
 
 def set_aside(root: Path, after_step: int) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from model.config import UserError, check_init_from, load_sizes, num_parameters
 from model.variants import VARIANTS
-from train.checkpoint.files import MANIFEST, CheckpointError, RunState, branch_at, committed, read_state
+from train.checkpoint.files import CheckpointError, RunState, branch_at, check_given, committed, read_state
 from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -64,7 +64,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(partial(check_resume, resolved, ds_config, world_size))
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
-    if sizes is not None and ds_config:
+    if sizes is not None and ds_config and in_float32(ds_config):
         stage = ds_config["zero_optimization"]["stage"]
         found = [disk_findings(args, sizes, stage)]
         if devices:
@@ -78,6 +78,14 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     if problems:
         raise PreflightError(problems[0])
     return remarks
+
+
+def in_float32(ds_config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed keeps master weights and moments as sizes.py counts them."""
+    sections = (ds_config.get(name, {}) for name in ("bf16", "fp16"))
+    return not any(
+        "master_weights" in key and value for section in sections for key, value in section.items()
+    )
 
 
 def check_evaluation(folders: dict[str, str], seq_length: int, train: list[TokenSource] | None) -> None:
@@ -95,14 +103,17 @@ def begins(args: TrainingArguments) -> bool:
 
 def goes_on_from(args: TrainingArguments) -> Path | None:
     """The checkpoint that a run is about to go on from, by what is there, unread; None where it begins, or that is for
-    the run to say. Raises CheckpointError: see `branch_at`."""
+    the run to say. Raises CheckpointError: see `branch_at`, `check_given`."""
     setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
     if setting == "never":
         return None
     if setting == "auto":
         return next(iter(committed(own)[-1:]), None)
     path = Path(setting)
-    return branch_at(own, path) or (path if (path / MANIFEST).is_file() else None)
+    if newest := branch_at(own, path):
+        return newest
+    check_given(path, own, hashes=False)
+    return path
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:

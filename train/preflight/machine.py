@@ -17,6 +17,7 @@ if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
         assert cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0
         print(size.value)
 """
+COUNTERS = Path("/proc/vmstat")
 QUERY_TIMEOUT_S = 120  # a driver that loads for the first GPU program since the boot takes half a minute
 
 
@@ -37,7 +38,7 @@ def cuda_devices() -> list[int] | None:
 def memory_kills() -> int:
     """How many processes the system has killed since its boot because memory ran out; 0 where it does not say."""
     try:
-        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        counters = dict(line.split() for line in COUNTERS.read_text().splitlines())
         return int(counters.get("oom_kill", 0))
     except (OSError, ValueError):
         return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import GIB, num_parameters, state_memory_gib
-from train.checkpoint.files import committed, name_of, size_text
+from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step_folders
 from train.config.arguments import TrainingArguments
 from train.record.run_folder import RunFolder
 
@@ -106,7 +106,9 @@ def disk_findings(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple
         return "", ""
     need = disk_need(args, sizes, zero_stage)
     place = existing(folder.checkpoints)
-    free = shutil.disk_usage(place).free
+    # what a save that was killed left goes before the next one
+    left = (p for p in step_folders(folder.checkpoints) if not (p / MANIFEST).is_file())
+    free = shutil.disk_usage(place).free + sum(file.stat().st_size for p in left for file in p.iterdir())
     of = f"{size_text(free)} are free in {place}, and a checkpoint has about {size_text(need.checkpoint)}"
     if free < need.checkpoint:
         return (

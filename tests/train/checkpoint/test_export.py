@@ -23,7 +23,7 @@ def refusal(
     monkeypatch.setattr(sys, "argv", ["export.py", str(path), str(path.parent / "out"), *options])
     with pytest.raises(SystemExit) as stop:
         export.main()
-    assert stop.value.code == 1
+    assert stop.value.code == 2
     return capsys.readouterr().err
 
 
@@ -158,6 +158,6 @@ def test_libraries_do_not_talk_over_the_answer(tmp_path: Path) -> None:
     """transformers imports torchao, which warns on a machine without its CUDA libraries."""
     command = [sys.executable, str(ROOT / "train/export.py"), str(tmp_path / "no"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.splitlines()[0].startswith(
+    assert done.returncode == 2 and done.stderr.splitlines()[0].startswith(
         f"error: {tmp_path / 'no'} is not a folder"
     )

@@ -119,11 +119,11 @@ def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture)
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert inspect(capsys, tmp_path / "nowhere") == (
-        1,
+        2,
         f"error: {tmp_path / 'nowhere'} is not a folder; give an output_dir, its checkpoints, or one of them\n",
     )
     status, out = inspect(capsys, tmp_path)
-    assert status == 1 and "holds no checkpoint" in out
+    assert status == 2 and "holds no checkpoint" in out
 
 
 @pytest.mark.interpreter

@@ -51,7 +51,7 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
 
 
 def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, own_trained: Path) -> None:
-    """By the checkpoint that it would go on from, which is named; a damaged one is for the run to pass over."""
+    """By the checkpoint that it would go on from, which is named. A damaged one is refused where it was asked for."""
     keys(output_dir=str(own_trained), learning_rate=1e-3)(world)
     with pytest.raises(
         check.PreflightError, match="step-00000006 is of a run(?s:.)*learning_rate: 0.005 -> 0.001"
@@ -68,7 +68,8 @@ def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, 
     assert checked(world) == []  # what that chooses is not known yet
     keys(precision__auto=False)(world)
     (start / "run_state.json").write_text("")
-    assert checked(world) == []
+    with pytest.raises(check.PreflightError, match="run_state.json has 0 bytes, .* give auto, never"):
+        checked(world)
     keys(
         resume_from_checkpoint="auto", output_dir=str(own_trained), allow_changes_on_resume=["learning_rate"]
     )(world)
@@ -77,6 +78,23 @@ def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, 
 
 def files_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_what_is_not_counted_is_not_refused(world: World) -> None:
+    """Room that a killed save takes until the next one; master weights and moments in bf16."""
+    size = sizes.checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
+    world.disk(0.9 * size)
+    with pytest.raises(check.PreflightError, match="no room for the first save"):
+        checked(world)
+    left = world.output / "checkpoints/step-00000003"
+    left.mkdir(parents=True)
+    (left / "rank_00000.pt").write_bytes(bytes(size // 5))
+    assert "will not hold the last save" in checked(world)[0]
+    world.disk(0)
+    keys(deepspeed={"zero_optimization": {"stage": 1}, "bf16": {"bf16_master_weights_and_grads": True}})(
+        world
+    )
+    assert checked(world) == []
 
 
 def test_a_run_that_is_done_needs_no_disk(world: World, own_trained: Path) -> None:

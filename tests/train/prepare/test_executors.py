@@ -250,7 +250,7 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
     (tmp_path / "good.txt").write_text("good")
     arguments = (tmp_path / "out", tmp_path / "good.txt", tmp_path / "bad.txt")
     assert prepare(*arguments, **one) == 0 and not (tmp_path / "out" / "manifest.json").exists()
-    assert prepare(*arguments, **one) == 1
+    assert prepare(*arguments, **one) == 2
     error = capsys.readouterr().err
     assert "1  dropped: bad UTF-8" in error and "--max_dropped allows 0" in error
     assert prepare(*arguments, **one, max_dropped=1) == 0
@@ -282,11 +282,11 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypat
     assert "KEY=VALUE is expected" in capsys.readouterr().err
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert prepare(tmp_path / "out", corpus, **SLURM) == 1
+    assert prepare(tmp_path / "out", corpus, **SLURM) == 2
     assert "there is no sbatch on the PATH" in capsys.readouterr().err
     monkeypatch.setenv("PATH", path)
     (slurm() / "sbatch").write_text("#!/bin/sh\nexit 1\n")
-    assert prepare(tmp_path / "out", corpus, **SLURM) == 1
+    assert prepare(tmp_path / "out", corpus, **SLURM) == 2
     assert "sbatch refused stage tokenize" in capsys.readouterr().err
 
 

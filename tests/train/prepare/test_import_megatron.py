@@ -168,7 +168,7 @@ def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod):
         )
     else:
         assert (
-            status == 1
+            status == 2
             and f"--eod_id {eod}" in errors
             and not (tmp_path / "other" / "manifest.json").exists()
         )

@@ -76,7 +76,7 @@ def test_bad_index_is_named(tmp_path, run_import, kind, blocks, monkeypatch):
     (tmp_path / "bad.bin").write_bytes(struct.pack("<9i", *range(3, 12)))
     status, _, errors = run_import(tmp_path / "out", good, tmp_path / "bad")
     error = errors.splitlines()[-1]
-    assert status == 1 and error.startswith(f"error: {tmp_path / 'bad.idx'}") and message in error
+    assert status == 2 and error.startswith(f"error: {tmp_path / 'bad.idx'}") and message in error
     assert not (tmp_path / "out").exists()  # everything is checked before anything is written
 
 
@@ -95,7 +95,7 @@ def test_bin_of_another_size(tmp_path, run_import, change, message):
     content = (tmp_path / "a.bin").read_bytes() + bytes(4)
     (tmp_path / "a.bin").write_bytes(content[: 12 + change])
     status, _, errors = run_import(tmp_path / "out", prefix)
-    assert status == 1 and f"error: {tmp_path / 'a.bin'} has {12 + change} bytes, its index says 12" in errors
+    assert status == 2 and f"error: {tmp_path / 'a.bin'} has {12 + change} bytes, its index says 12" in errors
     assert message in errors
 
 
@@ -105,7 +105,7 @@ def test_type_of_another_width(tmp_path, run_import):
     write_dataset(tmp_path / "b", [[[5, 6, 7]]], "H")
     os.replace(tmp_path / "b.idx", tmp_path / "a.idx")
     status, _, errors = run_import(tmp_path / "out", tmp_path / "a")
-    assert status == 1 and "a.bin has 12 bytes, its index says 6 (3 tokens of uint16)" in errors
+    assert status == 2 and "a.bin has 12 bytes, its index says 6 (3 tokens of uint16)" in errors
 
 
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], []]])
@@ -113,7 +113,7 @@ def test_empty_dataset(tmp_path, run_import, documents):
     prefix = write_dataset(tmp_path / "a", documents)
     status, _, errors = run_import(tmp_path / "out", prefix)
     assert (
-        status == 1
+        status == 2
         and f"{prefix}.idx is of an empty dataset ({len(documents)} documents, 0 tokens)" in errors
     )
 
@@ -127,7 +127,7 @@ def test_bad_token_id(tmp_path, run_import, tokenizer_dir, letter, token, monkey
     good = write_dataset(tmp_path / "good", random_documents(5))
     status, _, errors = run_import(tmp_path / "out", good, prefix)
     what = f"error: {prefix}.bin has the id {token}, which is not in the vocabulary of {tokenizer_dir}, 0 to 399; "
-    assert status == 1 and what in errors and ("--eod_id" in errors) == (token > 0)
+    assert status == 2 and what in errors and ("--eod_id" in errors) == (token > 0)
     assert list((tmp_path / "out").iterdir()) == []  # no manifest, and no shard that could be taken for data
 
 
@@ -142,10 +142,10 @@ def test_inputs_that_are_not_there(tmp_path, run_import):
         (tmp_path / "a.idx", f"a.idx.idx does not exist; give the prefix of both, {prefix}"),
     ):
         status, _, errors = run_import(tmp_path / "out", given)
-        assert status == 1 and message in errors
+        assert status == 2 and message in errors
     (tmp_path / "b").symlink_to(tmp_path)
     status, _, errors = run_import(tmp_path / "out", prefix, tmp_path / "b" / "a")
-    assert status == 1 and "is given twice" in errors
+    assert status == 2 and "is given twice" in errors
     (tmp_path / "a.bin").unlink()
     assert f"{prefix}.bin does not exist" in run_import(tmp_path / "out", prefix)[2]
     assert "no tokenizer.model" in run_import(tmp_path / "out", prefix, tokenizer=tmp_path)[2]
@@ -166,7 +166,7 @@ def test_output_folder_is_protected(tmp_path, run_import):
     assert run_import(tmp_path / "out", prefix)[0] == 0
     before = content_of(tmp_path / "out")
     status, _, errors = run_import(tmp_path / "out", prefix, eod_id=7)
-    assert status == 1 and "already holds prepared data" in errors and content_of(tmp_path / "out") == before
+    assert status == 2 and "already holds prepared data" in errors and content_of(tmp_path / "out") == before
     assert run_import(tmp_path / "out", prefix, overwrite=True, shard_tokens=300)[0] == 0
     assert imported(tmp_path / "out", "train") == framed(documents)
     assert len(read_manifest(tmp_path / "out").shards) > 1
@@ -174,7 +174,7 @@ def test_output_folder_is_protected(tmp_path, run_import):
     (tmp_path / "begun" / WORK_NAME).mkdir(parents=True)
     (tmp_path / "begun" / WORK_NAME / "job.json").touch()
     status, _, errors = run_import(tmp_path / "begun", prefix)
-    assert status == 1 and "unfinished preparation" in errors and (tmp_path / "begun" / WORK_NAME).is_dir()
+    assert status == 2 and "unfinished preparation" in errors and (tmp_path / "begun" / WORK_NAME).is_dir()
     assert run_import(tmp_path / "begun", prefix, overwrite=True)[0] == 0
 
     killed = tmp_path / "killed" / WORK_NAME / "new"  # what a killed import leaves
@@ -204,7 +204,7 @@ def test_no_document_for_the_train_split(tmp_path, run_import):
     prefix = write_dataset(tmp_path / "a", [[[EOS]], [[BOS, EOS]]])
     status, _, errors = run_import(tmp_path / "out", prefix)
     assert (
-        status == 1
+        status == 2
         and "no document for the train split" in errors
         and list((tmp_path / "out").iterdir()) == []
     )

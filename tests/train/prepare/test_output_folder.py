@@ -22,7 +22,7 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
     assert prepare(tmp_path, corpus) == 0
     (tmp_path / "notes.txt").write_text("mine")
     before = contents(tmp_path)
-    assert prepare(tmp_path, corpus) == 1
+    assert prepare(tmp_path, corpus) == 2
     assert "--overwrite" in capsys.readouterr().err and contents(tmp_path) == before
     other = write_jsonl(tmp_path.parent / f"{tmp_path.name}.jsonl", TEXTS)
     assert prepare(tmp_path, other, overwrite=True, all_train=True) == 0
@@ -33,7 +33,7 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
 @pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
 def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
     inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count) if count else [HELD_OUT])
-    assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 1
+    assert prepare(tmp_path / "out", inputs, eval_fraction=1e-6) == 2
     error = capsys.readouterr().err
     assert f"no document for the {split} split, which training needs" in error and "--overwrite" in error
     assert "--eval_by position" in error
@@ -72,7 +72,7 @@ def test_tokenizer_inside_the_output_folder(tmp_path, prepare, corpus, tokenizer
 
 def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, capsys):
     (tmp_path / "train_00007.ds").write_bytes(b"foreign")
-    assert prepare(tmp_path, corpus) == 1
+    assert prepare(tmp_path, corpus) == 2
     assert "train_00007.ds may belong to something else" in capsys.readouterr().err
     assert contents(tmp_path) == {"train_00007.ds": b"foreign"}
 
@@ -80,7 +80,7 @@ def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, caps
 def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
-    assert prepare(tmp_path, corpus) == 1
+    assert prepare(tmp_path, corpus) == 2
     assert "added_tokens.json may belong to something else" in capsys.readouterr().err
     assert contents(tmp_path) == {"tokenizer/added_tokens.json": b"{}"}
 
@@ -98,11 +98,11 @@ def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus)
 
     bad.write_bytes(b"caf\xe9")
     other = write_jsonl(tmp_path / "other.jsonl", corpus_texts(40))
-    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
+    assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 2
     assert unchanged() and decoded(out)
     with pytest.MonkeyPatch.context() as patch:  # the same command goes on: nothing is read again
         patch.setattr("train.prepare.blocks.read_share", None)
-        assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 1
+        assert prepare(out, other, bad, eval_fraction=0.2, overwrite=True) == 2
     assert unchanged()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.prepare.output.write_manifest", None)
@@ -139,7 +139,7 @@ def test_an_interrupted_exchange_is_finished_by_the_next_run(tmp_path, prepare, 
         assert prepare(out, other, eval_fraction=0.2, shard_tokens=2000) == 0
         assert contents(out) == contents(fresh)
         return
-    assert prepare(out, corpus) == 1 and "of another kind" in capsys.readouterr().err
+    assert prepare(out, corpus) == 2 and "of another kind" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.prepare.blocks.read_share", None)
         with pytest.raises(TypeError):
@@ -153,12 +153,12 @@ def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare,
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"caf\xe9")
     out = tmp_path / "out"
-    assert prepare(out, corpus, bad, tasks=2) == 1  # one document dropped: unfinished
-    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 1
+    assert prepare(out, corpus, bad, tasks=2) == 2  # one document dropped: unfinished
+    assert prepare(out, corpus, bad, tasks=3, eval_fraction=0.5) == 2
     error = capsys.readouterr().err
     assert "tasks: 2 -> 3" in error and "eval_fraction: 0.01 -> 0.5" in error and "--overwrite" in error
     bad.write_text("mended")
-    assert prepare(out, corpus, bad, tasks=2) == 1
+    assert prepare(out, corpus, bad, tasks=2) == 2
     assert (
         "1 input files are new, gone or changed" in (error := capsys.readouterr().err) and "bad.txt" in error
     )
@@ -169,7 +169,7 @@ def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare,
 def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert prepare(output, corpus) == 1
+        assert prepare(output, corpus) == 2
         assert f"--output {output} is a file, or in one; give a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -190,7 +190,7 @@ def test_an_input_that_changes_while_it_is_read_is_not_committed(
 
     with monkeypatch.context() as patch:
         patch.setattr("train.prepare.blocks.read_share", changing)
-        assert prepare(tmp_path / "out", path, eval_fraction=0.2) == 1
+        assert prepare(tmp_path / "out", path, eval_fraction=0.2) == 2
     error = capsys.readouterr().err
     assert f"1 input files changed while they were read, the first is {path}; prepare them" in error
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -204,11 +204,11 @@ def test_other_special_ids_are_another_preparation(tmp_path, prepare, corpus, to
     shutil.copytree(tokenizer_dir, tokenizer)
     (tokenizer / "tokenizer.model").unlink()
     bad.write_bytes(b"caf\xe9")
-    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer) == 1
+    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer) == 2
     encoder_of.cache_clear()  # as in a process of its own
     config = tokenizer / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"eos_token": "</s>"', '"eos_token": "<unk>"'))
-    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 1
+    assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 2
     assert "unfinished preparation of another kind:\n  tokenizer: [" in capsys.readouterr().err
 
 
@@ -222,7 +222,7 @@ def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, c
 
     with monkeypatch.context() as patch:
         patch.setattr(SplitWriter, "close", full)
-        assert prepare(out, corpus, tasks=2) == 1
+        assert prepare(out, corpus, tasks=2) == 1  # another start may succeed
     error = capsys.readouterr().err
     assert f"No space left on device; what is done in {out} is kept, and the same command goes on" in error
     assert [path.name for path in (out / WORK_NAME / "results").glob("*.json")] == ["00000.json"]

@@ -146,7 +146,7 @@ def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypa
     data, reason, where = BAD[name]
     write_jsonl(tmp_path / "good.jsonl", TEXTS)
     (tmp_path / name).write_bytes(data)
-    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True) == 1
+    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True) == 2
     message = capsys.readouterr().err
     assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -184,7 +184,7 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name
     else:
         pyarrow.parquet.write_table(pyarrow.table({"id": list(range(len(TEXTS))), "content": TEXTS}), path)
     for max_dropped in (0, len(TEXTS)):
-        assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 1
+        assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 2
         error = capsys.readouterr().err
         assert f"{len(TEXTS)} documents were dropped and none is left" in error and "content" in error
         assert "--text_key content, and --overwrite" in error and "--max_dropped" not in error
@@ -195,7 +195,7 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name
 def test_some_documents_without_the_key_may_be_dropped_or_named(tmp_path, prepare, capsys):
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + b'{"title": "x", "id": 5, "content": "longer"}\n')
-    assert prepare(tmp_path / "out", path, all_train=True) == 1
+    assert prepare(tmp_path / "out", path, all_train=True) == 2
     error = capsys.readouterr().err
     assert "--max_dropped 1 to accept that" in error and "--text_key content (or title)" in error
 
@@ -209,12 +209,12 @@ def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):
         ([tmp_path / "x.png"], "holds nothing to read"),
         ([corpus, corpus.parent], "given twice"),
     ):
-        assert prepare(tmp_path / "out", *arguments) == 1
+        assert prepare(tmp_path / "out", *arguments) == 2
         assert message in capsys.readouterr().err
-    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 1
+    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 2
     assert "no tokenizer.model or tokenizer.json" in capsys.readouterr().err
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
-    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 1
+    assert prepare(tmp_path / "out", corpus, tokenizer=tmp_path) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -283,8 +283,10 @@ def test_tokenizer_json_gives_the_same_tokens(tmp_path, prepare, corpus, tokeniz
         assert prepare(tmp_path / name, corpus, literal, tokenizer=folder) == 0
     a, b = read_manifest(tmp_path / "a"), read_manifest(tmp_path / "b")
     assert a.shards == b.shards and a.tokenizer_sha256 != b.tokenizer_sha256
-    (other / "tokenizer_config.json").unlink()
-    assert prepare(tmp_path / "c", corpus, tokenizer=other) == 1  # nothing says which ids are BOS and EOS
+    (tmp_path / "incomplete").mkdir()
+    (tmp_path / "incomplete/tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    # nothing says which ids are BOS and EOS
+    assert prepare(tmp_path / "c", corpus, tokenizer=tmp_path / "incomplete") == 2
 
 
 def test_large_vocabularies_take_uint32():

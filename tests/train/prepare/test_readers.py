@@ -150,9 +150,9 @@ def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, capsys):
     assert manifest.documents == {"in": 2, "out": 2, "dropped": {}, "removed": {}}
     assert manifest.steps["eval_by"] == "position" and "split_on" not in manifest.steps
 
-    assert prepare(tmp_path / "hash", path, eval_by="hash") == 1  # as asked; the way out is named
+    assert prepare(tmp_path / "hash", path, eval_by="hash") == 2  # as asked; the way out is named
     assert "--eval_by position" in capsys.readouterr().err
-    assert prepare(tmp_path / "few", path, max_bytes=100) == 1
+    assert prepare(tmp_path / "few", path, max_bytes=100) == 2
     assert "--max_bytes 100 leaves no document" in capsys.readouterr().err
     assert prepare(tmp_path / "many", path, split_on="blank_line", eval_fraction=0.1) == 0
     manifest = read_manifest(tmp_path / "many")

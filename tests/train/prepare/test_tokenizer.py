@@ -106,7 +106,7 @@ def test_a_tokenizer_without_a_beginning_or_an_end_is_refused(tokenizer_dir, mon
 
 def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, capsys):
     arguments = ["--input", str(corpus), "--output", str(tmp_path), "--vocab_size"]
-    assert main([*arguments, "100000"]) == 1
+    assert main([*arguments, "100000"]) == 2
     message = capsys.readouterr().err
     assert "100000 is too large" in message
     maximum = int(message.split("at most ")[1].split()[0])
@@ -114,7 +114,7 @@ def test_vocabulary_larger_than_the_corpus_names_the_maximum(corpus, tmp_path, c
 
 
 def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
-    assert main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "270"]) == 1
+    assert main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "270"]) == 2
     assert "270 is too small" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--input", str(corpus), "--output", str(tmp_path), "--vocab_size", "0"])
@@ -124,7 +124,7 @@ def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
 def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1, "content": "some text"}\n')
-    assert main(["--input", str(path), "--output", str(tmp_path / "out"), "--vocab_size", "300"]) == 1
+    assert main(["--input", str(path), "--output", str(tmp_path / "out"), "--vocab_size", "300"]) == 2
     error = capsys.readouterr().err
     assert (
         "a.jsonl:1: missing key: no 'text' among content, id; " in error and "--text_key content\n" in error
@@ -136,14 +136,14 @@ def test_a_python_without_the_packages_says_what_to_do():
     """-IS: without the installed packages."""
     command = [sys.executable, "-IS", str(ROOT / "train" / "train_tokenizer.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("error: training a tokenizer needs sentencepiece")
+    assert done.returncode == 2 and done.stderr.startswith("error: training a tokenizer needs sentencepiece")
     assert "pip install -r requirements.txt" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 def test_an_existing_tokenizer_is_kept(tmp_path, corpus, capsys, name):
     (tmp_path / name).write_text("mine")
-    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tmp_path)]) == 1
+    assert main(["--input", str(corpus), "--vocab_size", "390", "--output", str(tmp_path)]) == 2
     assert "already holds a tokenizer" in capsys.readouterr().err
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
 
@@ -188,7 +188,7 @@ def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, capsys, monkeypatch):
 
 def test_two_at_once_do_not_mix(tmp_path, corpus, capsys):
     with take_lock(tmp_path / "train_tokenizer.lock"):
-        assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 1
+        assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 2
     assert f"another process is writing to {tmp_path}; wait for it" in capsys.readouterr().err
 
 

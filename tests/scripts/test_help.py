@@ -1,0 +1,34 @@
+"""--help of every program answers at once: it imports neither torch nor transformers, nor what else is slow."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.scripts.machine import ROOT
+
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("train", "test_fp8", "fp8_inference_demo")
+    for path in (ROOT / folder).glob("*.py")
+    if 'if __name__ == "__main__":\n    ' in path.read_text(encoding="utf-8")
+)
+
+
+def test_the_programs_are_found() -> None:
+    assert {"train/train.py", "train/launch.py", "fp8_inference_demo/fp8_inference.py"} <= set(PROGRAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_takes_less_than_two_seconds(program: str) -> None:
+    """Of a processor: how long it waits for one on a machine that is busy is not its own doing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, ROOT / program, "--help"], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and len(done.stdout) > 200 and not done.stderr, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
