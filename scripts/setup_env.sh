@@ -18,7 +18,7 @@ TORCH_CPU="2.13.0"
 TORCH_GPU="2.11.0"
 CPU_BUILDS="https://download.pytorch.org/whl/cpu"
 ANSWER_S=8 # how long the index of CPU builds may take to answer
-NEWS_S=8   # the longest time that a program of the set-up runs without a word
+NEWS_S=6   # the longest time that a program of the set-up runs without a word
 DISK_CPU_GIB=8
 DISK_GPU_GIB=25
 
@@ -116,7 +116,7 @@ news() {
     fi
     if ((status > 0 && status <= 128)); then return 0; fi
     if ((SECONDS - told >= NEWS_S)); then
-      say "set-up: $((SECONDS - began)) s, ${last:0:100}"
+      say "set-up: $((SECONDS - began)) s${last:+, ${last:0:100}}"
       told="$SECONDS"
     fi
   done
@@ -132,7 +132,9 @@ pip_install() {
 
 # Whether pip is told where to find packages: then torch comes from there, too.
 pip_is_configured() {
-  "$PY" -m pip config list 2>/dev/null | grep -qE '\.(index-url|extra-index-url|find-links|no-index)='
+  local configuration
+  configuration="$("$PY" -m pip config list 2>/dev/null)" || true
+  [[ "$configuration" =~ \.(index-url|extra-index-url|find-links|no-index)= ]]
 }
 
 # The alarm also ends a look-up of the name, which has no time limit of its own.
@@ -183,7 +185,7 @@ choose_environment() {
     local site=()
     if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
     say "set-up: making .venv with $("$PY" --version)"
-    "$PY" -m venv "${site[@]}" "$ROOT/.venv" || {
+    { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
       rm -rf "$ROOT/.venv"
       die "$PY could not make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
     }

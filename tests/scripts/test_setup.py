@@ -62,7 +62,7 @@ def installing_torch(
     so; the index of CPU builds answers with a status."""
     lines = [
         '[[ "$*" == *find_spec* ]] && exit 1',
-        f'[[ "$*" == *"pip config list"* ]] && {{ echo "{configured}"; exit 0; }}',
+        f'[[ "$*" == *"pip config list"* ]] && {{ echo "{configured}"; sleep 0.1; echo; exit 0; }}',
         f'[[ "$*" == *urlopen* ]] && exit {answers}',
         f'[[ "$*" == *"pip install"* ]] && {{ {install}; }}',
         "exit 0",
