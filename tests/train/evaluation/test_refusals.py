@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from model.fp8.gemms import Gemms
 from train.data.format import read_manifest
 from train.evaluation import scores
+from train.evaluation.models import Plan
 
 
 @pytest.fixture
@@ -132,6 +133,24 @@ def test_a_folder_without_tokenizer(
     assert "hf has no tokenizer; that" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("some text")
     assert "hf: no tokenizer.model or tokenizer.json there" in refused(own_hf, tmp_path / "text.txt")
+
+
+def test_the_data_of_the_training_are_others_by_now(
+    trained: Path,
+    shards: Path,
+    tmp_path: Path,
+    evaluated: Callable[..., dict],
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their tokenizer is not the model's; or they are gone, and the export has it."""
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(shards)})
+    assert "tokenizer is not the tokenizer that the model was trained with" in refused(trained, text)
+    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
+    assert evaluated(trained, text)["all"]["bytes"] == len("some text")
+    assert "gone does not exist" in refused(trained)
 
 
 def test_damaged_weights(
