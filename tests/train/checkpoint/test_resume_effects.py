@@ -4,13 +4,19 @@ into a folder of its own. The decision for each key: test_resume_changes.py."""
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from model.fp8.precision import Precision
 from tests.train.checkpoint.test_resume_changes import FREE, KEYS, NEVER
 from tests.train.runs import curve, metrics, run
+from train import setup
 from train.checkpoint.files import CheckpointError, read_signed, read_state
+from train.checkpoint.load import read_weights
 from train.config.arguments import TrainingArguments
+from train.data.stream import open_stream
 from train.engine.optimizer import learning_rate_at
 from train.engine.zero import adamw
 from train.loop import Loop
@@ -262,9 +268,9 @@ def test_a_change_without_effect_here_goes_on_with_the_same_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "stage"), [("bf16", 1), ("bf16", 3), ("hybrid", 1), ("current", 2)])
 def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
-    settings: dict, tmp_path: Path, before: str, stage: int
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, stage: int
 ) -> None:
-    """Neither are gradients lost below the range of e4m3, nor cut at its top."""
+    """And of the next samples; neither are gradients lost below the range of e4m3, nor cut at its top."""
     precisions = {
         "bf16": {"compute": "bf16"},
         "hybrid": {"fp8_format": "hybrid"},
@@ -272,7 +278,19 @@ def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
     }
     settings |= {"deepspeed": f"ds_config_zero{stage}.json"}
     whole = run(settings, precision=precisions[before], save_steps=3)
+    seen, calibrate = [], setup.calibrate
+
+    def watch(model: torch.nn.Module, precision: Precision, ids: torch.Tensor, *rest: Any) -> list[str]:
+        seen.append((model.lm_head.weight.clone(), ids))
+        return calibrate(model, precision, ids, *rest)
+
+    monkeypatch.setattr(setup, "calibrate", watch)
     steps, _ = gone_on(whole, settings, tmp_path, {})
+    ((weight, ids),) = seen
+    saved = read_weights(whole / "checkpoints/step-00000003")
+    assert torch.equal(weight, saved["lm_head.weight"].to(weight.dtype))
+    stream = open_stream(settings["data"]["sources"], None, 64, 42)
+    assert torch.equal(ids, stream.batch(3 * 4, 2).input_ids)
     for after, as_before in zip(steps, curve(whole)[3:], strict=True):
         assert after[1] != as_before[1] and after[1] == pytest.approx(as_before[1], rel=0.02)
         assert after[2] == pytest.approx(as_before[2], rel=0.15)
