@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,11 +55,22 @@ def remove_dead_buffers() -> None:
             Path(path).unlink(missing_ok=True)
 
 
+# Who else hears what is told: train.log.
+heard: list[Callable[[str], None]] = []
+
+
 def tell(*lines: str, file: TextIO | None = None) -> None:
     """For people, now. A console that is gone, or a file on a full disk, ends nothing."""
-    with suppress(OSError):
-        if lines:
+    if lines:
+        with suppress(OSError):
             print(*lines, sep="\n", file=file, flush=True)
+        note(*lines)
+
+
+def note(*lines: str) -> None:
+    """For whoever hears, not for the console."""
+    for hear in heard:
+        hear("\n".join(lines))
 
 
 def unfinished(path: Path, pid: int) -> Path:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shlex
+import socket
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +38,11 @@ from model.config import (
 )
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
+from model.fp8.machine import describe
+from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.proof import attention_of, backend_of, prove
-from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
+from train.checkpoint.files import RunState, is_of, name_of, origin, read_state, size_text
 from train.checkpoint.load import (
     choose_checkpoint,
     has_fp8_state_of,
@@ -48,17 +53,21 @@ from train.checkpoint.load import (
 from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.checkpoint.rollback import left_out_since, past_skipped
 from train.config.arguments import TrainingArguments
+from train.config.display import differing, table
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.files import tell, write_durably
+from train.files import note, tell, write_durably
 from train.preflight.sizes import disk_plan
 from train.record.metrics import MetricsLogger, peak_tflops
+from train.record.provenance import origin as origin_of
 from train.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
+
+NAMED_FOLDERS = 5  # of those that were set aside
 
 
 def say(*lines: str) -> None:
@@ -74,6 +83,16 @@ def seed(args: TrainingArguments) -> None:
     torch.manual_seed(own)
     if args.full_determinism:
         make_deterministic()
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What a run has shown of itself before its first step."""
+
+    fp8: str  # in short: how many modules of how many, and how
+    attention: str  # of this rank
+    attention_by_rank: dict[str, list[int]]
+    lines: list[str]  # as the log has them
 
 
 # ---------------------------------------------------------------- model and data
@@ -168,18 +187,23 @@ def announce(
     precision: Precision,
     stream: SampleStream,
     state: RunState,
-) -> str:
-    """Say what is about to run, and prove it, before the first step; returns the attention that was proven.
-
-    Raises ProofError: something else would run."""
+) -> Proven:
+    """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run."""
+    if dist.get_rank() == 0:
+        note(table(args))
+        tell(differing(args))
     say(*_report(args, model, precision, stream, state))
-    say(*prove(model, precision, args.model.attention_backend, args.seed, args.max_seq_length))
+    lines = prove(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
+    say(*lines)
     every: list[Any] = [None] * dist.get_world_size()
     proven = attention_of(model, precision)
     dist.all_gather_object(every, proven)  # so that one odd node shows
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
     say("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
-    return proven
+    report = fp8_modules(model, precision)
+    fp8 = f"{len(report.planned)}/{len(report.planned) + len(report.kept)} {precision.config.recipe}"
+    how = ", emulated" if precision.emulated else ""
+    return Proven(fp8 + how if precision.fp8 else precision.config.compute, proven, ranks, lines)
 
 
 def _report(
@@ -191,7 +215,6 @@ def _report(
     flops = flops_per_token(model.config, args.max_seq_length)
     memory = state_memory_gib(model.config, state.zero_stage, state.world_size, args.precision.compute)
     lines = [
-        args.table(),
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
         f"{backend_of(model, precision)}",
         f"model: {args.model.variant}, {num_parameters(model.config) / 1e6:,.1f} M parameters, "
@@ -257,7 +280,7 @@ def engine_for(
     begins = f"starting from {args.model.init_from or 'random weights'}"
     if resume_from is not None:
         begins = f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens"
-    say(*micro_step.notes, begins)
+    say("; ".join(micro_step.notes), begins)
     return engine, micro_step
 
 
@@ -314,4 +337,55 @@ def open_folder(
         notes["began_at"] = state.began_at
     if notes:
         metrics.log({"step": state.step, "tokens": state.consumed_tokens, **notes})
+    if main:
+        say(*_set_aside_before(folder))
     return metrics
+
+
+def _set_aside_before(folder: RunFolder) -> list[str]:
+    """What earlier starts have moved out of the way, and how to be rid of it."""
+    if not (found := folder.discarded()):
+        return []
+    kinds = dict.fromkeys(path.with_name(path.name.partition(".discarded-")[0]) for path, _ in found)
+    total = size_text(sum(size for _, size in found))
+    return [
+        f"set aside by this start or earlier ones, {total} in all:",
+        *(f"  {size_text(size):>10}  {path}" for path, size in found[-NAMED_FOLDERS:]),
+        *([f"  and {len(found) - NAMED_FOLDERS} older ones"] if len(found) > NAMED_FOLDERS else []),
+        "  to remove them: rm -r " + " ".join(f"{shlex.quote(str(kind))}.discarded-*" for kind in kinds),
+    ]
+
+
+def start_of(
+    args: TrainingArguments,
+    model: nn.Module,
+    proven: Proven,
+    stream: SampleStream,
+    state: RunState,
+    resume_from: Path | None,
+) -> dict[str, Any]:
+    """What run.json says of this start besides its time; every rank calls it."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    if dist.get_rank() != 0:
+        return {}
+    machine, versions = describe()
+    return {
+        "step": state.step,
+        "tokens": state.consumed_tokens,
+        "resumed_from": resume_from and str(resume_from.resolve()),
+        **origin_of(args.to_dict()),
+        "hosts": {host: [rank for rank, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)},
+        "gpus": len(hosts) if torch.cuda.is_available() else 0,
+        "machine": machine,
+        "versions": versions,
+        "model": {
+            "config": args.model.config,
+            "variant": args.model.variant,
+            "parameters": num_parameters(model.config),
+        },
+        "data": stream.describe(),
+        "fp8": proven.fp8,
+        "attention": proven.attention_by_rank,
+        "proof": proven.lines,
+    }

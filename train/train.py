@@ -35,9 +35,12 @@ from train.preflight.machine import cuda_devices
 
 if TYPE_CHECKING:
     from train.loop import Run
+    from train.record.train_log import TrainLog
 
 # Exit status; signals has the others.
 CRASHED = 1
+# Of a run, as run.json has them; whatever else it ends by is a failure.
+ENDINGS: dict[type[BaseException], str] = {signals.Stopped: "stopped", signals.Interrupted: "interrupted"}
 
 
 def main(argv: list[str]) -> int:
@@ -105,7 +108,18 @@ def leave(status: int) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """One run from its resolved arguments; every rank calls it."""
+    """One run from its resolved arguments; every rank calls it. What rank 0 tells goes to train.log as well."""
+    import torch.distributed as dist
+
+    from train.record.run_folder import RunFolder
+    from train.record.train_log import TrainLog
+
+    log = TrainLog(RunFolder(args.output_dir), tuple(ENDINGS))
+    with log if dist.get_rank() == 0 else contextlib.nullcontext():
+        _run(args, log)
+
+
+def _run(args: TrainingArguments, log: TrainLog) -> None:
     import torch.distributed as dist
 
     from model.config import load_config
@@ -115,9 +129,13 @@ def run_training(args: TrainingArguments) -> None:
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
+    from train.record import trackers
+    from train.record.provenance import RunRecord
     from train.record.run_folder import RunFolder
 
-    world = dist.get_world_size()
+    world, main = dist.get_world_size(), dist.get_rank() == 0
+    setup.say(f"output: {os.path.abspath(log.path.parent)}")
+    trackers.check_installed(args.report_to)
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
@@ -125,19 +143,22 @@ def run_training(args: TrainingArguments) -> None:
     ds_config = resolve_ds_config(args, world)
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     model, precision = setup.model_for(args, resume_from)
-    attention = setup.announce(args, model, precision, train_stream, state)
+    proven = setup.announce(args, model, precision, train_stream, state)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     if args.dry_run:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
+    start = setup.start_of(args, model, proven, train_stream, state, resume_from)
     folder = RunFolder(args.output_dir)
+    if main:
+        log.open()
     run = Run(
         arguments=args,
         folder=folder,
         engine=engine,
         micro_step=micro_step,
         precision=precision,
-        attention=attention,
+        attention=proven.attention,
         train_stream=train_stream,
         eval_streams=eval_streams,
         metrics=metrics,
@@ -147,17 +168,19 @@ def run_training(args: TrainingArguments) -> None:
         stop_vote=signals.StopVote(args.hang_timeout_s),
         watchdog=Watchdog(args.hang_timeout_s),
     )
+    start["time"] = round(log.begun, 1)
+    record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
-        with signals.taking_steps():
+        with record if main else contextlib.nullcontext(), signals.taking_steps():
             last = train(run)
     except signals.Stopped as stopped:
-        if dist.get_rank() == 0:
+        if main:
             signals.write_stopped(folder.path, stopped)
         metrics.message(str(stopped))
         metrics.close()
         dist.barrier()
         raise
-    if dist.get_rank() == 0:
+    if main:
         export_last(run, last)
     metrics.close()
     dist.barrier()

@@ -253,44 +253,6 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
     check_export(plain, metrics(plain)[-1]["eval_loss"], settings)
 
 
-def test_what_a_run_leaves(settings: dict) -> None:
-    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2)
-    names = {p.name for p in output_dir.iterdir()}
-    assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "checkpoints", "hf", "loss.png"}
-    assert [p.name for p in sorted((output_dir / "checkpoints").glob("step-*"))] == [
-        "step-00000005",
-        "step-00000006",
-    ]
-    resolved = json.loads((output_dir / "train_config.json").read_text())
-    assert resolved["train_batch_size_tokens"] == 2 * 2 * 64
-    last = metrics(output_dir)[-1]
-    assert last["tokens"] == 6 * 256 and last["tokens_per_second"] > 0
-    assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
-
-
-def test_a_run_that_only_measures_saves_nothing(
-    trained: Path, settings: dict, capsys: pytest.CaptureFixture
-) -> None:
-    off = {"replica_check_steps": 0, "hang_timeout_s": 0, "spike_threshold": 0, "save_minutes": 0}
-    output_dir = run(settings, plots=True, save_strategy="no", save_steps=2, **off)
-    said = capsys.readouterr().out
-    assert "replica check" not in said
-    assert "save_strategy is no: nothing of the trained model will be saved" in said
-    assert "save_strategy is no: the trained model is not saved" in said
-    names = {p.name for p in output_dir.iterdir()}
-    assert names == {"train_config.json", "ds_config.json", "metrics.jsonl", "loss.png"}
-    assert curve(output_dir) == curve(trained)
-
-
-def test_a_plot_that_fails_does_not_end_a_trained_run(
-    settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train.record.plots.drawing", lambda *_, **__: 1 / 0)
-    output_dir = run(settings, plots=True, max_steps=2)
-    assert "warning: no loss plot: ZeroDivisionError" in capsys.readouterr().out
-    assert (output_dir / "hf/config.json").exists()
-
-
 def test_a_finished_run_has_nothing_to_train(
     own_trained: Path, settings: dict, capsys: pytest.CaptureFixture
 ) -> None:

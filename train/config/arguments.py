@@ -23,7 +23,7 @@ from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
 from train.config import command_line
-from train.config.schema import keys_of, parse, read_json, unchangeable
+from train.config.schema import parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -358,17 +358,6 @@ class TrainingArguments:
         out.per_device_eval_batch_size = self.per_device_eval_batch_size or self.per_device_train_batch_size
         out.deepspeed = load_deepspeed(self.deepspeed)
         return out
-
-    def table(self) -> str:
-        """The configuration for the log, a line a key; `*` marks what is not the default."""
-        keys = keys_of(TrainingArguments)
-        width = max(map(len, keys))
-        values = {key: attrgetter(key)(self) for key in keys}
-        return "\n".join(
-            f"{' ' if values[key] == node.get('default', ...) else '*'} {key:<{width}}  "
-            + json.dumps(values[key], default=dataclasses.asdict)
-            for key, node in keys.items()
-        )
 
 
 def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:

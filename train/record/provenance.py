@@ -12,10 +12,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.files import write_durably
+from train.files import tell, write_durably
 from train.record.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -33,33 +34,40 @@ def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 class RunRecord:
-    """run.json of one start, on the main rank. `begin`, and `end`."""
+    """with RunRecord(folder, start, position, ...): the start is in run.json from here on, and in the end how it ended.
 
-    def __init__(self, folder: RunFolder):
-        self.folder = folder
-        self._starts: list[dict[str, Any]] = []
+    start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
+    expected: exception -> how it says that the run ended; others say "failed". A run.json that cannot be read is kept
+    beside the new one. Raises OSError: the file cannot be written at the begin; in the end `tell` says it."""
 
-    def begin(self, start: dict[str, Any]) -> None:
-        """Add this start: "time" (of its begin), "step", "tokens" and what else is known of it. A file that cannot be
-        read is kept beside it. Raises OSError: it cannot be written."""
-        self._starts = read_starts(self.folder)
-        if not self._starts and self.folder.run.exists():
+    def __init__(
+        self,
+        folder: RunFolder,
+        start: dict[str, Any],
+        position: Callable[[], tuple[int, int]],
+        expected: dict[type[BaseException], str],
+    ):
+        self.folder, self.position, self.expected = folder, position, expected
+        self.start: dict[str, Any] = {**start, "ended": None}
+
+    def __enter__(self) -> None:
+        self.starts = read_starts(self.folder)
+        if not self.starts and self.folder.run.exists():
             self.folder.run.rename(f"{self.folder.run}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
-        self._starts.append({**start, "ended": None})
+        self.starts.append(self.start)
         self._write()
 
-    def end(self, how: str, step: int, tokens: int) -> None:
-        """How it ended: done, stopped or failed. Raises OSError."""
-        self._starts[-1]["ended"] = {
-            "time": round(time.time(), 1),
-            "how": how,
-            "step": step,
-            "tokens": tokens,
-        }
-        self._write()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        how = "done" if kind is None else self.expected.get(kind, "failed")
+        step, tokens = self.position()
+        self.start["ended"] = {"time": round(time.time(), 1), "how": how, "step": step, "tokens": tokens}
+        try:
+            self._write()
+        except OSError as error:
+            tell(f"warning: {self.folder.run} does not say how the run ended: {error}")
 
     def _write(self) -> None:
-        write_durably(self.folder.run, json.dumps({"starts": self._starts}, indent=1) + "\n")
+        write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")
 
 
 def origin(config: dict[str, Any]) -> dict[str, Any]:

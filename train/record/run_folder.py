@@ -31,6 +31,16 @@ class RunFolder:
         self.lock = path / "run.lock"  # who runs in it; gone when the run ends (train/guard/lock.py)
         self.slurm_job = path / "slurm_job"  # which Slurm jobs began it, a line each, and what was there then
 
+    def discarded(self) -> list[tuple[Path, int]]:
+        """(folder, bytes) of checkpoints and exports that runs have set aside here, oldest first. They lie beside the
+        folder itself, which may be a link to another disk."""
+        found = [
+            path
+            for folder in (self.checkpoints.resolve(), self.hf.absolute())
+            for path in sorted(folder.parent.glob(f"{folder.name}.discarded-*"))
+        ]
+        return [(path, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())) for path in found]
+
     def exported(self) -> tuple[str, str]:
         """Name and identity (train/checkpoint/files.py) of the checkpoint that hf/ is the export of; "" of none."""
         try:

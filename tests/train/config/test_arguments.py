@@ -18,6 +18,7 @@ from train.config.arguments import (
 )
 from train.config.command_line import help_text
 from train.config.differences import Difference, differences, resume_differences, rule_of
+from train.config.display import differing, table
 from train.config.schema import keys_of
 
 MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
@@ -367,13 +368,24 @@ def test_help_and_table_name_every_key(capsys):
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert printed.strip() == help_text(TrainingArguments).strip()
-    table = arguments(seed=7).table()
+    shown = table(arguments(seed=7))
     for key, node in keys_of(TrainingArguments).items():
         assert f"--{key} " in printed and node["description"] in printed
-        assert f" {key} " in table
+        assert f" {key} " in shown
     assert "--save_steps  (an integer of at least 0; default 0; may change on a resume)" in printed
-    lines = {line.split()[-2]: line for line in table.splitlines() if line.endswith("7")}
+    lines = {line.split()[-2]: line for line in shown.splitlines() if line.endswith("7")}
     assert lines["seed"].startswith("*")
+
+
+def test_the_console_shows_what_is_not_the_default():
+    plain = arguments().resolve(1)
+    assert "seed" not in differing(plain) and "deepspeed" not in differing(plain)
+    shown = differing(
+        arguments(seed=7, output_dir="x", deepspeed="ds_config_zero3.json", speed__main_grad=False).resolve(1)
+    )
+    assert "seed 7" in shown and "speed.main_grad false" in shown and 'deepspeed {"' in shown
+    assert "output_dir" not in shown and "per_device_eval_batch_size" not in shown
+    assert all(len(line) <= 110 for line in shown.splitlines())
 
 
 def test_every_required_key_has_an_example_that_is_accepted():

@@ -11,6 +11,7 @@ import pytest
 
 from test_fp8.common.folders import make_folder
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.config.display import table
 from train.data.format import DataError
 from train.data.mixture import MixtureStage
 from train.data.order import Mixture
@@ -301,4 +302,4 @@ def test_stages_come_from_file_and_command_line_and_go_back_into_a_file(tmp_path
     assert given.data.weights == staged((1000, {"a": 1.0, "b": 2.0}), (None, {"c": 1.0}))
     (tmp_path / "again.json").write_text(json.dumps(given.to_dict()))
     assert load_arguments([str(tmp_path / "again.json")]) == given
-    assert '"until_tokens": 1000' in given.table()
+    assert '"until_tokens": 1000' in table(given)

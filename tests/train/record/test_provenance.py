@@ -1,0 +1,134 @@
+"""run.json and train.log: what a start was, and what it said; also where they cannot be written. What was set aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train import setup
+from train.files import heard, note, tell
+from train.record import provenance
+from train.record.provenance import RunRecord, read_starts
+from train.record.run_folder import RunFolder
+from train.record.train_log import TrainLog
+
+
+def record(folder: RunFolder, step: int = 0, **known: object) -> RunRecord:
+    return RunRecord(
+        folder, {"time": 1.0, "step": step, **known}, lambda: (7, 70), {KeyboardInterrupt: "stopped"}
+    )
+
+
+def test_starts_are_added_and_say_how_they_ended(tmp_path):
+    folder = RunFolder(tmp_path)
+    with record(folder, a=1):
+        (running,) = read_starts(folder)
+        assert running["ended"] is None and running["a"] == 1
+    for step, error in ((7, KeyboardInterrupt), (8, ValueError)):
+        with pytest.raises(error), record(folder, step):
+            raise error
+    starts = read_starts(folder)
+    assert [(start["step"], start["ended"]["how"]) for start in starts] == [
+        (0, "done"),
+        (7, "stopped"),
+        (8, "failed"),
+    ]
+    assert all((start["ended"]["step"], start["ended"]["tokens"]) == (7, 70) for start in starts)
+
+
+def test_a_run_json_that_cannot_be_read_is_kept(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.run.write_text('{"starts": [')
+    with record(folder):
+        pass
+    assert len(read_starts(folder)) == 1
+    (kept,) = tmp_path.glob("run.json.discarded-*")
+    assert kept.read_text() == '{"starts": ['
+
+
+def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with record(RunFolder(tmp_path)):
+        monkeypatch.setattr(provenance, "write_durably", full)
+    assert "run.json does not say how the run ended: [Errno 28]" in capsys.readouterr().out
+
+
+def test_the_hash_of_a_configuration_is_of_what_changes_a_run(monkeypatch):
+    monkeypatch.setattr(provenance, "commit", lambda: "c")
+    config = {"learning_rate": 1e-3, "output_dir": "a"}
+    first, moved, other = (
+        provenance.origin(config | change)["config_sha256"]
+        for change in ({}, {"output_dir": "b"}, {"learning_rate": 2e-3})
+    )
+    assert first == moved != other
+
+
+def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tmp_path):
+    def run(words: list[str], **_: object) -> object:
+        raise OSError(2, "no git")
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+    assert provenance.commit() == "unknown"
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    assert provenance.commit() == "abc"
+
+
+def test_the_log_has_what_was_told_and_what_only_it_gets(tmp_path, capsys):
+    folder = RunFolder(tmp_path / "run")
+    for number in range(2):
+        with TrainLog(folder) as log:
+            tell("first", "second")
+            note("for the log")
+            assert number or not folder.path.exists()  # a start may be refused
+            folder.path.mkdir(exist_ok=True)
+            log.open()
+            tell(f"number {number}")
+        tell("not heard")
+    lines = folder.log.read_text().splitlines()
+    assert len(lines) == 10 and lines[0].startswith("======== ")
+    assert [line.split(" ", 1)[-1] for line in lines[1:5]] == ["first", "second", "for the log", "number 0"]
+    assert "for the log" not in capsys.readouterr().out and not heard
+
+
+def test_the_log_has_the_traceback_of_what_ends_a_run_but_of_no_stop(tmp_path):
+    folder = RunFolder(tmp_path)
+    for error in (ValueError("wrong"), KeyboardInterrupt("asked")):
+        with pytest.raises(type(error)), TrainLog(folder, (KeyboardInterrupt,)) as log:
+            log.open()
+            raise error
+    text = folder.log.read_text()
+    assert "Traceback" in text and "ValueError: wrong" in text and "asked" not in text
+
+
+def test_a_log_that_cannot_be_written_is_told_once(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.log.mkdir()
+    with TrainLog(folder) as log:
+        log.open()
+        tell("one")
+        tell("two")
+    out = capsys.readouterr().out
+    assert out.count("train.log cannot be written") == 1 and "one\n" in out and "two\n" in out
+
+
+def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes_it(tmp_path):
+    folder = RunFolder(tmp_path / "my run")
+    assert setup._set_aside_before(folder) == []
+    disk = tmp_path / "disk" / "many"
+    disk.mkdir(parents=True)
+    folder.path.mkdir()
+    folder.checkpoints.symlink_to(disk)
+    for number in range(7):
+        aside = disk.with_name(f"many.discarded-{number}") / "step-00000001"
+        aside.mkdir(parents=True)
+        (aside / "x").write_bytes(bytes(1_000_000 * (number + 1)))
+    (folder.path / "hf.discarded-1").mkdir()
+    first, *named, more, command = setup._set_aside_before(folder)
+    assert (
+        first == "set aside by this start or earlier ones, 28.0 MB in all:" and more == "  and 3 older ones"
+    )
+    assert named[0].split() == ["4.0", "MB", f"{disk}.discarded-3"] and len(named) == 5
+    assert command == f"  to remove them: rm -r {disk}.discarded-* '{folder.hf}'.discarded-*"

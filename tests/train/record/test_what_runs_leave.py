@@ -1,0 +1,82 @@
+"""Whole runs, and what is in their folders afterwards."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.runs import curve, metrics, run
+from train.record.history import read_history
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
+
+
+def test_what_a_run_leaves(settings: dict, capsys: pytest.CaptureFixture) -> None:
+    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2)
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == f"output: {output_dir.resolve()}"
+    begin = said[: said.index("step 1/6")].splitlines()
+    assert len(begin) <= 20 and not any("adam_beta1" in line for line in begin)
+    log = (output_dir / "train.log").read_text()
+    assert "adam_beta1" in log and all(line in log for line in said.splitlines())
+    names = {p.name for p in output_dir.iterdir()}
+    files = {"train_config.json", "ds_config.json", "run.json", "train.log", "metrics.jsonl", "loss.png"}
+    assert names == files | {"checkpoints", "hf"}
+    assert [p.name for p in sorted((output_dir / "checkpoints").glob("step-*"))] == [
+        "step-00000005",
+        "step-00000006",
+    ]
+    resolved = json.loads((output_dir / "train_config.json").read_text())
+    assert resolved["train_batch_size_tokens"] == 2 * 2 * 64
+    last = metrics(output_dir)[-1]
+    assert last["tokens"] == 6 * 256 and last["tokens_per_second"] > 0
+    assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
+
+
+def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_path: Path) -> None:
+    """The first ends by an error, in the middle; the log has its traceback."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("train.loop.evaluate", lambda *_: 1 / 0)
+        run(settings, save_steps=2, eval_steps=3)
+    output_dir = run(settings, save_steps=2)
+    first, second = read_starts(RunFolder(output_dir))
+    assert [(s["step"], s["resumed_from"] is None, s["ended"]["how"]) for s in (first, second)] == [
+        (0, True, "failed"),
+        (2, False, "done"),
+    ]
+    assert (first["ended"]["step"], second["ended"]["tokens"]) == (3, 6 * 256)
+    assert second["fp8"].startswith("6/7 delayed") and second["hosts"] == {socket.gethostname(): [0]}
+    assert "FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in second["proof"]
+    assert list(second["attention"].values()) == [[0]] and second["versions"]["torch"] == torch.__version__
+    log = (output_dir / "train.log").read_text()
+    assert log.count("========") == 4 and "ZeroDivisionError: division by zero" in log
+    history = read_history(output_dir)
+    assert [(mark.what, mark.tokens) for mark in history.marks()] == [("resumed", 2 * 256)]
+    assert history.state() == "done" and not history.unreadable
+
+
+def test_a_run_that_only_measures_saves_nothing(
+    trained: Path, settings: dict, capsys: pytest.CaptureFixture
+) -> None:
+    off = {"replica_check_steps": 0, "hang_timeout_s": 0, "spike_threshold": 0, "save_minutes": 0}
+    output_dir = run(settings, plots=True, save_strategy="no", save_steps=2, **off)
+    said = capsys.readouterr().out
+    assert "replica check" not in said
+    assert "save_strategy is no: nothing of the trained model will be saved" in said
+    assert "save_strategy is no: the trained model is not saved" in said
+    names = {p.name for p in output_dir.iterdir()}
+    assert not {"checkpoints", "hf"} & names
+    assert curve(output_dir) == curve(trained)
+
+
+def test_a_plot_that_fails_does_not_end_a_trained_run(
+    settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.record.plots.drawing", lambda *_, **__: 1 / 0)
+    output_dir = run(settings, plots=True, max_steps=2)
+    assert "warning: no loss plot: ZeroDivisionError" in capsys.readouterr().out
+    assert (output_dir / "hf/config.json").exists()
