@@ -129,13 +129,11 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
-    from train.record import trackers
     from train.record.provenance import RunRecord
     from train.record.run_folder import RunFolder
 
     world, main = dist.get_world_size(), dist.get_rank() == 0
     setup.say(f"output: {os.path.abspath(log.path.parent)}")
-    trackers.check_installed(args.report_to)
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
