@@ -32,6 +32,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import TOKENIZER_FOLDER, DataError
+from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM
 
 FORMATS = ("hf", "hf-fp8")
@@ -40,7 +41,8 @@ FORMATS = ("hf", "hf-fp8")
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
     """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
     `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
-    that `out` is whole or absent; an older one is replaced. exported_from.json in it names the checkpoint.
+    that `out` is whole or absent; an older one is replaced, but not a README.md that is the user's own.
+    exported_from.json in it names the checkpoint.
     form: one of FORMATS. Returns what there is to say about the weights, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
@@ -70,6 +72,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         lines = _write_model(path, partial, form)
         for file in files:
             shutil.copy2(file, partial / file.name)
+        state = read_state(path)
+        write_card(partial, out, path, state.train_config, state.step, state.consumed_tokens)
         for file in partial.iterdir():  # safetensors' are for their owner alone: a server may be another user
             shutil.copymode(partial / "config.json", file)
         origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}

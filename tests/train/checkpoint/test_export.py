@@ -64,6 +64,10 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
 
     monkeypatch.setattr(export, "_write_model", write_model)
     monkeypatch.setattr(export, "identity", lambda path: "identity")
+    monkeypatch.setattr(
+        export, "read_state", lambda path: SimpleNamespace(train_config={}, step=1, consumed_tokens=1)
+    )
+    monkeypatch.setattr(export, "write_card", lambda out, *_: (out / "README.md").write_text("ours"))
     model, out = tmp_path / "model", tmp_path / "out"
     (model / "notes").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "exported_from.json", "README.md", "onnx"):
@@ -78,6 +82,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     assert {path.name: path.read_text() for path in out.iterdir() if path.name != "exported_from.json"} == {
         "config.json": "ours",
         "model.safetensors": "ours",
+        "README.md": "ours",
         "tokenizer.json": "theirs",
         "chat_template.jinja": "theirs",
     }

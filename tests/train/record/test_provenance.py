@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.train.record.test_plots import make_run, start
 from train import setup
 from train.files import heard, note, tell
 from train.record import provenance
+from train.record.model_card import MARK, write_card
 from train.record.provenance import RunRecord, read_starts
 from train.record.run_folder import RunFolder
 from train.record.train_log import TrainLog
@@ -132,3 +135,53 @@ def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes
     )
     assert named[0].split() == ["4.0", "MB", f"{disk}.discarded-3"] and len(named) == 5
     assert command == f"  to remove them: rm -r {disk}.discarded-* '{folder.hf}'.discarded-*"
+
+
+TRAINED = {
+    "model": {"config": "/home/me/my.json", "variant": "te_layer", "init_from": "/home/me/base/hf"},
+    "precision": {"compute": "fp8", "recipe": "delayed"},
+    "data": {"sources": {"text": "/home/me/data"}},
+    "max_seq_length": 64,
+}
+
+
+def card(tmp_path: Path, former: str | None = None, step: int = 2) -> str:
+    """Of the export of a checkpoint of `step`, where a card `former` may be already."""
+    out, old = tmp_path / "out", tmp_path / "old"
+    for folder in (out, old):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    if former is not None:
+        (old / "README.md").write_text(former)
+    write_card(out, old, tmp_path / "my run/checkpoints/step-00000002", TRAINED, step, 64 * step)
+    return (out / "README.md").read_text()
+
+
+def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path):
+    assert "| steps, tokens | 2, 128 |" in card(tmp_path) and "loss" not in card(
+        tmp_path
+    )  # nothing of a run is there
+    known = {
+        "proof": ["FP8: 12 of 13 GEMM modules ran FP8", "  not FP8: a|b"],
+        "commit": "abc",
+        "versions": {"torch": "2"},
+    }
+    starts = [start(0, 1.0, "stopped", 2.0), start(2, 3.0, "done", 4.0)]
+    make_run(tmp_path / "my run", starts=[s | known for s in starts], lines=3)
+    text = card(tmp_path)
+    assert "# my run" in text and "from the weights of hf" in text and "/home/me" not in text
+    assert (
+        "| training loss | 4.0000 nats a token |" in text and "evaluation loss" not in text
+    )  # those of step 3 are not its
+    assert "FP8: 12 of 13 GEMM modules ran FP8; not FP8: a\\|b |" in text
+    assert "| versions | torch 2 |" in text and "| commit | abc |" in text and "| starts |" not in text
+    last = card(tmp_path, step=3)
+    assert "| evaluation loss | 4.5000 nats a token |" in last and "| starts | 2 |" in last
+
+
+def test_a_model_card_of_the_user_stays_and_our_own_is_written_anew(tmp_path):
+    ours = card(tmp_path)
+    assert card(tmp_path, "# Mine\n") == "# Mine\n"
+    assert card(tmp_path, ours, step=3) != ours
+    changed = ours.replace(MARK, "")
+    assert card(tmp_path, changed) == changed
