@@ -187,7 +187,7 @@ def test_rows_that_a_product_quantizes_are_rows_as_ever(rows: int, groups: int, 
         assert isinstance(inner, Late)
         assert error(inner.values[:-1], expected[:-1]) < 4e-3 and inner.values[-1].isnan().all()
         bits = inner.values.float().abs().view(torch.int32).amax(1)
-        assert torch.equal(largest, bits)
+        assert torch.equal(largest[:-1], bits[:-1]) and largest[-1:].view(torch.float32).isnan()
     found = kernels.gemm(inner, down).float().sum(0)
     wanted = reference.gemm(reference.rows(expected[:-1].bfloat16(), 0), down).float()
     assert error(found[:-1], wanted) < (0.04 if digits == 1 else 4e-3) and found[-1].isnan().all()

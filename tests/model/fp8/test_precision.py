@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -175,6 +177,19 @@ def test_fp8_state_survives_the_way_out_and_in(backend: str) -> None:
     saved |= {key: kept, "model.layers.9.mlp.scaling_fwd.scale": torch.ones(3)}
     with pytest.raises(PrecisionError, match="model.layers.9.mlp"):
         load_fp8_state(other, precision, saved)
+
+
+def test_the_scales_that_te_keeps_of_an_attention_are_left_out(backend: str) -> None:
+    """A checkpoint of Transformer Engine is read by the reference, as an export does."""
+    precision = precision_of(backend, amax_history_len=4)
+    model = build_model(small_config(), "te_layer", precision)
+    step(model)
+    attention: Any = model.get_submodule("model.layers.0.self_attention")
+    attention.core_attention.fp8_meta = attention.proj.fp8_meta
+    saved = snapshot_fp8_state(model, precision)
+    assert not [key for key in saved if "core_attention" in key]
+    saved["model.layers.0.self_attention.core_attention.scaling_fwd.scale"] = torch.ones(3)
+    load_fp8_state(build_model(small_config(), "te_layer", precision), precision, saved)
 
 
 def test_fp8_state_that_is_none_is_named(backend: str) -> None:
