@@ -31,7 +31,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         if refused:
             with pytest.raises(SystemExit) as stop:
                 export.main()
-            assert stop.value.code == 1
+            assert stop.value.code == 2
             return capsys.readouterr().err
         export.main()
         return capsys.readouterr().out
