@@ -125,3 +125,19 @@ def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
     for run in runs:
         TrainingArguments.from_dict(run).resolve(world_size=1)
     assert TrainingArguments.from_dict(runs[0]).resolve(world_size=2)
+
+
+def test_the_first_table_has_the_measured_figures() -> None:
+    report = json.loads(text_of(ROOT / "test_fp8/results/hare_1.1b_step.json"))
+    page = text_of(ROOT / "README.md")
+    rows = {r["row"]: r for r in report["results"]}
+    eager = rows["hf_bf16"]["tokens_per_second"]
+    del rows["te_layer_fp8_delayed_fp8_head"]  # in the picture alone
+    for name, r in rows.items():
+        speed = r["tokens_per_second"]
+        line = next(
+            line for line in page.splitlines() if f"{round(speed, -2):,.0f}" in line and line.startswith("|")
+        )
+        for figure in (speed / eager, r["ratio_to_best_bf16"]):
+            assert f"{figure:.2f}" in line, name
+        assert f"{r['allocated_gib']:.0f}" in line, name
