@@ -154,9 +154,13 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"model.config: {path} is not a JSON file that can be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"model.config: {path} holds no JSON object")
-    if values.get("model_type") != "mistral":
+    if "model_type" not in values:
         raise ValueError(
-            f"model.config: {path} has the model_type {values.get('model_type')!r}; only mistral is supported"
+            f'model.config: {path} has no model_type; give it "model_type": "mistral", the only one'
+        )
+    if values["model_type"] != "mistral":
+        raise ValueError(
+            f"model.config: {path} has the model_type {values['model_type']!r}; only mistral is supported"
         )
     if problems := [
         f"{key}: {values[key]} must be positive"

@@ -19,13 +19,14 @@ from pathlib import Path
 
 LINE = re.compile(
     r"^(?P<spec>(?P<name>[A-Za-z0-9._-]+)(\[[^\]]*\])?==(?P<version>[^\s#]+))"
-    r"\s*(#\s*(from (?P<floor>[\w.]+))?,?\s*(?P<optional>optional)?.*)?$"
+    r"\s*(#\s*(from (?P<floor>[\w.]+))?,?\s*(?P<optional>optional(: (?P<why>.*))?)?.*)?$"
 )
 
 
 def parse(text: str) -> list[re.Match]:
     """The groups of LINE for each requirement of a file's text: `spec` as pip reads it, name, version, floor (the
-    lowest version known to work), optional (it may be missing). ValueError names a line that is not `name==version`."""
+    lowest version known to work), optional (it may be missing), why (what then needs it). ValueError names a line that
+    is not `name==version`."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -60,7 +61,8 @@ def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[str], li
         if have == version:
             continue
         if not exact and have is None and requirement["optional"]:
-            remarks.append(f"{name} is not installed (optional; tested with {spec})")
+            needed = f", for {requirement['why']}" if requirement["why"] else ""
+            remarks.append(f"{name} is not installed (optional{needed}; tested with {spec})")
         elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
             remarks.append(f"{name} {have} stays (tested with {version})")
         else:

@@ -276,7 +276,7 @@ class Job:
         prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "))
         program = "fp8_inference_demo/fp8_inference.py"
         demo = python(program, "--model", folder, *how.split(), "--ignore_eos", *prompt)
-        tell(f"\ndemo: python {program} --model {folder} {shlex.join(prompt)}")
+        tell(f"\ndemo: python {os.path.relpath(ROOT / program)} --model {folder} {shlex.join(prompt)}")
         os.execv(demo[0], demo)
 
 

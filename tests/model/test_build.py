@@ -79,7 +79,7 @@ def test_a_bad_config_is_named(tmp_path: Path, changes: dict, problem: str) -> N
         (b"{", "not a JSON file"),
         (b"[1]", "no JSON object"),
         (b"\xff", "not a JSON file"),
-        (b"{}", "only mistral"),
+        (b"{}", 'no model_type; give it "model_type": "mistral"'),
     ],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, problem: str) -> None:

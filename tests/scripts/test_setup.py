@@ -100,9 +100,12 @@ def test_without_a_gpu_torch_is_a_cpu_build_where_pip_can_find_one(
 
 
 def test_a_long_set_up_says_what_it_is_at(tmp_path: Path) -> None:
-    said = installing_torch(tmp_path, 'echo Collecting a; printf Downloading; sleep 1.5; echo " b"; sleep 1')
-    assert re.search(r"^set-up: [12] s, Collecting a$", said, re.M)
-    assert re.search(r"^set-up: [23] s, Downloading b$", said, re.M)
+    said = installing_torch(
+        tmp_path, 'sleep 1.5; echo Collecting a; printf Downloading; sleep 1.5; echo " b"; sleep 1'
+    )
+    assert re.search(r"^set-up: [12] s$", said, re.M)
+    assert re.search(r"^set-up: [123] s, Collecting a$", said, re.M)
+    assert re.search(r"^set-up: [345] s, Downloading b$", said, re.M)
 
 
 def test_a_second_set_up_says_that_it_waits(machine: dict[str, str], tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_set_up_says_what_is_missing(
 REQUIREMENTS = """
 # a comment
 exact==1.2.3
-lenient[extra]==2.0  # from 1.5, optional: for this
+lenient[extra]==2.0  # from 1.5, optional: --that
 plain==3.0  # from 2.9
 """
 
@@ -193,6 +196,7 @@ def test_what_pip_has_to_install(
     assert any("lenient" in remark for remark in remarks) == (
         not exact and "lenient[extra]==2.0" not in wanted
     )
+    assert any("(optional, for --that;" in remark for remark in remarks) == (not exact and not installed)
 
 
 def test_the_repositorys_requirements_are_pinned() -> None:
