@@ -158,7 +158,9 @@ def stop() -> None:
             connection.connect(str(path))
             path.unlink()
             connection.shutdown(socket.SHUT_WR)  # a request that is none: the server looks for its socket
-            connection.recv(1)  # it has ended
+            # it has ended; reset: it saw that its socket is gone before it took this connection
+            with contextlib.suppress(ConnectionResetError):
+                connection.recv(1)
 
 
 def _program(given: dict[str, Any]) -> list[str] | None:

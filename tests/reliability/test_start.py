@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,23 @@ def test_a_start_after_one_that_was_killed_while_it_built(tmp_path: Path, builds
         said = process.communicate(timeout=800)[0]
     assert said.count(f"removed {lock}") == 1 and said.count("it has begun") == 2, said
     assert not lock.exists()
+
+
+def test_a_server_may_end_before_it_takes_the_request_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an absolute path might be too long for a socket
+    path = Path("programs")
+    monkeypatch.setenv(programs.SOCKET, f"{path}:{os.getpid()}")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+
+        def ends() -> None:
+            while path.exists():
+                time.sleep(0.01)
+            listening.close()
+
+        with ThreadPoolExecutor(1) as server:
+            server.submit(ends)
+            programs.stop()
