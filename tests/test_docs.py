@@ -141,3 +141,12 @@ def test_the_first_table_has_the_measured_figures() -> None:
         for figure in (speed / eager, r["ratio_to_best_bf16"]):
             assert f"{figure:.2f}" in line, name
         assert f"{r['allocated_gib']:.0f}" in line, name
+
+
+def test_the_table_of_decoding_has_the_measured_figures() -> None:
+    report = json.loads(text_of(ROOT / "test_fp8/results/decode.json"))
+    page = text_of(ROOT / "README.md").partition("| batch |")[2]
+    for row, line in zip(("fp8", "bf16", "transformers"), page.splitlines()[2:], strict=False):
+        results = [r for r in report["results"] if r["row"] == row and r["what"] == "decode"]
+        shown = [int(figure.replace(",", "")) for figure in re.findall(r"\| \**([\d,]+)\** (?=\|)", line)]
+        assert shown == [round(r["tokens_per_s"]) for r in results], line
