@@ -31,13 +31,10 @@ class HuggingFaceMistral(MistralForCausalLM):
     @classmethod
     def build(cls, config: MistralConfig, precision: Precision) -> Self:
         """In training mode, with weights that are yet to be set."""
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(precision.dtype)
-        try:
-            with precision.device:
-                model = cls._from_config(config, attn_implementation="sdpa").train()
-        finally:
-            torch.set_default_dtype(dtype)
+        given = config.dtype  # of the weights that somebody exported; what is computed in, `precision` says
+        with precision.device:
+            model = cls._from_config(config, attn_implementation="sdpa", dtype=precision.dtype).train()
+        config.dtype = given
         # torch gives the row of a padding_idx no gradient, and pad_token_id may be a token that the data has
         model.model.embed_tokens.padding_idx = None
         return model

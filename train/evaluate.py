@@ -258,7 +258,7 @@ def evaluate(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
         mininterval=max(pause, 0.2),
         delay=pause,
         disable=ranks.rank != 0,
-        leave=False,
+        leave=pause > 0,  # a line that is wiped away leaves its blanks in a file
     ) as bar:
         for text in found:
             batches = text.batches(ranks.rank, ranks.world)

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         added, inside = counts[f"{name}_added"], counts[f"{name}_inside"]
         print(f"{name.upper()}: added to {added:,} documents, {inside:,} inside documents")
     print(f"EOS in place of --eod_id: {counts['eod_replaced']:,}")
-    print(manifest.summary())
+    print(f"wrote {args.output}\n{manifest.summary()}")
     if warning:
         print(f"warning: {warning}", file=sys.stderr)
     return 0

@@ -382,7 +382,7 @@ def launch_command(processes: int) -> list[str]:
         tell(f"training: node {rank} of {nodes}, {processes} processes")
         mine = ["--nnodes", nodes, "--node_rank", rank, "--master_addr", host]
         return [*launch, *mine, "--master_port", port or "29500"]
-    tell(f"training: {processes} processes")
+    tell(f"training: {processes} process{'es' * (processes > 1)}")
     return [*launch, "--master_port", port] if port else launch
 
 

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)
         return 130
     if manifest is not None:
-        print(manifest.summary())
+        print(f"wrote {args.output}\n{manifest.summary()}")
     return 0
 
 

@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; --output is as it was", file=sys.stderr)
         return 130
+    print(f"wrote {args.output}")
     return 0
 
 

@@ -381,7 +381,7 @@ def test_the_export_command(own_trained: Path, tmp_path: Path) -> None:
     whole = (path / "rank_00000.pt").read_bytes()
     (path / "rank_00000.pt").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     refused = export(path, tmp_path / "other")
-    assert refused.returncode == 1 and "rank_00000.pt is altered" in refused.stderr
+    assert refused.returncode == 2 and "rank_00000.pt is altered" in refused.stderr
     assert not (tmp_path / "other").exists()
 
 

@@ -195,6 +195,6 @@ def test_what_the_configuration_says(settings: dict) -> None:
     old = json.loads(json.dumps(new))
     old["data"]["document_mask"] = False
     assert resume_differences(old, new) == [Difference("data.document_mask", False, True)]
-    assert rule_of("data.document_mask") == ""  # what is computed, not which data: no permission for it
+    assert rule_of("data.document_mask") == "allowed"  # by name: it changes what is computed
     new["data"]["document_mask"] = False
     assert resume_differences(old, new) == []
