@@ -179,9 +179,10 @@ def attend_cache(
     window: int | None,
     digits: int,
     arrived: torch.Tensor,
-    largest: torch.Tensor,
+    largest: torch.Tensor | None,
 ) -> Rows | Late:
-    """As reference.attend_cache. arrived: int32 zeros [at least M, K], left as zeros; largest: int32 zeros [M]."""
+    """As reference.attend_cache. arrived: int32 zeros [at least M, K], left as zeros; largest: int32 zeros [M], or
+    None without digits."""
     M, (K, S, D) = len(positions), keys.shape[1:]
     N = num_heads
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
@@ -220,4 +221,7 @@ def attend_cache(
         num_warps=4,
         num_stages=3,
     )
-    return Late(out, largest, digits) if digits else (out, None)
+    if not digits:
+        return out, None
+    assert largest is not None
+    return Late(out, largest, digits)

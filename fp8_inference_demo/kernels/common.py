@@ -19,7 +19,8 @@ Sums: TypeAlias = torch.Tensor
 @dataclass(frozen=True)
 class Late:
     """Rows that the product which reads them writes as FP8 codes: whoever made a row wrote it in pieces, and none knew
-    its scale. values: bf16 [M, C]; largest: int32 [M], the bits of the largest magnitude of a row as a float32."""
+    its scale. values: bf16 [M, C]; largest: int32 [M], the bits of the largest magnitude of a row as a float32; digits:
+    as in reference.rows."""
 
     values: torch.Tensor
     largest: torch.Tensor

@@ -199,7 +199,7 @@ def decode_layer(
         forward.window,
         0,
         forward.arrived,
-        positions,
+        None,
     )
     assert not isinstance(attended, Late)
     x = _product(forward, ADD.value, attended[0], layer.o, torch.empty_like(x), residual=x)
