@@ -32,6 +32,7 @@ from train.config.arguments import TrainingArguments, load_arguments
 from train.files import tell
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
+from train.preflight.sizes import memory_ran_out
 
 if TYPE_CHECKING:
     from train.loop import Run
@@ -80,8 +81,9 @@ def main(argv: list[str]) -> int:
         return signals.STOPPED
     except signals.Interrupted:
         return leave(signals.INTERRUPTED)
-    except Exception:
-        return fail(traceback.format_exc(), CRASHED)
+    except Exception as error:
+        told = None if os.environ.get("FP8_TRACEBACK") == "1" else memory_ran_out(error, arguments)
+        return fail(told or traceback.format_exc(), CRASHED)
     dist.destroy_process_group()
     return 0
 

@@ -68,6 +68,22 @@ def memory_findings(
     return "", ""
 
 
+def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
+    """What to tell, and what takes less, where memory ran out (torch names the exception on a GPU only); else None."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
+        return None
+    what = ". ".join(text.splitlines()[0].split(". ")[:3]) if text else "no memory left"
+    checkpointing = "" if args.gradient_checkpointing else "; gradient_checkpointing true"
+    return (
+        f"error: memory ran out: {what}\n"
+        f"What takes less: a per_device_train_batch_size below {args.per_device_train_batch_size} (the step stays that "
+        f"of train_batch_size_tokens){checkpointing}; more ranks with a higher ZeRO stage (deepspeed: "
+        "ds_config_zero3.json); a smaller model.config. docs/hardware.md has what models need\n"
+        "(FP8_TRACEBACK=1 shows where)"
+    )
+
+
 @dataclass(frozen=True)
 class DiskNeed:
     """Bytes that a run adds to what is in its folder: one save, all of them at the worst moment, with hf/."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.train.runs import run
@@ -60,3 +61,34 @@ def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.Mo
     assert train.main([str(config), "--dry_run"]) == 0
     assert train.main([str(config), "--max_steps", "5", "--dry_run", "false"]) == 0
     assert ran == [False, True]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 is full. See the manual"),
+        MemoryError(),
+    ],
+    ids=["gpu", "host"],
+)
+def test_memory_that_runs_out_is_said_with_what_takes_less(
+    settings: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    error: Exception,
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+
+    def runs_out(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr(train, "run_training", runs_out)
+    assert train.main([str(config)]) == 1  # another start may find more
+    said = capsys.readouterr().err
+    assert "per_device_train_batch_size below 2" in said and "Traceback" not in said and "manual" not in said
+    assert "Tried to allocate 2 GiB" in said or isinstance(error, MemoryError)
+    monkeypatch.setenv("FP8_TRACEBACK", "1")
+    assert train.main([str(config)]) == 1 and "Traceback" in capsys.readouterr().err
