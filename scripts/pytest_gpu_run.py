@@ -25,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(GPURun(config.getoption("--results")))
+    # a worker of pytest-xdist saw its share alone
+    folder = None if hasattr(config, "workerinput") else config.getoption("--results")
+    config.pluginmanager.register(GPURun(folder))
 
 
 class GPURun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import getpass
 import itertools
 import os
 import shutil
@@ -236,6 +237,8 @@ def pytest_configure(config: pytest.Config) -> None:
 RUN = pytest.StashKey[tuple[Path, float]]()
 # Of libraries, which remove it when their process ends, or never; it goes with the folder of the run.
 BOUND_TO_STAY = ("torchinductor_*", "pymp-*", "*wandb*", "ray*")
+# FlashAttention-4's, in a folder named for the user.
+KERNEL_CACHES = ("cutlass_python_cache", "flash_attention_cute_dsl_cache", "quack_cache")
 # Shared memory by the names of DeepSpeed, torch and multiprocessing; a semaphore of anybody's lives for moments.
 SHARED_MEMORY = ("deepspeed_*", "torch_*", "psm_*", "sem.mp-*")
 SEEN_FOR_S = 60.0
@@ -243,7 +246,11 @@ SEEN_FOR_S = 60.0
 
 def left_behind(folder: Path, since: float) -> list[Path]:
     """Temporary files of this run, and shared memory made since that no process has."""
+    of_user = folder / "tmp" / getpass.getuser()
     mine = [p for p in (folder / "tmp").iterdir() if not any(p.match(name) for name in BOUND_TO_STAY)]
+    if of_user in mine:
+        mine.remove(of_user)
+        mine += [p for p in of_user.iterdir() if p.name not in KERNEL_CACHES]
     held = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
