@@ -8,9 +8,11 @@ import pytest
 from transformers import MistralForCausalLM
 
 from model.config import (
+    ARCHITECTURE,
     CONFIGS,
     POSITIVE,
     attention_pairs,
+    check_init_from,
     flops_per_token,
     load_config,
     load_sizes,
@@ -99,3 +101,24 @@ def test_what_a_file_leaves_to_transformers_is_asked_there(tmp_path: Path) -> No
     del values["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": 8}))
     assert load_sizes(str(tmp_path)).num_key_value_heads == 8
+
+
+OF_ANOTHER_MODEL = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("key", sorted({*ARCHITECTURE, "rope_theta"} - {"rope_parameters"}))
+def test_weights_of_another_architecture_are_refused_by_each_key_of_it(key: str, tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "tiny.json").read_text())
+    theirs, file = OF_ANOTHER_MODEL.get(key, 2 * (values[key] or 0)), tmp_path / "config.json"
+    file.write_text(json.dumps(values | {"max_position_embeddings": 64, "initializer_range": 0.1}))
+    check_init_from(str(tmp_path), load_sizes("tiny"))
+    file.write_text(json.dumps(values | {key: theirs}))
+    with pytest.raises(
+        ValueError, match=f"another model: {key}: {theirs} there, {values[key]} in model.conf"
+    ):
+        check_init_from(str(tmp_path), load_sizes("tiny"))

@@ -295,6 +295,27 @@ def test_a_choice_for_something_else_is_refused(settings: dict, measured: list[i
         resolve(arguments(settings, precision=by_path))
 
 
+def test_who_names_a_choice_means_its_circumstances_but_not_its_versions(
+    settings: dict, measured: list[int], tmp_path: Path
+) -> None:
+    _, record, _ = resolve(arguments(settings))
+    assert record is not None
+    path, output_dir = tmp_path / "choice.json", Path(settings["output_dir"])
+    by_path = arguments(settings, precision={**settings["precision"], "auto": str(path)})
+    record.versions["torch"] = "2.0"
+    path.write_text(record.to_json())
+    assert 'changed: torch: "2.0" -> ' in resolve(by_path)[2]
+    record.circumstances["GPU"] = "NVIDIA H200"
+    path.write_text(record.to_json())
+    step = output_dir / "checkpoints/step-00000002"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    save(record, output_dir)
+    assert resolve(arguments(settings))[1] == record and len(measured) == 1  # the run's own, as it goes on
+    with pytest.raises(ConfigurationError, match='GPU: "NVIDIA H200" -> '):
+        resolve(by_path)
+
+
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)

@@ -172,6 +172,17 @@ def test_blocks_that_do_not_divide_are_refused(variant: str) -> None:
     TrainedFP8(config, variant, PrecisionConfig(recipe="current"))
 
 
+def test_blocks_have_to_divide_columns_too() -> None:
+    config, kept = (
+        small_config(num_key_value_heads=4, intermediate_size=192),
+        ["lm_head", "*gate_proj", "*up_proj"],
+    )
+    with pytest.raises(
+        PrecisionError, match=r"this model has model.layers.0.mlp.down_proj.weight \(128, 192\)"
+    ):
+        TrainedFP8(config, "te_linear", PrecisionConfig(recipe="block", bf16_modules=kept))
+
+
 def test_a_model_without_fp8_gets_a_scale_a_row() -> None:
     config = small_config()
     with torch.device("meta"):

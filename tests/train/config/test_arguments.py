@@ -238,6 +238,11 @@ def test_what_is_true_or_false_may_stand_alone(tmp_path):
         ["--dry_run", path, "--gradient_checkpointing", "--data.verify", "false", "--save_async"]
     )
     assert (a.dry_run, a.gradient_checkpointing, a.data.verify, a.save_async) == (True, True, False, True)
+    for word, value in (("true", True), ("false", False), ("null", None)):
+        a = load_arguments(
+            ["--model.variant", "hf", "--precision.compute=bf16", "--model.compile", word, path]
+        )
+        assert a.model.compile is value
     with pytest.raises(ConfigurationError, match="--precision.auto needs a value"):
         load_arguments([path, "--precision.auto"])  # which may be a path
 
@@ -246,6 +251,8 @@ def test_a_string_may_begin_like_json(tmp_path):
     path = write(tmp_path, MINIMAL)
     a = load_arguments([path, "--run_name", "[new] try", "--data.sources.b", "{b"])
     assert a.run_name == "[new] try" and a.data.sources["b"] == "{b"
+    a = load_arguments([path, "--run_name", "1", "--precision.auto", "true", "--report_to", '["wandb"]'])
+    assert (a.run_name, a.precision.auto, a.report_to) == ("1", True, ["wandb"])  # by what the key takes
 
 
 def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, monkeypatch):
@@ -291,12 +298,14 @@ def test_bare_names_are_looked_up_here_first_then_in_train_args(tmp_path, monkey
 
 
 def test_data_folders_are_found_from_another_working_directory(tmp_path, monkeypatch):
-    config = write(tmp_path, {**MINIMAL, "data": {"sources": {"a": "train_args", "b": "nowhere"}}})
+    folders = {"a": "train_args", "b": "nowhere"}
+    config = write(tmp_path, {**MINIMAL, "data": {"sources": folders, "eval_sources": folders}})
     monkeypatch.chdir(tmp_path)
-    sources = load_arguments([config]).data.sources
-    assert sources == {"a": str(REPOSITORY / "train_args"), "b": "nowhere"}
+    data = load_arguments([config]).data
+    assert data.sources == data.eval_sources == {"a": str(REPOSITORY / "train_args"), "b": "nowhere"}
     (tmp_path / "train_args").mkdir()
-    assert load_arguments([config]).data.sources["a"] == "train_args"
+    data = load_arguments([config]).data
+    assert data.sources == data.eval_sources == folders
 
 
 @pytest.mark.parametrize(
@@ -342,6 +351,10 @@ def test_resume_leaves_the_rest_free():
         save_total_limit=1, gradient_checkpointing=True, save_strategy="no",
     ).resolve(2)  # fmt: skip
     assert resume_differences(old, new.to_dict()) == []
+    repeats = {"train_batch_size": "auto", "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
+    zero = {"zero_optimization": {"stage": 1}}
+    plain, repeating = (arguments(deepspeed=d).resolve(1).to_dict() for d in (zero, zero | repeats))
+    assert resume_differences(plain, repeating) == []
     assert rule_of("data.weights.a") == rule_of("deepspeed.bf16.enabled") == "allowed"
 
 

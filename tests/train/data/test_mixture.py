@@ -253,6 +253,11 @@ def arguments(weights: object) -> TrainingArguments:
     return TrainingArguments.from_dict({"model": {"config": "tiny"}, "data": data, "max_steps": 5})
 
 
+def test_a_stage_may_give_a_source_nothing():
+    weights = arguments(as_json([(500, {"a": 1, "b": 0}), (None, {"a": 0, "b": 1, "c": 2})])).data.weights
+    assert weights == staged((500, {"a": 1, "b": 0}), (None, {"a": 0, "b": 1, "c": 2}))
+
+
 @pytest.mark.parametrize("weights, words", REFUSED)
 def test_weights_that_cannot_be_are_named_by_stage_and_source(weights, words):
     with pytest.raises(ConfigurationError) as error:

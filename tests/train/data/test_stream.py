@@ -9,7 +9,7 @@ from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
 from train.data.source import check_fit, open_sources
-from train.data.stream import MicroBatches, open_stream
+from train.data.stream import MicroBatches, open_held_out, open_stream
 
 T = 32
 
@@ -185,8 +185,11 @@ def test_description_and_unigram_loss(data, second):
     stream = open_stream({"a": data, "b": second}, {"a": 3, "b": 1}, T, seed=1)
     first, last = stream.describe().splitlines()
     assert first.startswith("a: ") and "75.00%" in first and last.startswith("b: ") and "25.00%" in last
-    losses = [read_manifest(folder).unigram_loss for folder in (data, second)]
-    assert min(losses) < stream.unigram_loss < max(losses)
+    found = [read_manifest(folder) for folder in (data, second)]
+    of_evaluation = [manifest.split_tokens("eval") for manifest in found]
+    expected = np.average([manifest.unigram_loss for manifest in found], weights=of_evaluation)
+    assert stream.unigram_loss == pytest.approx(expected, rel=1e-12)
+    assert len(set(of_evaluation)) == 2 and found[0].unigram_loss != found[1].unigram_loss
 
 
 def test_vocabulary_must_fit_the_model(data):
@@ -206,6 +209,8 @@ def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_d
     assert prepare(tmp_path / "b", corpus, tokenizer=other) == 0
     with pytest.raises(DataError, match="different tokenizers"):
         open_stream({"a": data, "b": tmp_path / "b"}, None, T, seed=1)
+    with pytest.raises(DataError, match="different tokenizers"):
+        open_held_out(open_stream({"a": data}, None, T, seed=1), {"a": data}, {"b": tmp_path / "b"})
 
 
 def test_a_replaced_or_lost_tokenizer_is_refused(data):

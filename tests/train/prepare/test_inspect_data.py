@@ -18,7 +18,7 @@ from tests import programs
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.runs import ROOT
 from train.data.format import DataError, Manifest, Shard, read_manifest, write_manifest
-from train.data.index import Lengths, read_lengths
+from train.data.index import Lengths, open_index, read_lengths
 from train.data.inspection import examine, histogram_table
 from train.files import sha256_file
 from train.inspect_data import main as inspect_data
@@ -156,12 +156,17 @@ def test_lengths_at_the_edges_of_bins():
 def test_index_is_read_in_blocks(data, monkeypatch):
     shard = read_manifest(data).shards[0]
     whole = read_lengths(data, shard)
+    assert not open_index(data, shard).flags.writeable  # a shared folder may not be its reader's
     monkeypatch.setattr("train.data.index.BLOCK_DOCUMENTS", 7)
     in_blocks = read_lengths(data, shard)
     assert whole.rows() == in_blocks.rows() and shard.documents > 14
     assert (whole.shortest, whole.longest) == (in_blocks.shortest, in_blocks.longest)
     ends = np.fromfile(data / f"{shard.name}.index", "<u8")
     ends[13:15] = ends[14:12:-1]  # out of order across two blocks
+    ends.tofile(data / f"{shard.name}.index")
+    with pytest.raises(DataError, match="not increasing: document 14 ends"):
+        read_lengths(data, shard)
+    ends[14] = ends[13] = sorted(ends[13:15])[0]  # a document without tokens
     ends.tofile(data / f"{shard.name}.index")
     with pytest.raises(DataError, match="not increasing: document 14 ends"):
         read_lengths(data, shard)

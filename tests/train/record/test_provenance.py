@@ -61,12 +61,14 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
 
 def test_the_hash_of_a_configuration_is_of_what_changes_a_run(monkeypatch):
     monkeypatch.setattr(provenance, "commit", lambda: "c")
-    config = {"learning_rate": 1e-3, "output_dir": "a"}
-    first, moved, other = (
-        provenance.origin(config | change)["config_sha256"]
-        for change in ({}, {"output_dir": "b"}, {"learning_rate": 2e-3})
-    )
-    assert first == moved != other
+    config = {"learning_rate": 1e-3, "output_dir": "a", "resume_from_checkpoint": "auto"}
+
+    def hashed(**change: object) -> str:
+        return provenance.origin(config | change)["config_sha256"]
+
+    elsewhere = {"output_dir": "b", "resume_from_checkpoint": "never", "run_name": "r", "wandb_project": "p"}
+    assert {hashed(**{key: value}) for key, value in elsewhere.items()} == {hashed()}
+    assert hashed(report_to="wandb") == hashed() != hashed(learning_rate=2e-3)
 
 
 def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tmp_path):
