@@ -45,6 +45,9 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
     keys(save_steps=50)(world)
     world.disk(1.9 * size)
     assert "2 more at a time" in checked(world)[0]
+    parameters = num_parameters(load_sizes(str(world.model)))
+    world.disk(2 * size + parameters)  # hf/ as well, of which there is another beside
+    assert f"hf/ {sizes.size_text(2 * parameters)}" in checked(world)[0]
     keys(save_strategy="no")(world)
     world.disk(0)
     assert checked(world) == []
@@ -97,17 +100,40 @@ def test_what_is_not_counted_is_not_refused(world: World) -> None:
     assert checked(world) == []
 
 
-def test_a_run_that_is_done_needs_no_disk(world: World, own_trained: Path) -> None:
+@pytest.mark.parametrize(
+    ("compute", "stage", "bytes_per_parameter"),
+    [
+        ("bf16", 0, 2 + 12), ("fp8", 1, 2 + 12), ("fp8", 3, 12), ("fp32", 0, 12), ("fp32", 1, 4 + 12), ("fp32", 3, 12),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_has_of_each_parameter(compute: str, stage: int, bytes_per_parameter: int) -> None:
+    tiny = load_sizes("tiny")
+    assert sizes.checkpoint_bytes(tiny, stage, compute) == bytes_per_parameter * num_parameters(tiny)
+
+
+def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, own_trained: Path) -> None:
     keys(output_dir=str(own_trained))(world)
     world.disk(0)
     assert checked(world) == []
+    keys(max_steps=7, allow_changes_on_resume=["max_steps"])(world)
+    with pytest.raises(check.PreflightError, match="no room for the first save"):
+        checked(world)
+
+
+def test_a_run_that_goes_on_needs_no_weights_to_begin_with(world: World, own_trained: Path) -> None:
+    keys(output_dir=str(own_trained), model__init_from=str(world.folder / "gone"))(world)
+    assert checked(world) == []
+    keys(resume_from_checkpoint="never")(world)
+    with pytest.raises(check.PreflightError, match="model.init_from: .*gone' is not a folder"):
+        checked(world)
 
 
 @pytest.mark.parametrize(
     ("compute", "stage", "world_size", "least"),
     [
         ("bf16", 0, 1, 16), ("bf16", 0, 8, 4 + 12 / 8), ("fp8", 1, 8, 4 + 12 / 8), ("fp8", 2, 8, 2 + 14 / 8),
-        ("fp8", 3, 8, 16 / 8), ("fp32", 0, 1, 16), ("fp32", 3, 8, 16 / 8),
+        ("fp8", 3, 8, 16 / 8), ("fp32", 0, 1, 16), ("fp32", 1, 8, 8 + 8 / 8),
+        ("fp32", 3, 8, 16 / 8),
     ],
 )  # fmt: skip
 def test_gpu_memory_is_refused_only_below_what_it_takes(

@@ -68,6 +68,15 @@ def test_a_link_to_an_input_is_the_same_input(tmp_path):
             list_sources(map(str, inputs))
 
 
+def test_a_folder_is_read_through_links_once_and_without_what_is_no_file(tmp_path):
+    inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
+    inputs.mkdir(), elsewhere.mkdir()
+    write_lines(inputs / "a.jsonl", ["here"]), write_lines(elsewhere / "b.jsonl", ["there"])
+    (inputs / "link").symlink_to(elsewhere), (elsewhere / "back").symlink_to(inputs)
+    (inputs / "c.jsonl").symlink_to("nowhere")
+    assert texts_of(read_documents([str(inputs)])) == ["here", "there"]
+
+
 def test_a_large_file_is_split_evenly_and_beyond_its_lines_some_shares_are_empty(tmp_path):
     path = write_lines(tmp_path / "a.jsonl")
     sizes = [sum(len(text) for text in texts_of(share)) for share in shares([path], 4)]
@@ -97,10 +106,17 @@ def test_broken_files_are_told_once_whatever_the_number_of_shares(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really" * 100)
     (tmp_path / "empty.jsonl").write_bytes(b"")
     pyarrow.parquet.write_table(pyarrow.table({"other": TEXTS}), tmp_path / "key.parquet", row_group_size=10)
+    no_rows = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(no_rows, tmp_path / "rows.parquet")
     for tasks in (1, 5):
         items = [item for share in shares([tmp_path], tasks) for item in share]
-        reasons = {item.reason: item.count for item in items if isinstance(item, Dropped)}
-        assert reasons == {"unreadable .parquet": 1, "empty document": 1, "missing key": 120}
+        found = [(Path(item.where.partition(":")[0]).name, item.reason, item.count) for item in items]
+        assert found == [
+            ("bad.parquet", "unreadable .parquet", 1),
+            ("empty.jsonl", "empty document", 1),
+            ("key.parquet", "missing key", 120),
+            ("rows.parquet", "empty document", 1),
+        ]
 
 
 def test_places_name_lines_or_bytes(tmp_path):

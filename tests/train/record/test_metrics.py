@@ -68,6 +68,7 @@ def test_resume_moves_later_lines_aside(tmp_path):
         log.log({"step": step, "loss": 1.0 * step})
     log.close()
     with (tmp_path / METRICS).open("a") as file:
+        file.write('{"loss": 1.0}\n[1]\n')  # no run's
         file.write('{"step": 50, "lo')  # cut off by a crash
     log = logger(tmp_path, start_step=20)
     log.log({"step": 30, "loss": 3.5})
@@ -76,7 +77,7 @@ def test_resume_moves_later_lines_aside(tmp_path):
     assert lines(tmp_path)[-1]["loss"] == 3.5
     (aside,) = tmp_path.glob(f"{METRICS}.discarded-*")
     assert aside.read_text().splitlines()[-1] == '{"step": 50, "lo'
-    assert len(aside.read_text().splitlines()) == 3
+    assert len(aside.read_text().splitlines()) == 5
 
 
 def test_the_next_line_is_not_glued_to_one_without_an_end(tmp_path):

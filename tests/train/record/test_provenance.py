@@ -159,10 +159,15 @@ def card(tmp_path: Path, former: str | None = None, step: int = 2) -> str:
     return (out / "README.md").read_text()
 
 
-def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path):
-    assert "| steps, tokens | 2, 128 |" in card(tmp_path) and "loss" not in card(
-        tmp_path
-    )  # nothing of a run is there
+def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, monkeypatch):
+    alone = card(tmp_path)  # nothing of a run is there
+    assert alone.split("\n\n")[-2].splitlines()[2:] == [
+        "| model | my.json, trained as te_layer |",
+        "| data | text |",
+        "| steps, tokens | 2, 128 |",
+        "| sequence length | 64 |",
+        "| precision | fp8, delayed scaling |",
+    ]
     known = {
         "proof": ["FP8: 12 of 13 GEMM modules ran FP8", "  not FP8: a|b"],
         "commit": "abc",
@@ -179,6 +184,8 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path):
     assert "| versions | torch 2 |" in text and "| commit | abc |" in text and "| starts |" not in text
     last = card(tmp_path, step=3)
     assert "| evaluation loss | 4.5000 nats a token |" in last and "| starts | 2 |" in last
+    monkeypatch.setitem(TRAINED["model"], "init_from", None)
+    assert "pretrained from random weights." in card(tmp_path)
 
 
 def test_a_model_card_of_the_user_stays_and_our_own_is_written_anew(tmp_path):
