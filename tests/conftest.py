@@ -81,6 +81,28 @@ def _nothing_of_other_tests() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile does all that comes before it writes code, a minute for a layer in FP8, and runs what it has: the
+    graphs of the forward and backward pass in the primitive operations that code would be written for."""
+    compiled = torch.compile
+
+    def compile(function: Any, *, fullgraph: bool, dynamic: bool, options: dict | None) -> Any:
+        assert options is None or options == {"deterministic": True}  # options are those of code
+        return compiled(function, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager_decomp_partition")
+
+    monkeypatch.setattr(torch, "compile", compile)
+
+
+@pytest.fixture
+def scalar_code() -> Iterator[None]:
+    """torch.compile writes code for this CPU without vector instructions, which takes a compiler half the time."""
+    import torch._inductor.config as config  # takes seconds to import
+
+    with config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": True}):
+        yield
+
+
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
     """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""

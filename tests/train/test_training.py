@@ -29,8 +29,6 @@ from train.record.run_folder import RunFolder
 GPU = torch.cuda.is_available()
 
 TORCHAO = {"tensorwise": {"recipe": "tensorwise"}, "rowwise": {"recipe": "rowwise"}}
-# Compiling takes half a minute for a layer in FP8 (tests/model/fp8/test_torchao.py), and a third of it for one Linear.
-ONE_LINEAR = {"recipe": "tensorwise", "bf16_modules": ["lm_head", "*.mlp", "*.[kvo]_proj"]}
 
 
 @pytest.mark.gpu
@@ -78,10 +76,21 @@ def test_a_run_says_which_modules_ran_torchaos_fp8(settings: dict, capsys: pytes
 @pytest.mark.timeout(900)  # compilers, on a loaded machine
 @pytest.mark.interpreter  # torch._inductor tries in one of its own whether what it compiled loads, unless it is cached
 @pytest.mark.skipif(GPU, reason="on the GPU torchao is compiled in the resume test")
-@pytest.mark.parametrize("variant,precision", [("torchao", ONE_LINEAR), ("hf", PRECISIONS["bf16"])])
+@pytest.mark.parametrize(
+    "variant,precision,compilers",  # those of a fixture; tests/model/fp8/test_torchao.py has torchao's code
+    [("torchao", TORCHAO["tensorwise"], "traced"), ("hf", PRECISIONS["bf16"], "scalar_code")],
+)
 def test_a_compiled_run_follows_the_uncompiled_one(
-    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture, variant: str, precision: dict
+    settings: dict,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    variant: str,
+    precision: dict,
+    compilers: str,
+    request: pytest.FixtureRequest,
 ) -> None:
+    request.getfixturevalue(compilers)
+    settings["max_eval_samples"] = 4  # of whole micro-batches: one graph evaluates
     curves = []
     for compile in (False, True):
         model = {**settings["model"], "variant": variant, "compile": compile}

@@ -277,20 +277,26 @@ def test_on_a_gpu_the_log_warns_of_fp8_without_compile(monkeypatch: pytest.Monke
     assert "warning: torchao's FP8 without torch.compile is slower than bf16" in prove(model, precision)[-1]
 
 
+ONE_LINEAR = dict(bf16_modules=["lm_head", "*.mlp", "*.[kvo]_proj"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant,keys,checkpointing",
+    "variant,keys,checkpointing,compilers",  # those of a fixture; tests/train/test_training.py has hf's code
     [
-        ("torchao", {}, False),
-        ("torchao", dict(bf16_modules=["lm_head", "*.mlp", "*.[kvo]_proj"]), True),  # a third of the time
-        ("hf", dict(compute="bf16"), False),
-        ("hf", dict(compute="bf16"), True),
+        ("torchao", {}, False, "traced"),
+        ("torchao", ONE_LINEAR, True, "scalar_code"),
+        ("hf", dict(compute="bf16"), False, "traced"),
+        ("hf", dict(compute="bf16"), True, "traced"),
     ],
 )
 @pytest.mark.timeout(900)  # compilers, on a loaded machine
 @pytest.mark.interpreter  # torch.compile asks one what this processor can do
-def test_compiled_layers_compute_the_same(variant: str, keys: dict, checkpointing: bool) -> None:
+def test_compiled_layers_compute_the_same(
+    variant: str, keys: dict, checkpointing: bool, compilers: str, request: pytest.FixtureRequest
+) -> None:
     """One graph for all layers; the proof before it does not compile, and names stay."""
+    request.getfixturevalue(compilers)
     torch._dynamo.reset()
     precision = precision_of(**keys)
     eager = build(precision, variant, num_hidden_layers=4)
