@@ -95,7 +95,7 @@ def test_what_needs_more_memory_than_there_is_is_not_chosen() -> None:
 def task_of(variant: str = "te_linear", **changes: Any) -> Task:
     precision = PrecisionConfig(auto=True, amax_history_len=4, **changes.pop("precision", {}))
     values = {"accumulation": 1, "graphs_allowed": False, **changes}
-    config = values.pop("config", None) or small_config()
+    config = values.pop("config", None) or small_config(num_hidden_layers=1)
     return Task(config, variant, precision, batch_size=2, seq_length=16, **values)
 
 
