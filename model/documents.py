@@ -92,13 +92,20 @@ class Documents:
         }
 
 
+def reached(window_size: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Transformer Engine's `window_size`, or none, (-1, 0), where no sequence (of up to `longest` tokens) reaches
+    beyond it. The mask is the same; given a window, FlashAttention-4 and cuDNN run their slower kernels for one."""
+    return (-1, 0) if longest <= window_size[0] + 1 else window_size
+
+
 def attend(attention: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
     """Causal attention (`mistral_base.causal_attention`) of q [B, T, N, D], k and v [B, T, K, D], within documents
     where there are any: then B is 1 and T the tokens of the batch in a row. Returns [B, T, N * D]."""
     if documents is None:
-        return attention(q, k, v)
+        return attention(q, k, v, window_size=reached(attention.window_size, q.shape[1]))
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     arguments = documents.attention_arguments()
+    arguments["window_size"] = reached(attention.window_size, documents.longest)
     return attention(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **arguments)[None]
 
 

@@ -22,11 +22,9 @@ from model.fp8.recipes import FP8_ROW_MULTIPLE
 from model.variants import SpeedConfig
 
 
-def causal_attention(
-    config: MistralConfig, te: Any, window: tuple[int, int] | None = None, layer_number: int | None = None
-) -> nn.Module:
-    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]. window: if it is not
-    the model's own."""
+def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = None) -> nn.Module:
+    """The attention of a model of `config`: (q [B, T, N, D], k, v [B, T, K, D]) -> [B, T, N * D]; `documents.attend`
+    calls it."""
     return te.DotProductAttention(
         config.num_attention_heads,
         head_dim(config),
@@ -34,7 +32,7 @@ def causal_attention(
         attention_dropout=0.0,
         qkv_format="bshd",
         attn_mask_type="causal",
-        window_size=window or window_size(config),
+        window_size=window_size(config),
         layer_number=layer_number,
     )
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.config import head_dim, window_size
-from model.documents import Documents, attend
+from model.documents import Documents, attend, reached
 from model.fp8.precision import Precision
 from model.mistral_base import KVCache, MistralBase, causal_attention
 from model.variants import SpeedConfig
@@ -124,11 +124,16 @@ class MistralForCausalLM(MistralBase):
     def enter_layers(
         self, hidden_BTH: torch.Tensor, documents: Documents | None, start: int
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        if documents is None or self.speed.fused_rope:
+        if self.speed.fused_rope:
             return super().enter_layers(hidden_BTH, documents, start)
+        window = reached(window_size(self.config), hidden_BTH.shape[1])
+        if documents is None:
+            hidden_BTH, arguments = super().enter_layers(hidden_BTH, documents, start)
+            return hidden_BTH, {**arguments, "window_size": window}
         # te.TransformerLayer begins the positions of each document anew by itself
         freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
-        return hidden_BTH.flatten(0, 1), {"rotary_pos_emb": freqs, **documents.attention_arguments()}
+        arguments = {"rotary_pos_emb": freqs, "window_size": window, **documents.attention_arguments()}
+        return hidden_BTH.flatten(0, 1), arguments
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """Raises ValueError: this variant does not decode."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -182,7 +183,6 @@ def random_attention(
     c: MistralConfig,
     precision: Precision,
     shape: tuple[int, int],
-    window: tuple[int, int],
     mean_document_tokens: float | None,
     generator: torch.Generator,
 ) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], torch.Tensor, Documents | None]:
@@ -193,9 +193,9 @@ def random_attention(
     sizes = [(*shape, heads, D) for heads in (c.num_attention_heads, K, K)]
     qkv = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in sizes]
     upstream = torch.randn(*shape, c.num_attention_heads * D, generator=generator).to(qkv[0])
-    attention = causal_attention(c, precision.te, window)
+    attention = causal_attention(c, precision.te)
     if mean_document_tokens is None:
-        return attention, qkv, upstream, None
+        return partial(attend, attention, documents=None), qkv, upstream, None
     documents = random_documents(*shape, mean_document_tokens, generator).to(precision.device)
 
     def within(*qkv: torch.Tensor) -> torch.Tensor:
@@ -213,19 +213,17 @@ def attention_errors(
     document_mask: bool = False,
 ) -> tuple[float, float]:
     """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
-    two random inputs of so many tokens with its head counts, head dimension and window, with document_mask within
-    random documents; |a - b| / |b| in the Frobenius norm."""
-    # a window longer than the input would not be tested, so it is cut to half of it
-    window = (min(c.sliding_window, tokens // 2) - 1, 0) if c.sliding_window else window_size(c)
+    two random inputs of so many tokens with its head counts and head dimension, with its window where samples of this
+    length reach it, with document_mask within random documents; |a - b| / |b| in the Frobenius norm."""
     generator = torch.Generator().manual_seed(seed)
     forward, inputs, upstream, documents = random_attention(
-        c, precision, (2, tokens), window, tokens / 4 if document_mask else None, generator
+        c, precision, (2, tokens), tokens / 4 if document_mask else None, generator
     )
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     with precision.te.autocast(enabled=False):
         out = forward(*leaves)
         ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-    truth = sdpa([t.float() for t in inputs], upstream.float(), window, documents)
+    truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(c), documents)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
     return errors[0], float(torch.tensor(errors[1:]).max())  # NaN if one is, unlike Python's max
 

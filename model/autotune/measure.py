@@ -17,7 +17,7 @@ import torch
 from model.autotune.choice import Choice, Record, Way, choose
 from model.autotune.task import Task
 from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
-from model.config import GIB, window_size
+from model.config import GIB
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import Compute
@@ -139,7 +139,7 @@ def _milliseconds_of_attention(task: Task, precision: Precision, timer: Timer) -
     c, shape = task.config, (task.batch_size, task.seq_length)
     generator = torch.Generator().manual_seed(0)
     mean_length = task.mean_document_tokens if task.document_mask else None
-    forward, qkv, upstream, _ = random_attention(c, precision, shape, window_size(c), mean_length, generator)
+    forward, qkv, upstream, _ = random_attention(c, precision, shape, mean_length, generator)
     for tensor in qkv:
         tensor.requires_grad_()
 

@@ -58,12 +58,7 @@ class DotProductAttention(nn.Module):
                 f"{num_gqa_groups}."
             )
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
-        left, right = window_size or (-1, 0)
-        if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
-            raise ValueError(
-                f"window_size must be None, (-1, 0) or (keys before the query, 0), not {window_size}."
-            )
-        self.window = left
+        self.window_size = _checked_window(window_size)
 
     def forward(
         self,
@@ -76,14 +71,15 @@ class DotProductAttention(nn.Module):
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        window_size: tuple[int, int] | None = None,
     ) -> Tensor:
         """[B, S, N, D], [B, S, K, D] twice -> [B, S, N * D]; for "thd" [T, N, D], [T, K, D] twice -> [T, N * D].
 
-        attn_mask_type, qkv_format: override the constructor's. cu_seqlens_q and cu_seqlens_kv, for "thd":
+        attn_mask_type, qkv_format, window_size: override the constructor's. cu_seqlens_q and cu_seqlens_kv, for "thd":
         the same int32 [sequences + 1], where each sequence begins and T. max_seqlen_q and max_seqlen_kv: None, or what
         no sequence is longer than.
-        Raises ValueError: heads or head dimension that are not the module's, an unsupported mask, or cu_seqlens that
-        do not fit.
+        Raises ValueError: heads or head dimension that are not the module's, an unsupported mask or window, or
+        cu_seqlens that do not fit.
         """
         expected = [
             (self.num_attention_heads, self.kv_channels),
@@ -94,28 +90,38 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"DotProductAttention: (heads, channels) must be {expected}, but are {given}.")
         layout = qkv_format or self.qkv_format
         _check_layout(layout, attn_mask_type or self.attn_mask_type)
+        window = _checked_window(window_size or self.window_size)[0]
         if layout == "thd":
             ends = _sequence_ends(
                 len(query_layer), (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
             )
-            return self._attend_packed(query_layer, key_layer, value_layer, ends)
+            return self._attend_packed(query_layer, key_layer, value_layer, ends, window)
         q, k, v = (t.transpose(1, 2) for t in (query_layer, key_layer, value_layer))
-        return self._attend(q, k, v).transpose(1, 2).flatten(2)
+        return self._attend(q, k, v, window).transpose(1, 2).flatten(2)
 
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, ends: list[int]) -> Tensor:
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, ends: list[int], window: int) -> Tensor:
         """Each sequence by itself: [T, N, D], [T, K, D] twice -> [T, N * D]."""
         outputs = []
         for begin, end in zip([0, *ends], ends, strict=False):
             if begin < end:
                 alone = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
-                outputs.append(self._attend(alone[0], alone[1], alone[2])[0].transpose(0, 1))
+                outputs.append(self._attend(alone[0], alone[1], alone[2], window)[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """[B, N, S, D], [B, K, S, D] twice -> [B, N, S, D]."""
-        visible = causal_mask(q.shape[2], self.window, q.device)
+        visible = causal_mask(q.shape[2], window, q.device)
         grouped = self.num_gqa_groups != self.num_attention_heads
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
+
+
+def _checked_window(window_size: tuple[int, int] | None) -> tuple[int, int]:
+    left, right = window_size or (-1, 0)
+    if left < -1 or right not in ((-1, 0) if left == -1 else (0,)):
+        raise ValueError(
+            f"window_size must be None, (-1, 0) or (keys before the query, 0), not {window_size}."
+        )
+    return left, 0
 
 
 def _check_layout(layout: str, mask_type: str) -> None:
@@ -194,16 +200,16 @@ class MultiheadAttention(nn.Module):
         *,
         rotary_pos_emb: Tensor | None = None,
         is_first_microbatch: bool | None = None,
-        **sequences: Any,
+        **attention: Any,
     ) -> Tensor:
-        """[B, S, H] -> [B, S, H], or [T, H] -> [T, H], without the residual. sequences: for "thd", cu_seqlens_q and so
-        on of DotProductAttention."""
+        """[B, S, H] -> [B, S, H], or [T, H] -> [T, H], without the residual. attention: window_size and, for "thd",
+        cu_seqlens_q and so on of DotProductAttention."""
         qkv = self.layernorm_qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
         if rotary_pos_emb is not None:
-            cu_seqlens = sequences.get("cu_seqlens_q")
+            cu_seqlens = attention.get("cu_seqlens_q")
             q, k = (
                 apply_rotary_pos_emb(t, rotary_pos_emb, self.qkv_format, fused=True, cu_seqlens=cu_seqlens)
                 for t in (q, k)
             )
-        return self.proj(self.core_attention(q, k, v, **sequences), is_first_microbatch=is_first_microbatch)
+        return self.proj(self.core_attention(q, k, v, **attention), is_first_microbatch=is_first_microbatch)

@@ -88,13 +88,14 @@ class TransformerLayer(nn.Module):
         cu_seqlens_kv: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        window_size: tuple[int, int] | None = None,
     ) -> Tensor:
         """[B, S, hidden_size] (or [T, ...] for "thd") -> the same shape.
 
         cu_seqlens_q, max_seqlen_q: for "thd", as in DotProductAttention, for queries and keys; cu_seqlens_kv,
         max_seqlen_kv: for cross attention, which is not here, without effect.
         rotary_pos_emb: angles [>= S, 1, 1, kv_channels] of RotaryPositionEmbedding. is_first_microbatch: as
-        in Linear.
+        in Linear. window_size: overrides the constructor's.
         """
         hidden_states = hidden_states + self.self_attention(
             hidden_states,
@@ -104,5 +105,6 @@ class TransformerLayer(nn.Module):
             cu_seqlens_kv=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_q,
+            window_size=window_size,
         )
         return hidden_states + self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)

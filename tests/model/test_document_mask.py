@@ -57,6 +57,31 @@ def test_packed_documents_equal_each_alone(kind: str, window: int | None) -> Non
 
 
 @kinds
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_a_window_that_no_sample_reaches_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, kind: str, document_mask: bool
+) -> None:
+    """Of as many tokens as a sample, to Transformer Engine's eyes; of one token less it is there and counts."""
+    given, forward = set(), DotProductAttention.forward
+
+    def noted(self: DotProductAttention, *qkv: Tensor, **options: object) -> Tensor:
+        given.add(options["window_size"])
+        return forward(self, *qkv, **options)
+
+    monkeypatch.setattr(DotProductAttention, "forward", noted)
+    logits, windows = [], []
+    for window in (None, T, T - 1):
+        model = build(kind, window, document_mask, **FP32)
+        given.clear()
+        logits.append(model(batch(model.config)[0]).logits)
+        windows.append(set(given))
+        assert model.config.sliding_window == window
+    assert windows == [{(-1, 0)}, {(-1, 0)}, {(T - 2, 0)}]
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[0][:, : T - 1], logits[2][:, : T - 1])
+
+
+@kinds
 def test_the_fused_loss_is_of_the_same_labels(kind: str) -> None:
     """With torch in its place: the call is that of Transformer Engine's, which tests on a GPU compute."""
 
