@@ -1,4 +1,7 @@
-"""Fixtures shared by all tests: small models; what the markers mean (tests/README.md); nothing stays behind."""
+"""Fixtures shared by all tests: small models; what the markers mean (tests/README.md); nothing stays behind.
+
+What takes seconds to import is imported where it is used: the process that hands tests to workers, which start when it
+has read this, needs none of it."""
 
 from __future__ import annotations
 
@@ -17,22 +20,21 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from transformers import MistralConfig
 
-from model.fp8 import te_backend
 from tests import programs
-from train.files import remove_dead_buffers
 
-pytest_plugins = ["tests.fixtures"]
+if TYPE_CHECKING:
+    import torch
+    from transformers import MistralConfig
 
 
 def small_config(**changes: object) -> MistralConfig:
     """A Mistral of two layers whose sizes FP8 accepts with every recipe."""
+    from transformers import MistralConfig
+
     values = dict(
         vocab_size=512,
         hidden_size=128,
@@ -65,17 +67,25 @@ MISTRAL_LAYER = dict(
 
 
 def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    import torch
+
     return torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_of_other_tests() -> Iterator[None]:
     """Neither their models nor the deterministic kernels that a whole run in this process turns on."""
+    import torch
+
+    from model.fp8 import te_backend
+
     te_backend.forget_models()
     yield
     torch.use_deterministic_algorithms(False)
@@ -85,6 +95,8 @@ def _nothing_of_other_tests() -> Iterator[None]:
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile does all that comes before it writes code, a minute for a layer in FP8, and runs what it has: the
     graphs of the forward and backward pass in the primitive operations that code would be written for."""
+    import torch
+
     compiled = torch.compile
 
     def compile(function: Any, *, fullgraph: bool, dynamic: bool, options: dict | None) -> Any:
@@ -97,7 +109,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def scalar_code() -> Iterator[None]:
     """torch.compile writes code for this CPU without vector instructions, which takes a compiler half the time."""
-    import torch._inductor.config as config  # takes seconds to import
+    import torch._inductor.config as config
 
     with config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": True}):
         yield
@@ -106,7 +118,9 @@ def scalar_code() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def only_process_group() -> Iterator[dict[str, str]]:
     """A process group of one, and the environment that describes it. One for all tests: DeepSpeed keeps the first."""
-    from train.engine.distributed import init_distributed  # takes seconds to import
+    import torch.distributed as dist
+
+    from train.engine.distributed import init_distributed
 
     before = dict(os.environ)
     init_distributed()
@@ -135,6 +149,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test marked gpu or multi_gpu skips where the hardware is missing, and says what is. The files with
     the most whole runs and programs come first, so that no worker ends long after the other."""
+    import torch
+
     devices = torch.cuda.device_count()
     hopper = devices > 0 and torch.cuda.get_device_capability() >= (9, 0)
     for item, (marker, have, what) in itertools.product(
@@ -156,6 +172,7 @@ def pytest_collection_finish() -> None:
     """What the imports made stays: DeepSpeed collects garbage six times an engine, which would walk over all of it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # ---------------------------------------------------------------- who starts a process says so
@@ -244,7 +261,11 @@ def pytest_configure(config: pytest.Config) -> None:
         return spawn(path, arguments, descriptors)
 
     multiprocessing_util.spawnv_passfds = audited
-    if hasattr(config, "workerinput"):
+    worker = hasattr(config, "workerinput")
+    if worker or not config.getoption("numprocesses", None):  # this process runs tests
+        gc.disable()  # until they are collected: a quarter of the time of the imports
+        config.pluginmanager.import_plugin("tests.fixtures")
+    if worker:
         return
     os.environ.setdefault(
         "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
@@ -297,6 +318,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         time.sleep(0.1)
     for path in found:
         print(f"\nleft behind by this run: {path}")
+    from train.files import remove_dead_buffers
+
     remove_dead_buffers()
     if found and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
