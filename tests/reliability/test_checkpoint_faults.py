@@ -226,6 +226,7 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
     assert done.stdout.count("could be written again; no line is missing") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_save_that_hangs_ends_the_run_when_it_is_waited_for(tmp_path: Path) -> None:
     """And not before: steps that are taken meanwhile are no hang."""

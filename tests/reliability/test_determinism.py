@@ -62,7 +62,7 @@ def test_each_rank_draws_its_own_numbers_and_the_same_again(
 @pytest.mark.parametrize(
     ("combinations", "steps"),
     [
-        pytest.param(SHORT, 4, id="short"),
+        pytest.param(SHORT, 4, id="short", marks=pytest.mark.slow),
         pytest.param(FULL, 100, id="full", marks=[pytest.mark.reliability, pytest.mark.timeout(3600)]),
     ],
 )

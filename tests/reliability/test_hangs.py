@@ -21,18 +21,13 @@ from train.guard.watchdog import Watchdog, blame
 RANKS = "tests/reliability/meeting_ranks.py"
 
 
-# (fault, the rank that has it) -> ranks, hang_timeout_s. Of those that hang none would end by itself.
-HANGS = {
-    ("hang", 1): (3, 2.0),
-    ("hang_in_c", 1): (3, 2.0),
-    ("stopped", 1): (3, 2.0),
-    ("stopped", 0): (3, 2.0),
-}
-OTHERS = {("killed", 1): (3, 600.0), ("none", 0): (2, 2.0), ("slow", 1): (3, 60.0)}
+# (fault, the rank that has it) -> ranks, hang_timeout_s. Of those that hang or are stopped none would end by itself.
+JOBS = {("hang", 1): (3, 2.0), ("stopped", 0): (3, 2.0), ("killed", 1): (3, 600.0), ("none", 0): (2, 2.0)}
+SLOW_JOBS = {("hang_in_c", 1): (3, 2.0), ("stopped", 1): (3, 2.0), ("slow", 1): (3, 60.0)}  # of slow tests
 
 
 @pytest.fixture(scope="module")
-def jobs() -> dict[tuple[str, int], tuple[int, str]]:
+def jobs(request: pytest.FixtureRequest) -> dict[tuple[str, int], tuple[int, str]]:
     """Exit status and output of each; most of their time they wait, and all do at the same time."""
 
     def run(job: tuple[tuple[str, int], tuple[int, float]]) -> tuple[int, str]:
@@ -40,15 +35,17 @@ def jobs() -> dict[tuple[str, int], tuple[int, str]]:
         done = launch(ranks, RANKS, fault, str(timeout_s), FAULTY_RANK=str(rank))
         return done.returncode, done.stdout
 
-    every = HANGS | OTHERS
+    here = [item for item in request.session.items if item.path == request.path]
+    every = JOBS | (SLOW_JOBS if any(item.get_closest_marker("slow") for item in here) else {})
     with ThreadPoolExecutor(len(every)) as pool:
         return dict(zip(every, pool.map(run, every.items()), strict=True))
 
 
 @pytest.fixture
 def hung(jobs: dict[tuple[str, int], tuple[int, str]]) -> dict[tuple[str, int], str]:
-    assert {status for name, (status, _) in jobs.items() if name in HANGS} == {1}, jobs
-    return {name: output for name, (_, output) in jobs.items() if name in HANGS}
+    found = {name: job for name, job in jobs.items() if name[0] in ("hang", "hang_in_c", "stopped")}
+    assert {status for status, _ in found.values()} == {1}, jobs
+    return {name: output for name, (_, output) in found.items()}
 
 
 @pytest.mark.process
@@ -62,6 +59,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(hung: dict[tuple[str, int], s
     assert output.count("no step was finished") == 1, "told once"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same(hung: dict[tuple[str, int], str]) -> None:
     output = hung["hang_in_c", 1]
@@ -70,7 +68,7 @@ def test_a_rank_that_hangs_in_c_code_dumps_its_stack_all_the_same(hung: dict[tup
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_process_is_named(hung: dict[tuple[str, int], str], rank: int) -> None:
     """Rank 0 keeps the store through which the ranks tell each other where they are."""
     output = hung["stopped", rank]
@@ -92,6 +90,7 @@ def test_no_false_alarm_in_a_clean_run(jobs: dict[tuple[str, int], tuple[int, st
     assert "hang_timeout_s" not in output and "is slow" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_slow_rank_is_named(jobs: dict[tuple[str, int], tuple[int, str]]) -> None:
     status, output = jobs["slow", 1]

@@ -52,6 +52,7 @@ def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
     assert sum(path.stat().st_blocks for path in sparse.iterdir()) * 512 < 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """On small data; a loaded machine may miss what is required, which the exit status then says."""

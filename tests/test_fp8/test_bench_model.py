@@ -335,6 +335,7 @@ def test_a_tampered_row_is_left_out_and_the_program_fails(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_rows_within_documents_are_timed_and_proven(tmp_path: Path) -> None:
     output = tmp_path / "documents.json"

@@ -27,6 +27,7 @@ def test_the_first_saves_do_not_count() -> None:
     assert bench_save.ratio(results) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """Two ranks of a tiny model; a loaded machine may lose more than is allowed, which the exit status then says."""

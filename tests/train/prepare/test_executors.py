@@ -192,6 +192,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys):
     folder = slurm()
