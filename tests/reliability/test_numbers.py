@@ -157,11 +157,12 @@ def test_what_is_logged_changes_no_number(
             )
 
     monkeypatch.setattr(Health, "before_step", inf_in_step_3)
+    monkeypatch.setattr("train.guard.health.MEND_STEPS", 4)
     losses = []
-    for logging_steps in (1, 12):
+    for logging_steps in (1, 6):
         steps.clear()
         folder = str(tmp_path / str(logging_steps))
-        output_dir = run(settings, max_steps=12, logging_steps=logging_steps, output_dir=folder)
+        output_dir = run(settings, max_steps=6, logging_steps=logging_steps, output_dir=folder)
         losses.append(metrics(output_dir)[-1]["step_loss"])
     assert losses[0] == losses[1]
 
@@ -276,6 +277,7 @@ def test_a_rollback_at_other_stages(base: dict[str, Any], tmp_path: Path, stage:
     check_rollback(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_crash_does_not_forget_what_a_rollback_left_out(base: dict[str, Any], tmp_path: Path) -> None:
     """The run crashes in the second step after it went back, before its next save."""
