@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 import time
@@ -378,3 +379,11 @@ def test_on_a_gpu_all_ways_are_measured_and_nothing_stays(
     steps = [way for way in record.measured if "compute" in way.choice]
     assert len(steps) == 4 and all(way.ms for way in steps), record.to_json()
     assert record.choice.attention_backend in ("fused", "flash")
+
+
+def test_a_graph_differs_in_what_it_lacks_too() -> None:
+    expected = {"loss": torch.tensor(2.0), "weight": torch.tensor([3.0, 4.0]), "zero": torch.zeros(2)}
+    assert measure._differences(expected, expected) == {"loss": 0.0, "weight": 0.0, "zero": 0.0}
+    found = {"weight": torch.tensor([3.0, 4.5]), "zero": torch.tensor([0.0, 0.1]), "more": torch.zeros(1)}
+    differences = measure._differences(expected, found)
+    assert differences == pytest.approx({"loss": math.inf, "more": math.inf, "weight": 0.1, "zero": 0.1})

@@ -194,7 +194,28 @@ def test_a_level_that_stays_is_no_spike_for_ever() -> None:
     detector = SpikeDetector(window=16, factor=10.0)
     flagged = [detector.judge(value) is not None for value in [1.0] * 16 + [5.0] * 16]
     assert flagged[:16] == [False] * 16 and flagged[16] and not flagged[-1]
-    assert SpikeDetector(16, 0.0).judge(1e9) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "threshold"),
+    [([2.0], 2.0, 2.4), ([-2.0], -2.0, -1.6), ([0.9, 1.1], 1.0, 1 + 10 * 1.4826 * 0.1)],
+)
+def test_a_spike_is_ten_spreads_above_the_median(
+    values: list[float], median: float, threshold: float
+) -> None:
+    """Of a flat stretch the spread is a fiftieth of its level: noise after it is no alarm."""
+
+    def full(factor: float) -> SpikeDetector:
+        detector = SpikeDetector(window=16, factor=factor)
+        assert not any(map(detector.judge, values * 16))
+        return detector
+
+    assert full(10.0).judge(threshold - 1e-3) is None
+    assert full(10.0).judge(threshold + 1e-3) == pytest.approx((median, threshold))
+    assert full(0.0).judge(1e9) is None  # never
+    detector = full(10.0)
+    before = list(detector.recent)
+    assert detector.judge(math.nan) is None is detector.judge(math.inf) and list(detector.recent) == before
 
 
 def test_samples_left_out_are_a_function_of_position() -> None:

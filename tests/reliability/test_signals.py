@@ -25,7 +25,7 @@ from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.guard import signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
-from train.launch import parse
+from train.launch import Launcher, parse
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,36 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
+
+
+@pytest.mark.parametrize(
+    ("failed", "asked", "status", "said"),
+    [
+        ({}, False, 0, ""),
+        ({1: 75, 0: 75}, True, 75, ""),
+        (
+            {1: 1, 0: -9},
+            False,
+            137,
+            "rank 0 was killed by SIGKILL; ranks [7] are ended with it. Somebody did it",
+        ),
+        ({1: 75, 0: 1}, True, 1, "rank 0 ended with status 1; ranks [7]"),
+        ({1: 1, 0: 3}, False, 1, "rank 1 ended with status 1"),
+        ({0: 2}, False, 2, ""),
+        ({1: 2}, False, 2, "rank 1 ended with status 2"),
+        ({1: -15}, True, 75, ""),
+        ({1: -15}, False, 143, "rank 1 was killed by SIGTERM"),
+    ],
+)
+def test_of_several_ranks_that_failed_the_cause_is_told_and_not_its_consequences(
+    failed: dict[int, int], asked: bool, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order in which they ended: who was killed is the cause, who lost its connection to it comes first."""
+    launcher = Launcher.__new__(Launcher)
+    launcher.asked_to_stop, launcher.interrupted, launcher.memory_kills = asked, False, sys.maxsize
+    assert launcher._status(failed, [7]) == status
+    told = capsys.readouterr().err
+    assert said in told and bool(told) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_accumulation_comes_from_tokens_per_step():
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["only AdamW"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4", "0, 1, 2 or 3"]),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ["offloading"]),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            ["offload_param: offloading"],
+        ),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload: offloading"]),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, ["cpu_offload_param: offloading"]),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, ["zenflow: offloading"]),
         ({"zero_optimization": True}, ["zero_optimization: true", "an object"]),
         (
             {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},

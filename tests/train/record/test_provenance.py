@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +80,15 @@ def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tm
     assert provenance.commit() == "unknown"
     monkeypatch.setenv("GIT_COMMIT", "abc")
     assert provenance.commit() == "abc"
+
+
+def test_the_commit_of_changed_sources_says_so(monkeypatch):
+    said = {"rev-parse": "def\n"}
+    answer = lambda words, **_: SimpleNamespace(stdout=said[words[1]])  # noqa: E731
+    monkeypatch.setattr(provenance.subprocess, "run", answer)
+    for status, commit in (("", "def"), (" M train/loop.py\n", "def, changed since")):
+        said["status"] = status
+        assert provenance.commit() == commit
 
 
 def test_the_log_has_what_was_told_and_what_only_it_gets(tmp_path, capsys):
