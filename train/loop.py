@@ -166,7 +166,7 @@ class Loop:
                 run.log(step.record)
             if (step.saves or step.stops) and self.args.save_strategy != "no":
                 self._save(step)
-            if step.stops and (not step.last or state.evaluation_due):
+            if step.stops:  # also in the last step, whose evaluation is left then
                 self.batches.close()
                 raise Stopped(state.step, run.checkpoint)
         self.batches.close()

@@ -11,6 +11,7 @@ import pytest
 from tests import programs
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
+from train.data.encoder import TextEncoder
 from train.data.format import DataError, Shard
 from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
@@ -198,16 +199,23 @@ def test_an_input_that_changes_while_it_is_read_is_not_committed(
     assert prepare(tmp_path / "out", path, eval_fraction=0.2, overwrite=True) == 0
 
 
-def test_other_special_ids_are_another_preparation(tmp_path, prepare, corpus, tokenizer_dir, capsys):
-    """Which tokenizer_config.json chooses; the vocabulary's file is the same."""
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("tokenizer_config.json", '"eos_token": "</s>"', '"eos_token": "<unk>"'), ("tokenizer.json", "{", "{ ")],
+)
+def test_another_tokenizer_is_another_preparation(
+    tmp_path, prepare, corpus, tokenizer_dir, capsys, name, old, new
+):
+    """By its file, and by the special ids that tokenizer_config.json chooses: else a folder had ids of two."""
     tokenizer, bad = tmp_path / "tokenizer", tmp_path / "bad.txt"
     shutil.copytree(tokenizer_dir, tokenizer)
     (tokenizer / "tokenizer.model").unlink()
     bad.write_bytes(b"caf\xe9")
     assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer) == 2
     encoder_of.cache_clear()  # as in a process of its own
-    config = tokenizer / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"eos_token": "</s>"', '"eos_token": "<unk>"'))
+    content = (tokenizer / name).read_text()
+    (tokenizer / name).write_text(content.replace(old, new, 1))
+    assert old in content and TextEncoder(tokenizer).vocab_size == TextEncoder(tokenizer_dir).vocab_size
     assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 2
     assert "unfinished preparation of another kind:\n  tokenizer: [" in capsys.readouterr().err
 
