@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
     NOT_AS_IT_IS (2): what was asked for cannot be done, or the numbers went wrong; CRASHED (1): all else, worth another
     start from the last checkpoint."""
+    arguments: TrainingArguments | None = None
     try:
         arguments = load_arguments(argv)
         if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKED):
@@ -82,7 +83,9 @@ def main(argv: list[str]) -> int:
     except signals.Interrupted:
         return leave(signals.INTERRUPTED)
     except Exception as error:
-        told = None if os.environ.get("FP8_TRACEBACK") == "1" else memory_ran_out(error, arguments)
+        told = None
+        if arguments is not None and os.environ.get("FP8_TRACEBACK") != "1":
+            told = memory_ran_out(error, arguments)
         return fail(told or traceback.format_exc(), CRASHED)
     dist.destroy_process_group()
     return 0

@@ -101,6 +101,18 @@ def test_a_rank_that_is_described_in_part(given: str, wrong: str, monkeypatch: p
         distributed.init_distributed()
 
 
+@pytest.mark.parametrize("tasks", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_one_of_several_tasks_without_a_rank_does_not_train_by_itself(
+    tasks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As srun, and mpirun of Open MPI and MPICH, start them."""
+    for name in (*distributed.DESCRIBED, *distributed.TASKS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(tasks, "2")
+    with pytest.raises(ValueError, match=rf"one of several tasks \({tasks}=2\) that have no RANK"):
+        distributed.init_distributed()
+
+
 def test_a_port_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(**_: object) -> None:
         raise torch.distributed.DistNetworkError(

@@ -239,6 +239,21 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     assert committed(tmp_path) == [path]
 
 
+def test_a_manifest_that_is_not_surely_on_the_disk_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save has failed, and is told so: what it wrote is not to be resumed from."""
+
+    def fails(folder: Path) -> None:
+        assert (folder / MANIFEST).exists()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("train.files.sync_folder", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        make(tmp_path, 1)
+    assert committed(tmp_path) == []
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (make(tmp_path, 2) / MANIFEST).unlink()

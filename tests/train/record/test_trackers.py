@@ -96,6 +96,28 @@ def test_whatever_a_tracker_raises_is_told_once_and_the_other_goes_on(
     assert other == 3
 
 
+@pytest.mark.parametrize(
+    ("key", "mode", "used", "resumes"),
+    [
+        ("", "", "offline", None),
+        ("k", "", "online", "allow"),
+        ("k", "offline", "offline", None),
+        ("", "online", "online", "allow"),
+    ],
+)
+def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
+    key, mode, used, resumes, tmp_path, calls, monkeypatch
+):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    open_trackers(tmp_path, "wandb", start_step=10).close()
+    init = dict(next(call[1:] for call in calls if call[0] == "init"))
+    assert (init["mode"], init["resume"], init["project"]) == (used, resumes, "project")
+    assert init["id"] == (tmp_path / "wandb_run_id").read_text() and init["dir"] == str(tmp_path)
+    assert ("define_metric", "*", ("step_metric", "step")) in calls
+
+
 def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
     log = open_trackers(tmp_path, "tensorboard", start_step=10)
     log.log(
