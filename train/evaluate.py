@@ -30,11 +30,13 @@ from typing import Any, TypeVar
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from train.engine import launchers
+
 INTERRUPTED, NOT_AS_IT_IS = 130, 2
 
 
 def interrupted(*_: Any) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if launchers.rank() == 0:
         os.write(2, b"Ctrl-C: the evaluation is ended; it leaves nothing\n")
     os._exit(INTERRUPTED)
 
@@ -112,8 +114,9 @@ class Ranks:
     """This process and the others that evaluate with it; each has its share of the samples."""
 
     def __init__(self) -> None:
-        self.world = int(os.environ.get("WORLD_SIZE") or 1)
-        self.rank = int(os.environ.get("RANK") or 0) if self.world > 1 else 0
+        launchers.adopt()
+        self.world = launchers.world_size()
+        self.rank = launchers.rank() if self.world > 1 else 0
         if self.world > 1:
             from train.engine.distributed import init_distributed
 
@@ -322,11 +325,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def fail(what: str) -> int:
     """Tell what this rank found; rank 0 speaks first."""
-    rank, several = os.environ.get("RANK") or "0", os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-    if rank != "0":
+    rank = launchers.rank()
+    if rank:
         time.sleep(2)
-    tell(f"error: {what}" if rank == "0" else f"rank {rank}: error: {what}", file=sys.stderr)
-    if several:
+    tell(f"rank {rank}: error: {what}" if rank else f"error: {what}", file=sys.stderr)
+    if launchers.world_size() > 1:
         os._exit(NOT_AS_IT_IS)
     return NOT_AS_IT_IS
 

@@ -36,6 +36,7 @@ if __name__ == "__main__":
 from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
+from train.engine.launchers import first_host, port_of
 from train.files import tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
@@ -365,10 +366,11 @@ def launch_command(processes: int) -> list[str]:
     job, nodes, port = setting("SLURM_JOB_ID"), setting("NNODES"), setting("MASTER_PORT")
     slurm_nodes = setting("SLURM_NNODES", "1")
     if job and not nodes and int(slurm_nodes) > 1:
-        hosts = output_of(["scontrol", "show", "hostnames", setting("SLURM_JOB_NODELIST")])
-        if not hosts:
-            raise JobError(f"scontrol does not name the nodes of Slurm job {job}")
-        host, port = hosts.split()[0], port or str(20000 + int(job) % 20000)
+        host, port = first_host(setting("SLURM_JOB_NODELIST")), port or port_of(job)
+        if not host:
+            raise JobError(
+                f"SLURM_JOB_NODELIST is not set: which nodes has Slurm job {job}? Pass its environment on"
+            )
         where = f"(Slurm job {job}, rank 0 at {host}:{port})"
         tell(f"training: {slurm_nodes} nodes x {processes} processes {where}")
         srun = f"srun --nodes={slurm_nodes} --ntasks={slurm_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()

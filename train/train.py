@@ -3,6 +3,8 @@
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
+    srun --ntasks-per-node 8 --gpus-per-node 8 --kill-on-bad-exit=1 python train/train.py train_config_fp8.json
+    mpirun -n 8 python train/train.py train_config_fp8.json
     python train/train.py train_config_tiny.json          (one process)
 
 `--help` lists every key of the configuration.
@@ -29,6 +31,7 @@ if __name__ == "__main__":
 
 from model.config import UserError
 from train.config.arguments import TrainingArguments, load_arguments
+from train.engine import launchers
 from train.files import tell
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
@@ -50,10 +53,10 @@ def main(argv: list[str]) -> int:
     start from the last checkpoint."""
     arguments: TrainingArguments | None = None
     try:
+        launchers.adopt()
         arguments = load_arguments(argv)
-        if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKED):
-            described = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-            world, local = (int(text) if text.isdecimal() else 1 for text in described)
+        if launchers.rank() == 0 and not os.environ.get(CHECKED):
+            world, local = launchers.world_size(), launchers.local_world_size()
             tell(*check(arguments, world, local, cuda_devices()))
         # What the imports make stays: to search it for garbage takes a third of their time, and as much again whenever
         # DeepSpeed asks for a collection.
@@ -94,18 +97,18 @@ def main(argv: list[str]) -> int:
 def fail(message: str, status: int) -> int:
     """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
     ends those. Rank 0 speaks first: what every rank finds is told once."""
-    rank, several = os.environ.get("RANK") or "0", os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-    if rank != "0":
+    rank = launchers.rank()
+    if rank:
         # no step is left that a stop would have to wait for, and it does not change why this rank ends
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    tell(f"rank {rank}: {message}" if several else message, file=sys.stderr)
+    tell(f"rank {rank}: {message}" if launchers.world_size() > 1 else message, file=sys.stderr)
     return leave(status)
 
 
 def leave(status: int) -> int:
     """End this rank at once, which of several would wait for the others; one alone ends by returning `status`."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    if launchers.world_size() > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(status)

@@ -22,6 +22,7 @@ from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
 from train.engine import distributed
+from train.engine.launchers import DESCRIBED
 
 OP = "deepspeed_shm_comm"
 START = "from train.engine.distributed import init_distributed; init_distributed(); print('it has begun')"
@@ -86,33 +87,6 @@ def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "rank 0: error: the same on each\n")
 
 
-@pytest.mark.parametrize(
-    ("given", "wrong"),
-    [
-        ("1,,,,", "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ("1,,2,host,29500", "LOCAL_RANK"),
-        ("a,0,2,host,b", "RANK, MASTER_PORT"),
-    ],
-)
-def test_a_rank_that_is_described_in_part(given: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(distributed.DESCRIBED, given.split(","), strict=True):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=rf"RANK=. is set, but {wrong} not, .* with train/launch\.py"):
-        distributed.init_distributed()
-
-
-@pytest.mark.parametrize("tasks", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_one_of_several_tasks_without_a_rank_does_not_train_by_itself(
-    tasks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As srun, and mpirun of Open MPI and MPICH, start them."""
-    for name in (*distributed.DESCRIBED, *distributed.TASKS):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(tasks, "2")
-    with pytest.raises(ValueError, match=rf"one of several tasks \({tasks}=2\) that have no RANK"):
-        distributed.init_distributed()
-
-
 def test_a_port_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(**_: object) -> None:
         raise torch.distributed.DistNetworkError(
@@ -120,7 +94,7 @@ def test_a_port_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         )
 
     monkeypatch.setattr(distributed.deepspeed, "init_distributed", taken)
-    for name, text in zip(distributed.DESCRIBED, ("0", "0", "2", "127.0.0.1", "29500"), strict=True):
+    for name, text in zip(DESCRIBED, ("0", "0", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match="MASTER_PORT=29500 is in use on this host by another process"):
         distributed.init_distributed()

@@ -40,7 +40,7 @@ class Machine:
     def __init__(self, folder: Path, config: Path):
         self.folder, self.config = folder, config
         (folder / "run").mkdir()
-        executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/scontrol.txt"; echo node-a; echo node-b')
+        executable(folder / "bin/scontrol", f'echo "$*" >> "{folder}/scontrol.txt"')
         to_the_command = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
         executable(folder / "bin/srun", f'echo "srun $*" >> "{folder}/srun.txt"; {to_the_command}')
         self.plan()
@@ -231,7 +231,7 @@ def test_signals_reach_the_launcher(machine: Machine, name: str) -> None:
 def test_srun_is_given_usr1(machine: Machine, name: str) -> None:
     """SIGTERM could be meant for srun itself."""
     machine.plan(f"trap 'got=1' USR1; kill -{name} $PPID; {AWAIT}; {STOPPED}")
-    assert machine.run(**SLURM, SLURM_NNODES="2") == 75
+    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[3-4]") == 75
     assert len(machine.written("srun.txt")) == 1
 
 
@@ -305,12 +305,11 @@ def test_process_count(machine: Machine) -> None:
 
 def test_slurm_starts_one_launcher_a_node(machine: Machine) -> None:
     machine.plan("exit 2")
-    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]", NPROC="8") == 2
+    assert machine.run(**SLURM, SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[03-04]", NPROC="8") == 2
     (command,) = machine.written("srun.txt")
     assert command.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 ")
-    assert "train/launch.py --nproc 8 --nnodes 2 --master_addr node-a --master_port 21234" in command
+    assert "train/launch.py --nproc 8 --nnodes 2 --master_addr node-03 --master_port 25234" in command
     assert f"{ROOT}/train/train.py {machine.config} " in command
-    assert machine.written("scontrol.txt") == ["show hostnames node-[a-b]"]
 
 
 @pytest.mark.parametrize("port", ["29500", "12345"])

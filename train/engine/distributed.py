@@ -15,32 +15,17 @@ import torch
 from torch.distributed import DistNetworkError
 from torch.utils import cpp_extension
 
+from train.engine import launchers
 from train.files import open_files, remove_dead_buffers
-
-# What describes a rank, by the names of torch; its launchers set all of them.
-DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How many tasks there are, as srun, Open MPI and MPICH tell each that they start.
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def init_distributed() -> None:
-    """Join the process group that deepspeed or torchrun describes; alone, make one of one process.
+    """Join the process group that whatever started this process describes (train/engine/launchers.py); alone, make one
+    of one process.
 
-    Raises ValueError: it is described in part, there are several tasks of which none has a rank, or another process has
-    the port."""
-    given = {name: os.environ.get(name, "") for name in DESCRIBED}
-    if wrong := [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]:
-        if given["RANK"]:
-            raise ValueError(
-                f"RANK={given['RANK']} is set, but {', '.join(wrong)} not, or to no number: start ranks with "
-                "train/launch.py, deepspeed or torchrun, which set all of these; to train with one process, unset RANK"
-            )
-        if several := [f"{n}={os.environ[n]}" for n in TASKS if os.environ.get(n, "1") not in ("0", "1")]:
-            raise ValueError(
-                f"this is one of several tasks ({several[0]}) that have no RANK: each would train by itself. Start one "
-                "launcher a node (srun --ntasks-per-node=1 python train/launch.py --nproc GPUS ..., see its --help), "
-                "or use ./run_training.sh, which does that in a Slurm job"
-            )
+    Raises ValueError: it is described in part, or another process has the port."""
+    launchers.adopt()
+    if not os.environ.get("RANK"):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from train.engine import launchers
 from train.files import write_durably
 from train.record.run_folder import RunFolder
 
@@ -82,7 +83,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     name, first = signal.Signals(number).name, not _received
     _received.append(name)
     if first:
-        _tell(f"rank {os.environ.get('RANK', '0')}: {name}: the run stops after this step and saves")
+        _tell(f"rank {launchers.rank()}: {name}: the run stops after this step and saves")
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
@@ -91,7 +92,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 def _interrupt() -> None:
     """A Ctrl-C. Each rank gets it, and rank 0 tells of it. Raises Interrupted: no training is under way."""
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = launchers.rank() == 0
     passed_on = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sends each one to its ranks once more
     if not _steps:
         for (

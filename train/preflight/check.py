@@ -165,7 +165,8 @@ def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devic
         if local_ranks > devices:
             problems.append(
                 f"{local_ranks} ranks are to start on this node, and it has {devices} CUDA devices, one a rank; start "
-                f"{devices} (--nproc, or NPROC of run_training.sh), or look at CUDA_VISIBLE_DEVICES"
+                f"{devices} (--nproc, or NPROC of run_training.sh), or look at CUDA_VISIBLE_DEVICES; srun has to "
+                "give them to all tasks of the node: --gpus-per-node, not --gpus-per-task"
             )
     else:
         none = "no CUDA device is found here"

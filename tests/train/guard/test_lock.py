@@ -16,7 +16,6 @@ import pytest
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
-from train.engine.distributed import TASKS, init_distributed
 from train.guard import lock
 from train.guard.lock import FORMER_START_S, LEASE_S, Lock, LockError, held
 from train.preflight.check import CHECKED
@@ -96,15 +95,6 @@ def test_what_is_written_stays_and_the_lock_goes(tmp_path: Path) -> None:
     with held(RunFolder(tmp_path / "empty")):
         pass
     assert (tmp_path / "empty").is_dir(), "it was there before"
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_several_tasks_without_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """srun -n 2 python train/train.py: two whole runs in one folder."""
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(ValueError, match=f"{name}=2.* no RANK.* train/launch.py"):
-        init_distributed()
 
 
 # ---------------------------------------------------------------- on the same machine
