@@ -281,21 +281,34 @@ def flops_per_token(config: MistralConfig, seq_length: int) -> float:
     return 6 * matmul_parameters(config) + attention * attention_pairs(config, seq_length)
 
 
-def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16") -> float:
-    """GiB a rank of weights, gradients and AdamW state under a ZeRO stage (Rajbhandari et al. 2020, table 1);
-    activations, buckets and FP8 copies of weights come on top.
+def state_parts_gib(
+    config: MistralConfig,
+    zero_stage: int,
+    world_size: int,
+    compute: str = "bf16",
+    float32_gradients: bool | None = None,
+) -> dict[str, float]:
+    """GiB a rank of "weights", "gradients" and "optimizer" (AdamW) under a ZeRO stage (Rajbhandari et al. 2020,
+    table 1).
 
     compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
-    (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments; gradients are 4 at ZeRO 1,
-    where the shipped DeepSpeed configuration accumulates them in float32.
+    (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments. float32_gradients: they are
+    accumulated in 4 bytes; None: at ZeRO 1, as the shipped DeepSpeed configuration has it.
     """
     if compute == "fp32":
-        weight_bytes, gradient_bytes, optimizer_bytes = 4, 4, 8
+        weight, gradient, optimizer = 4, 4, 8
     else:
-        weight_bytes, gradient_bytes, optimizer_bytes = 2, 4 if zero_stage == 1 else 2, 12
-    bytes_per_parameter = (
-        weight_bytes / (world_size if zero_stage >= 3 else 1)
-        + gradient_bytes / (world_size if zero_stage >= 2 else 1)
-        + optimizer_bytes / (world_size if zero_stage >= 1 else 1)
-    )
-    return num_parameters(config) * bytes_per_parameter / GIB
+        in_float32 = zero_stage == 1 if float32_gradients is None else float32_gradients
+        weight, gradient, optimizer = 2, 4 if in_float32 else 2, 12
+    parameters = num_parameters(config) / GIB
+    return {
+        "weights": parameters * weight / (world_size if zero_stage >= 3 else 1),
+        "gradients": parameters * gradient / (world_size if zero_stage >= 2 else 1),
+        "optimizer": parameters * optimizer / (world_size if zero_stage >= 1 else 1),
+    }
+
+
+def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16") -> float:
+    """The sum of `state_parts_gib`; activations, buckets and FP8 copies of weights come on top:
+    train/planning/memory.py has them."""
+    return sum(state_parts_gib(config, zero_stage, world_size, compute).values())

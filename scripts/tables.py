@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
 from train.config.arguments import TrainingArguments
 from train.config.schema import Node, in_words, keys_of
-from train.preflight.sizes import checkpoint_bytes, weight_bytes
+from train.planning.memory import checkpoint_bytes, weight_bytes
 
 BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
 SEQ_LENGTH = 2048

@@ -61,6 +61,9 @@ class Run:
     saver: Saver
     stop_vote: StopVote
     watchdog: Watchdog
+    speeds: list[float] = field(
+        default_factory=list
+    )  # tokens/s of all ranks, of each interval that was logged
 
     def log(self, values: dict[str, Any]) -> None:
         """Metrics of this step."""
@@ -305,6 +308,7 @@ class Loop:
         record["grad_norm"] = None if norm is None else float(norm)
         record["learning_rate"] = step.learning_rate
         record["tokens_per_second"] = rate
+        run.speeds.append(rate)
         record["mfu"] = mfu(rate / self.world, self.flops, self.peak)
         record["memory_gib"] = (
             torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

@@ -34,7 +34,6 @@ from model.config import (
     load_config,
     load_sizes,
     num_parameters,
-    state_memory_gib,
 )
 from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
@@ -59,6 +58,9 @@ from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import note, tell, write_durably
+from train.planning.plan import Prediction
+from train.planning.setting import Setting
+from train.preflight.check import in_float32
 from train.preflight.sizes import disk_plan
 from train.record.metrics import MetricsLogger, peak_tflops
 from train.record.provenance import origin as origin_of
@@ -213,13 +215,11 @@ def _report(
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
     flops = flops_per_token(model.config, args.max_seq_length)
-    memory = state_memory_gib(model.config, state.zero_stage, state.world_size, args.precision.compute)
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
         f"{backend_of(model, precision)}",
         f"model: {args.model.variant}, {num_parameters(model.config) / 1e6:,.1f} M parameters, "
-        f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens; about {memory:.2f} GiB of weights, "
-        "gradients and optimizer a rank",
+        f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
         f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
         f"{stream.unigram_loss:.4f}",
         f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
@@ -249,6 +249,18 @@ def _report(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"
         )
     return lines
+
+
+def planned_for(
+    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig
+) -> Prediction | None:
+    """What the plan expects of this run, which is told; None where there is no GPU or what it does not count."""
+    if not torch.cuda.is_available() or args.precision.emulated or not in_float32(ds_config):
+        return None
+    setting = Setting.of(args, ds_config, config, dist.get_world_size())
+    prediction = Prediction.of(setting, torch.cuda.get_device_name())
+    say(prediction.told())
+    return prediction
 
 
 # ---------------------------------------------------------------- engine and run

@@ -16,11 +16,12 @@ import contextlib
 import gc
 import os
 import signal
+import statistics
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -29,7 +30,7 @@ from train.guard import signals
 if __name__ == "__main__":
     signals.install()  # the imports take seconds
 
-from model.config import UserError
+from model.config import GIB, UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.engine import launchers
 from train.files import tell
@@ -39,6 +40,7 @@ from train.preflight.sizes import memory_ran_out
 
 if TYPE_CHECKING:
     from train.loop import Run
+    from train.planning.plan import Prediction
     from train.record.train_log import TrainLog
 
 # Exit status; signals has the others.
@@ -132,11 +134,11 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
 
     from model.config import load_config
     from train import setup
-    from train.autotune import resolve_auto
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
+    from train.planning.autotune import resolve_auto
     from train.record.provenance import RunRecord
     from train.record.run_folder import RunFolder
 
@@ -150,6 +152,7 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     model, precision = setup.model_for(args, resume_from)
     proven = setup.announce(args, model, precision, train_stream, state)
+    planned = setup.planned_for(args, ds_config, config)
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     if args.dry_run:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
@@ -175,10 +178,13 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
         watchdog=Watchdog(args.hang_timeout_s),
     )
     start["time"] = round(log.begun, 1)
+    start["plan"] = planned and planned.to_json()
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         with record if main else contextlib.nullcontext(), signals.taking_steps():
             last = train(run)
+            if main and planned:
+                beside_the_plan(run, planned, start["plan"])
     except signals.Stopped as stopped:
         if main:
             signals.write_stopped(folder.path, stopped)
@@ -190,6 +196,18 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
         export_last(run, last)
     metrics.close()
     dist.barrier()
+
+
+def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> None:
+    """Tell what was measured beside what was planned, and have it in `record`, that of run.json."""
+    import torch
+
+    # the first interval has compilation and warm-up, if there is another
+    speeds = run.speeds[1:] or run.speeds
+    speed = statistics.median(speeds) if speeds else None
+    peak = torch.cuda.max_memory_allocated() / GIB
+    record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
+    run.metrics.message(planned.beside(peak, speed))
 
 
 def export_last(run: Run, last: Path | None) -> None:

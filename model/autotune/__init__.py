@@ -4,5 +4,5 @@
     launched normally and as CUDA graphs  ->  the fastest step
 
 `task` says what is measured and for what, `measure` measures it, `choice` has the rules and the record of it. It builds
-models with build.py and imports nothing of train/, whose autotune.py gives it a task.
+models with build.py and imports nothing of train/, whose planning/autotune.py gives it a task.
 """

@@ -25,9 +25,9 @@ from test_fp8.common.same_model import LOSS_TOLERANCE, Reference
 from test_fp8.model.results import EXPLAINED, Series, lines, plot, results_of
 from test_fp8.model.rows import MEASURES, Setting, Settings
 from test_fp8.model.visit import Visitor, free_memory, optimizer_ms
-from train.autotune import resolve_auto
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed, make_deterministic
+from train.planning.autotune import resolve_auto
 
 OPTIMIZER_SAMPLES = 8
 

@@ -208,10 +208,11 @@ def test_mfu_is_of_one_of_the_gpus() -> None:
     loop.tokens, loop.world, loop.flops, loop.peak = 4000, 4, 1e9, 10.0
     loop.engine = SimpleNamespace(get_global_grad_norm=lambda: 1.0)
     loop.health = SimpleNamespace(skipped=0, spikes=0, mended=lambda: 0, interval_loss=lambda: 1.0)
-    loop.run = SimpleNamespace()
+    loop.run = SimpleNamespace(speeds=[])
     step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
     loop._log(step, 1.0)
     assert step.record["tokens_per_second"] == pytest.approx(20_000, rel=0.1)
+    assert loop.run.speeds == [step.record["tokens_per_second"]]
     assert step.record["mfu"] == pytest.approx(step.record["tokens_per_second"] / 4 * 1e9 / 10e12)
 
 

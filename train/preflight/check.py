@@ -16,6 +16,7 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
 from train.guard.lock import Lock
+from train.planning.setting import Setting
 from train.preflight.sizes import disk_findings, existing, memory_findings
 from train.record.run_folder import RunFolder
 from train.record.trackers import check_installed
@@ -64,11 +65,12 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(partial(check_resume, resolved, ds_config, world_size))
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
-    if sizes is not None and ds_config and in_float32(ds_config):
+    if sizes is not None and resolved and ds_config and in_float32(ds_config):
         stage = ds_config["zero_optimization"]["stage"]
         found = [disk_findings(args, sizes, stage)]
         if devices:
-            found.append(memory_findings(args, sizes, stage, world_size, min(devices[:local_ranks])))
+            setting = Setting.of(resolved, ds_config, sizes, world_size)
+            found.append(memory_findings(setting, min(devices[:local_ranks])))
         problems += [problem for problem, _ in found if problem]
         remarks += [remark for _, remark in found if remark]
     problems = list(dict.fromkeys(problems))

@@ -9,61 +9,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.config import GIB, num_parameters, state_memory_gib
+from model.config import GIB, num_parameters
 from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step_folders
 from train.config.arguments import TrainingArguments
+from train.planning.memory import (
+    checkpoint_bytes,
+    largest_micro_batch,
+    least_memory_gib,
+    memory_of,
+    weight_bytes,
+)
+from train.planning.setting import Setting
 from train.record.run_folder import RunFolder
 
-# Of a GPU's memory: with more for weights, gradients and optimizer, a step may lack it for activations.
-LIKELY_FULL = 0.85
 
-
-def least_memory_gib(sizes: Any, zero_stage: int, world_size: int, compute: str) -> float:
-    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, AdamW's state. Of ZeRO 0 as if
-    the optimizer were shared, which DeepSpeed does in 16 bits."""
-    weights, optimizer = (4, 8) if compute == "fp32" else (2, 12)
-    least = (
-        weights / (world_size if zero_stage == 3 else 1)
-        + weights / (world_size if zero_stage >= 2 else 1)
-        + optimizer / world_size
-    )
-    return num_parameters(sizes) * least / GIB
-
-
-def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str) -> int:
-    """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
-
-    12 bytes a parameter of float32 weights and moments, and the weights in their own type. ZeRO 3 saves the float32
-    ones alone, and float32 without ZeRO has no second copy.
-    """
-    once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
-    return num_parameters(sizes) * (12 + (0 if once else weight_bytes(compute)))
-
-
-def weight_bytes(compute: str) -> int:
-    return 4 if compute == "fp32" else 2
-
-
-def memory_findings(
-    args: TrainingArguments, sizes: Any, zero_stage: int, world_size: int, device_bytes: int
-) -> tuple[str, str]:
+def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
     """(why it cannot fit into a GPU of so many bytes, what to know if it can); "" where there is nothing to say."""
-    compute = args.precision.compute
-    there, least = device_bytes / GIB, least_memory_gib(sizes, zero_stage, world_size, compute)
-    ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
-    of = f"{num_parameters(sizes) / 1e6:,.0f} M parameters at ZeRO {zero_stage} on {ranks}"
+    there, least = device_bytes / GIB, least_memory_gib(s.sizes, s.zero_stage, s.ranks, s.compute)
+    ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
+    of = f"{s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} on {ranks}"
     instead = "more ranks, a higher ZeRO stage (deepspeed: ds_config_zero3.json) or a smaller model.config"
     if least > there:
         return (
             f"GPU memory: weights, gradients and optimizer of {of} need {least:,.1f} GiB a rank at least, and a GPU "
             f"here has {there:,.1f}; take {instead}"
         ), ""
-    likely = state_memory_gib(sizes, zero_stage, world_size, compute)
-    if likely > LIKELY_FULL * there:
+    memory = memory_of(s)
+    if memory.needed_gib(s.ranks) > there:
+        largest = largest_micro_batch(s, there)
+        smaller = f"a per_device_train_batch_size of at most {largest}, " if largest else ""
         return "", (
-            f"warning: GPU memory: weights, gradients and optimizer of {of} take about {likely:,.1f} of a GPU's "
-            f"{there:,.1f} GiB; should the rest be too little for activations, take {instead}, or "
-            "gradient_checkpointing true"
+            f"warning: GPU memory: {of} are expected to take {memory.needed_gib(s.ranks):,.1f} of a GPU's {there:,.1f} "
+            f"GiB, {memory.peak_gib:,.1f} of them tensors ({memory.described()}); should it run out, take {smaller}"
+            f"gradient_checkpointing true, {instead}"
         )
     return "", ""
 

@@ -9,6 +9,7 @@ import pytest
 from model.config import load_sizes, num_parameters, state_memory_gib
 from tests.train.mistakes import World, keys
 from train.config.arguments import TrainingArguments
+from train.planning.memory import checkpoint_bytes
 from train.preflight import check, sizes
 
 
@@ -31,7 +32,7 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
     keys(max_steps=100, allow_changes_on_resume=["max_steps"])(world)
     world.output = own_trained
     keys(output_dir=str(own_trained))(world)
-    size = sizes.checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
+    size = checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
     assert size == pytest.approx(files_of(own_trained / "checkpoints/step-00000006"), rel=0.1)
     world.disk(2.1 * size)
     assert (
@@ -85,7 +86,7 @@ def files_of(folder: Path) -> int:
 
 def test_what_is_not_counted_is_not_refused(world: World) -> None:
     """Room that a killed save takes until the next one; master weights and moments in bf16."""
-    size = sizes.checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
+    size = checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8")
     world.disk(0.9 * size)
     with pytest.raises(check.PreflightError, match="no room for the first save"):
         checked(world)
@@ -108,7 +109,7 @@ def test_what_is_not_counted_is_not_refused(world: World) -> None:
 )  # fmt: skip
 def test_what_a_checkpoint_has_of_each_parameter(compute: str, stage: int, bytes_per_parameter: int) -> None:
     tiny = load_sizes("tiny")
-    assert sizes.checkpoint_bytes(tiny, stage, compute) == bytes_per_parameter * num_parameters(tiny)
+    assert checkpoint_bytes(tiny, stage, compute) == bytes_per_parameter * num_parameters(tiny)
 
 
 def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, own_trained: Path) -> None:
@@ -149,11 +150,22 @@ def test_gpu_memory_is_refused_only_below_what_it_takes(
     with pytest.raises(check.PreflightError, match=f"at ZeRO {stage} on {world_size} rank.* a smaller model"):
         checked(world, world_size, 1, [bytes_least - 1000])
     assert "GPU memory" in checked(world, world_size, 1, [bytes_least + 1000])[0]  # it may just fit
-    assert checked(world, world_size, 1, [2**30]) == []
+    assert checked(world, world_size, 1, [16 * 2**30]) == []
     # the smallest of the GPUs that have a rank counts
-    assert checked(world, 2, 1, [2**30, 1000]) == []
+    assert checked(world, 2, 1, [16 * 2**30, 1000]) == []
     with pytest.raises(check.PreflightError, match="GPU memory"):
-        checked(world, 2, 2, [2**30, 1000])
+        checked(world, 2, 2, [16 * 2**30, 1000])
+
+
+def test_a_micro_batch_that_will_not_fit_is_said_with_one_that_does(world: World) -> None:
+    keys(per_device_train_batch_size=2**17, precision__compute="bf16")(world)
+    (remark,) = checked(world, devices=[4 * 2**30])
+    assert "expected to take" in remark and "activations" in remark
+    largest = int(remark.partition("a per_device_train_batch_size of at most ")[2].partition(",")[0])
+    keys(per_device_train_batch_size=largest)(world)
+    assert checked(world, devices=[4 * 2**30]) == []
+    keys(per_device_train_batch_size=largest + 1)(world)
+    assert len(checked(world, devices=[4 * 2**30])) == 1
 
 
 def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> None:

@@ -17,11 +17,11 @@ from model.autotune.task import Task
 from model.config import load_config
 from model.fp8.recipes import PrecisionConfig
 from tests.scripted_timer import Script
-from train import autotune as glue
 from train import train
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import differences, resume_differences
 from train.config.ds_config import resolve_ds_config
+from train.planning import autotune as glue
 from train.record.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Will it fit, how long will it take? `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
+
+CONFIG is a training configuration, with the keys of train.py behind it where they differ (--gradient_checkpointing
+true, --deepspeed ds_config_zero3.json), or a model's: a name in model/configs, a config.json or its folder, which is
+planned as train_args/train_config_fp8.json would train it. Prints GPU memory by part, the largest micro-batch that
+fits, tokens/s, days, GPU-hours and the size of a checkpoint, what is recommended instead, and the same on 1 to 1,024
+GPUs; each speed with what it is derived from. Needs neither a GPU nor torch, and reads no data.
+
+Exit status: 0; 2 for what has to be changed first, or a model that fits on no such GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from model.config import CONFIGS, UserError, load_sizes
+from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
+from train.config.ds_config import resolve_ds_config
+from train.files import tell
+from train.planning.plan import PlanError, gpu_called, lines, parse_tokens, plan
+from train.planning.setting import Setting
+
+OF_A_MODEL = "train_config_fp8.json"  # what a model without a training configuration is trained with
+MOST_GPUS = 65536
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a training configuration, or a model's")
+    parser.add_argument("--gpus", type=int, default=8, help="how many GPUs, of one job (default %(default)s)")
+    parser.add_argument(
+        "--gpu", default="h100", help="h100, h200 or h800: the SXM parts (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", help="tokens of the whole run, such as 600B; default: max_steps of the configuration"
+    )
+    parser.add_argument(
+        "--network", type=float, default=400, help="Gbit/s a GPU between nodes of 8 (default %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, help="a .json for all of it")
+    options, others = parser.parse_known_args(argv)
+    try:
+        gpu = gpu_called(options.gpu)
+        tokens = options.tokens and parse_tokens(options.tokens)
+        if not 1 <= options.gpus <= MOST_GPUS:
+            raise PlanError(f"--gpus {options.gpus}: 1 to {MOST_GPUS} are expected")
+        if not options.network > 0:
+            raise PlanError(f"--network {options.network:g}: Gbit/s a GPU, above 0, are expected")
+        if options.output and (options.output.suffix != ".json" or options.output.is_dir()):
+            raise PlanError(f"--output {options.output}: a file that ends in .json is expected")
+        if options.output and not options.output.absolute().parent.is_dir():
+            raise PlanError(
+                f"--output {options.output}: there is no folder {options.output.parent}; make it first"
+            )
+        arguments = configured(options.config, others, options.gpus)
+        sizes = load_sizes(arguments.model.config)
+        resolved = arguments.resolve(options.gpus)
+        setting = Setting.of(resolved, resolve_ds_config(resolved, options.gpus), sizes, options.gpus)
+        name = Path(arguments.model.config).name
+        planned = plan(
+            name, setting, gpu, tokens or arguments.max_steps * setting.step_tokens, options.network
+        )
+        tell(*lines(planned))
+        if options.output:
+            options.output.write_text(json.dumps(planned.to_json(), indent=1) + "\n", encoding="utf-8")
+            tell(f"wrote {os.path.abspath(options.output)}")
+    except (ValueError, UserError, OSError) as error:
+        tell(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
+    """The arguments of a training configuration, or those that a model's would be trained with. Raises
+    ConfigurationError, PlanError: there is none."""
+    if not is_of_a_model(config):
+        try:
+            find_config(config, "CONFIG")
+        except ConfigurationError as error:
+            models = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+            raise PlanError(f"{error}; and no model of that name: model/configs has {models}") from error
+        return load_arguments([config, *others])
+    arguments = load_arguments([OF_A_MODEL, "--model.config", config, *others])
+    given = {word.partition("=")[0] for word in others}
+    micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length * gpus
+    if not given & {"--train_batch_size_tokens", "--gradient_accumulation_steps"}:
+        # nobody asked for a step of this size: the nearest that can be
+        asked_for = arguments.train_batch_size_tokens or micro_batch
+        arguments.train_batch_size_tokens = max(1, round(asked_for / micro_batch)) * micro_batch
+    return arguments
+
+
+def is_of_a_model(config: str) -> bool:
+    path = Path(config)
+    if path.is_dir():
+        return True
+    if not path.is_file():
+        return (CONFIGS / f"{config}.json").is_file()
+    try:
+        return "model_type" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError):
+        return False  # load_arguments says what is wrong with it
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

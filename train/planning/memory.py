@@ -1,0 +1,218 @@
+"""GPU memory of a rank, part by part: weights, gradients and optimizer by ZeRO's rules, activations by what each
+variant saves for its backward, and what a step has besides.
+
+Bytes of a token are counted by walking through the modules: Transformer Engine 2.20.2 (LayerNormLinear, LayerNormMLP,
+Linear, their `prepare_for_saving`), transformers' Mistral and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q
+and kv widths of all query and key heads, V vocabulary, e bytes of a 16- or 32-bit activation. tests/train/planning
+compares with every peak in test_fp8/results/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from model.config import GIB, num_parameters, state_parts_gib
+from train.planning.setting import MOST_LIVE_PARAMETERS, Setting
+
+# cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
+WORKSPACES_GIB = 2 * 32 / 1024
+# What the driver, cuDNN, NCCL and the allocator's rounding take beside the tensors: an allowance, not measured here.
+CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
+# Scales of block scaling: a float32 for 128 elements.
+BLOCK_SCALES = 1 + 4 / 128
+MOST_MICRO_BATCH = 2**24
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of a rank. `parts` are there at the moment of the peak and sum to `peak_gib`."""
+
+    parts: dict[str, float]
+    moment: str  # when in a step the peak is
+    measured_as_gib: float  # what torch.cuda.max_memory_allocated shows of it: less with CUDA graphs
+
+    @property
+    def peak_gib(self) -> float:
+        return sum(self.parts.values())
+
+    def described(self) -> str:
+        """The parts that weigh something."""
+        return ", ".join(f"{name} {gib:,.1f}" for name, gib in self.parts.items() if gib >= 0.05)
+
+    def needed_gib(self, ranks: int) -> float:
+        """Of a device: the peak with what is no tensor."""
+        return self.peak_gib * (1 + FRAGMENTATION) + CONTEXT_GIB + (NCCL_GIB if ranks > 1 else 0)
+
+
+# ---------------------------------------------------------------- activations, bytes of a token
+
+
+def saved_by_layer(s: Setting, fp8: bool) -> float:
+    """Bytes that a token leaves in a layer for its backward."""
+    H, I, q, kv, _ = s.widths  # noqa: E741
+    e, lse = s.element, 4 * s.sizes.num_attention_heads
+    if not s.te:
+        # out of scaled_dot_product_attention, its inputs; gate, up, silu(gate), their product
+        attention = e * (2 * q + 2 * kv) + lse
+        if s.fp8 and s.compiled:  # the compiler computes norms and products again
+            return attention + 2 * e * H + 2 * e * I
+        if s.compiled:  # a norm: its input and output; silu(gate) is computed again
+            return attention + 4 * e * H + 3 * e * I
+        norm = (4 if e == 2 else 0) * H + 2 * e * H  # float32 input, normalized, output
+        return attention + 2 * norm + 4 * e * I
+    scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
+    attention = e * (2 * q + 2 * kv) + lse + 2 * 4  # q, k, v, out; 1/rms of two norms
+    inputs = 2 * e * H  # of the two norms: the residual stream
+    if not fp8:
+        # outputs of the norms; out is o_proj's input too
+        mlp = 3 * e * I if s.variant == "te_layer" else 4 * e * I
+        return attention + inputs + 2 * e * H + mlp
+    if s.variant == "te_layer":
+        # transposed copies for the weight gradients; LayerNormMLP keeps the rows of its norm's output as well
+        of_swiglu = 2 * I if s.recipe == "block" else I
+        return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + 2 * e * I
+    # te_linear: q_proj, k_proj, v_proj, gate_proj and up_proj each quantize their input
+    return attention + inputs + scaled * (5 * H + q + I) + 3 * e * I
+
+
+def head_bytes(s: Setting) -> float:
+    """Bytes of a token from the last layer to the begin of lm_head's backward, where logits weigh most."""
+    H, _, _, _, V = s.widths
+    e = s.element
+    if not s.fused_cross_entropy:
+        # float32: log_softmax, its gradient and that of the loss; norm as in a layer
+        return 12 * V + (8 * H if not s.te else 3 * e * H)
+    # norm's input, lm_head's input and its gradient; logits, which become their gradient
+    if s.fp8_head:
+        return e * V + 2 * V + 2 * e * H + H
+    return e * V + 3 * e * H
+
+
+def backward_of_layer(s: Setting) -> float:
+    """Bytes of a token that the backward of a layer's MLP has besides what was saved: gradients of its output and
+    input, of SwiGLU's output and of gate and up, with their FP8 rows and columns. SwiGLU's output is freed before."""
+    H, I, _, _, _ = s.widths  # noqa: E741
+    return (4 * H + (3 if s.fp8 and s.recipe == "delayed" else 4) * I) * s.element / 2
+
+
+# ---------------------------------------------------------------- what ZeRO adds
+
+
+def _gradients_kept(s: Setting) -> float:
+    """Parameters whose 16-bit gradient stays beside the float32 one that it was added to."""
+    if not s.float32_gradients:
+        return 0
+    return s.sizes.vocab_size * s.sizes.hidden_size if s.main_grad else s.parameters
+
+
+def _buckets(s: Setting) -> float:
+    """Bytes that DeepSpeed has for communication while a micro-batch runs."""
+    if s.zero_stage == 3:
+        gathered = min(s.parameters, MOST_LIVE_PARAMETERS)
+        return s.element * (gathered + s.reduce_bucket)
+    if s.zero_stage == 2 or (s.zero_stage == 1 and not s.float32_gradients):
+        return s.element * s.reduce_bucket * (2 if s.overlap_comm else 1)
+    return 0
+
+
+def _in_the_step(s: Setting) -> float:
+    """Bytes of the optimizer's step itself, when no activation is left."""
+    if s.compute == "fp32":
+        return 0
+    if s.zero_stage == 0:
+        return 4 * s.parameters
+    if s.zero_stage == 3:
+        return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
+    if s.float32_gradients:  # reduced in 16 bits, all in one tensor
+        return 2 * s.parameters if s.ranks > 1 else 0
+    return (4 + 2) * s.parameters / s.ranks
+
+
+# ---------------------------------------------------------------- the sum
+
+
+def memory_of(s: Setting) -> Memory:
+    """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer."""
+    layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
+    fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
+    of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
+    one_layer = max(fp8_layer if s.fp8_layers else 0, other_layer if s.fp8_layers < layers else 0)
+    state = state_parts_gib(s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients)
+    copies = 2 * s.layer_matrices * s.fp8_layers if s.te else 0
+    if s.recompute:
+        inputs = layers * s.element * s.widths[0]
+        if not s.keeps_fp8_weights and s.fp8_layers:
+            copies = 2 * s.layer_matrices
+    if s.te and s.fp8_head:
+        copies += 2 * s.widths[0] * s.widths[4]
+    state["gradients"] += s.element * _gradients_kept(s) / GIB
+    always = {
+        **state,
+        "FP8 copies of weights": copies / GIB,
+        "cuBLAS workspaces": WORKSPACES_GIB,
+    }
+    buckets = {"communication buffers": _buckets(s) / GIB}
+    kept = inputs if s.recompute else of_layers
+    head = {"activations": per_token * kept, "logits": per_token * head_bytes(s)}
+    again = one_layer if s.recompute else 0
+    backward = {
+        "activations": per_token * (kept + again),
+        "backward of a layer": per_token * backward_of_layer(s),
+    }
+    at = {
+        "begin of the backward": always | buckets | head,
+        "backward of the last layer": always | buckets | backward,
+        "optimizer": always | {"gradients of the step": _in_the_step(s) / GIB},
+    }
+    if s.cuda_graphs and s.keeps_fp8_weights and not s.main_grad:
+        # two captures, the first of which keeps its gradients
+        for parts in at.values():
+            parts["CUDA graphs"] = s.element * s.parameters / GIB
+    moment, parts = max(at.items(), key=lambda item: sum(item[1].values()))
+    peak = sum(parts.values())
+    shown = (
+        peak  # a graph is captured before the first step, and what it holds later is none of torch's tensors
+    )
+    if s.cuda_graphs:
+        moments_of_adamw = state["optimizer"] * 8 / (8 if s.compute == "fp32" else 12)
+        shown -= moments_of_adamw + s.element * _gradients_kept(s) / GIB
+    return Memory({name: part for name, part in parts.items() if part}, moment, shown)
+
+
+# ---------------------------------------------------------------- bounds and files
+
+
+def largest_micro_batch(s: Setting, device_gib: float) -> int:
+    """Samples that fit into a GPU; 0 where not even one does."""
+
+    def fits(samples: int) -> bool:
+        return memory_of(replace(s, micro_batch=samples)).needed_gib(s.ranks) <= device_gib
+
+    if not fits(1):
+        return 0
+    low, high = 1, MOST_MICRO_BATCH
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def least_memory_gib(sizes: Any, zero_stage: int, world_size: int, compute: str) -> float:
+    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, AdamW's state. Of ZeRO 0 as if
+    the optimizer were shared, which DeepSpeed does in 16 bits."""
+    return sum(state_parts_gib(sizes, max(zero_stage, 1), world_size, compute, False).values())
+
+
+def weight_bytes(compute: str) -> int:
+    return 4 if compute == "fp32" else 2
+
+
+def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str) -> int:
+    """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
+
+    12 bytes a parameter of float32 weights and moments, and the weights in their own type. ZeRO 3 saves the float32
+    ones alone, and float32 without ZeRO has no second copy.
+    """
+    once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
+    return num_parameters(sizes) * (12 + (0 if once else weight_bytes(compute)))

@@ -1,0 +1,310 @@
+"""What a run will need and how long it will take, and which settings would be better: for train/plan.py, and in two
+lines for the run itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from model.config import UserError, flops_per_token, num_parameters
+from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
+from train.planning.rates import GPUS, Estimate, Gpu, estimate
+from train.planning.setting import REDUCE_BUCKET, Setting
+
+GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
+MICRO_BATCHES = [2**n for n in range(8)]
+GB = 1e9
+NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class PlanError(UserError):
+    """What was asked for cannot be planned; the message says what is allowed."""
+
+
+def parse_tokens(text: str) -> int:
+    """ "600B" -> 600,000,000,000. Raises PlanError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.replace(",", "").replace("_", "").strip().upper())
+    tokens = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    if tokens < 1:
+        raise PlanError(
+            f"--tokens {text!r}: a number above 0 is expected, with K, M, B (10^9) or T (10^12) behind it, such as 600B"
+        )
+    return tokens
+
+
+def gpu_called(name: str) -> Gpu:
+    """Raises PlanError."""
+    if name.lower() not in GPUS:
+        raise PlanError(
+            f"--gpu {name!r}: one of {', '.join(GPUS)} is expected; FP8 needs a Hopper GPU, and of others there are no "
+            "figures here"
+        )
+    return GPUS[name.lower()]
+
+
+# ---------------------------------------------------------------- one setting
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A setting on `gpu`s, and what follows."""
+
+    setting: Setting
+    gpu: Gpu
+    memory: Memory
+    estimate: Estimate
+
+    @classmethod
+    def of(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
+        return cls(setting, gpu, memory_of(setting), estimate(setting, gpu, network_gbit_s))
+
+    @property
+    def needed_gib(self) -> float:
+        return self.memory.needed_gib(self.setting.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_gib <= self.gpu.memory_gib
+
+    def days(self, tokens: int) -> float:
+        return tokens / self.estimate.tokens_per_second / 86400
+
+    def to_json(self, tokens: int) -> dict[str, Any]:
+        s = self.setting
+        days = self.days(tokens)
+        return {
+            "gpus": s.ranks,
+            "zero_stage": s.zero_stage,
+            "per_device_train_batch_size": s.micro_batch,
+            "gradient_accumulation_steps": s.accumulation,
+            "train_batch_size_tokens": s.step_tokens,
+            "gradient_checkpointing": s.recompute,
+            "memory_gib": {**self.memory.parts, "peak": self.memory.peak_gib, "needed": self.needed_gib},
+            "peak_is_at": self.memory.moment,
+            "fits": self.fits,
+            "largest_micro_batch": largest_micro_batch(s, self.gpu.memory_gib),
+            **asdict(self.estimate),
+            "days": days,
+            "gpu_hours": days * 24 * s.ranks,
+        }
+
+
+def at(
+    s: Setting, ranks: int, micro_batch: int, zero_stage: int, recompute: bool, batch_tokens: int
+) -> Setting:
+    """`s` otherwise, with the accumulation that comes nearest to a step of so many tokens, and of DeepSpeed's sizes
+    what train_args/ has for the stage."""
+    same = zero_stage == s.zero_stage
+    float32 = s.float32_gradients if same else zero_stage == 1 and s.compute in ("fp8", "bf16")
+    return replace(
+        s,
+        ranks=ranks,
+        micro_batch=micro_batch,
+        zero_stage=zero_stage,
+        recompute=recompute,
+        accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
+        float32_gradients=float32,
+        main_grad=s.main_grad if same else s.te and float32,
+        cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
+        reduce_bucket=s.reduce_bucket if same else s.widths[0] ** 2 if zero_stage == 3 else REDUCE_BUCKET,
+        overlap_comm=s.overlap_comm if same else zero_stage == 3,
+    )
+
+
+def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
+    """The fastest of ZeRO 1 to 3, recomputation or none, and micro-batches of powers of two that fits; of those that
+    are nearly as fast the one with the lowest stage, no recomputation and the least memory. None: nothing fits."""
+    found = []
+    for stage in (1, 2, 3):
+        if stage == 3 and s.compiled:  # DeepSpeed cannot
+            continue
+        for recompute in (False, True):
+            for micro_batch in MICRO_BATCHES:
+                if micro_batch > 1 and micro_batch * s.seq_length * ranks > batch_tokens:
+                    break
+                setting = at(s, ranks, micro_batch, stage, recompute, batch_tokens)
+                if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
+                    break
+                found.append(Planned.of(setting, gpu, network_gbit_s))
+    fastest = max((p.estimate.tokens_per_second for p in found), default=0)
+    good = [p for p in found if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
+    return min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib), default=None)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's training of so many tokens: as configured, as recommended, and on other numbers of GPUs (None: on so
+    many the model does not fit)."""
+
+    model: str
+    tokens: int
+    configured: Planned
+    recommended: Planned
+    by_gpus: dict[int, Planned | None]
+
+    def to_json(self) -> dict[str, Any]:
+        s, gpu = self.configured.setting, self.configured.gpu
+        return {
+            "model": self.model,
+            "parameters": s.parameters,
+            "variant": s.variant,
+            "compute": s.compute,
+            "recipe": s.recipe if s.fp8 else None,
+            "seq_length": s.seq_length,
+            "tokens": self.tokens,
+            "gpu": asdict(gpu),
+            "checkpoint_bytes": checkpoint_bytes(s.sizes, s.zero_stage, s.compute),
+            "configured": self.configured.to_json(self.tokens),
+            "recommended": self.recommended.to_json(self.tokens),
+            "by_gpus": {n: p and p.to_json(self.tokens) for n, p in self.by_gpus.items()},
+        }
+
+
+def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -> Plan:
+    """Raises PlanError: the model fits on no such number of these GPUs."""
+    batch_tokens = s.step_tokens
+    by_gpus = {n: recommend(s, gpu, n, batch_tokens, network_gbit_s) for n in GPU_COUNTS}
+    recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, batch_tokens, network_gbit_s)
+    if recommended is None:
+        fewest = next((n for n, p in by_gpus.items() if p), None)
+        least = memory_of(at(s, s.ranks, 1, 3, True, batch_tokens)).needed_gib(s.ranks)
+        there = next((g for g in GPUS if GPUS[g].memory_gib > least), None)
+        advice = [
+            *([f"--gpus {fewest}"] if fewest else []),
+            *([f"--gpu {there}"] if there else []),
+            "a smaller model.config, or a smaller max_seq_length",
+        ]
+        raise PlanError(
+            f"{model}, {num_parameters(s.sizes) / 1e6:,.0f} M parameters, fits on {s.ranks} x {gpu.name} "
+            f"({gpu.memory_gib:.0f} GiB) in no way: ZeRO 3 with recomputation and micro-batch 1 of {s.seq_length} "
+            f"tokens needs {least:,.0f} GiB a GPU. Take {', or '.join(advice)}"
+        )
+    return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus)
+
+
+def lines(p: Plan) -> list[str]:
+    """For people."""
+    s, gpu = p.configured.setting, p.configured.gpu
+    size = checkpoint_bytes(s.sizes, s.zero_stage, s.compute)
+    out = [
+        f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
+        f"a token of {s.seq_length}; {_count(p.tokens)} tokens on {s.ranks} x {gpu.name} ({gpu.memory_gib:.1f} GiB); a "
+        f"checkpoint has {size / GB:,.1f} GB",
+        "",
+        f"as configured: {s.described()}",
+        *_described(p.configured, p.tokens),
+    ]
+    if p.recommended.setting != s:
+        out += ["", f"recommended: {p.recommended.setting.described()}", *_described(p.recommended, p.tokens)]
+    else:
+        out += ["", "recommended: as configured"]
+    out += ["", "On other numbers of GPUs, each as recommended for it:", ""]
+    titles = "GPUs|ZeRO|recompute|micro-batch|accumulation|GiB a GPU|tokens/s|within|days|GPU-hours".split(
+        "|"
+    )
+    rows = [
+        [str(n), *(_cells(planned, p.tokens) if planned else ["does not fit"])]
+        for n, planned in p.by_gpus.items()
+    ]
+    widths = [
+        max(len(row[i]) for row in [titles, *rows] if i < len(row) > 2 or i == 0) for i in range(len(titles))
+    ]
+    out += [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
+        for row in [titles, *rows]
+    ]
+    grown = [
+        n
+        for n, planned in p.by_gpus.items()
+        if planned and planned.setting.step_tokens > 1.01 * s.step_tokens
+    ]
+    if grown:
+        out.append(
+            f"From {grown[0]} GPUs on a step has more than the {s.step_tokens:,} tokens that were asked for: a GPU "
+            "takes one sample at least."
+        )
+    return out
+
+
+def _described(p: Planned, tokens: int) -> list[str]:
+    s, e = p.setting, p.estimate
+    verdict = "fits" if p.fits else "DOES NOT FIT"
+    days = p.days(tokens)
+    return [
+        f"  memory: {p.memory.peak_gib:,.1f} GiB a GPU at the peak ({p.memory.moment}): {p.memory.described()}",
+        f"          with CUDA's context and the allocator's waste {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB: "
+        f"{verdict}; the largest micro-batch that fits is {largest_micro_batch(s, p.gpu.memory_gib)}",
+        f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} a GPU, within "
+        f"{100 * e.within:.0f} % ({e.basis})",
+        f"  time: {days:,.1f} days, {days * 24 * s.ranks:,.0f} GPU-hours without saves and evaluations; "
+        f"{s.step_tokens:,} tokens a step of {e.step_s:.2f} s",
+    ]
+
+
+def _cells(p: Planned, tokens: int) -> list[str]:
+    s, days = p.setting, p.days(tokens)
+    return [
+        str(s.zero_stage),
+        "yes" if s.recompute else "no",
+        str(s.micro_batch),
+        str(s.accumulation),
+        f"{p.memory.peak_gib:,.1f}",
+        f"{p.estimate.tokens_per_second:,.0f}",
+        f"{100 * p.estimate.within:.0f} %",
+        f"{days:,.1f}",
+        f"{days * 24 * s.ranks:,.0f}",
+    ]
+
+
+def _count(tokens: int) -> str:
+    unit = max((name for name in UNITS if UNITS[name] <= tokens), key=UNITS.__getitem__)
+    return f"{tokens / UNITS[unit]:,.4g} {unit}".strip()
+
+
+# ---------------------------------------------------------------- of a run
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of the run that is about to start. estimate: of all ranks; None of a GPU that there are no figures for."""
+
+    memory: Memory
+    estimate: Estimate | None
+
+    @classmethod
+    def of(cls, s: Setting, device_name: str) -> Prediction:
+        """`device_name`: torch.cuda.get_device_name()'s."""
+        found = re.search(r"\bH(100|200|800)\b", device_name)
+        known = found and not re.search(r"PCIe|NVL", device_name)
+        return cls(memory_of(s), estimate(s, GPUS[found[0].lower()]) if found and known else None)
+
+    def told(self) -> str:
+        speed = ""
+        if e := self.estimate:
+            speed = f"; {e.tokens_per_second:,.0f} tokens/s, within {100 * e.within:.0f} % ({e.basis})"
+        return f"plan: {self.memory.measured_as_gib:,.2f} GiB a GPU at the peak ({self.memory.described()}){speed}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_gib": self.memory.measured_as_gib,
+            "memory_gib": self.memory.parts,
+            **(asdict(self.estimate) if self.estimate else {}),
+        }
+
+    def beside(self, peak_gib: float, tokens_per_second: float | None) -> str:
+        """What was planned, with what was measured: torch.cuda.max_memory_allocated, and the speed of the steps."""
+        planned = self.memory.measured_as_gib
+        text = f"plan and measured: {planned:,.2f} and {peak_gib:,.2f} GiB at the peak ({_apart(planned, peak_gib)})"
+        if self.estimate and tokens_per_second:
+            planned = self.estimate.tokens_per_second
+            text += f", {planned:,.0f} and {tokens_per_second:,.0f} tokens/s ({_apart(planned, tokens_per_second)})"
+        return text
+
+
+def _apart(planned: float, measured: float) -> str:
+    return f"{100 * (planned / measured - 1):+.1f} %"

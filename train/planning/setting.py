@@ -1,0 +1,141 @@
+"""What memory and speed of a run follow from, without torch: sizes of the model, precision, batch, ZeRO, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from model.config import head_dim, num_parameters
+from model.variants import VARIANTS
+from train.config.arguments import TrainingArguments
+
+# DeepSpeed's defaults, in elements.
+REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank of a run. Sizes as the shape suffixes of model/ name them; buckets in elements."""
+
+    sizes: Any
+    variant: str
+    compute: str
+    recipe: str
+    fp8_layers: int  # layers whose matrix products are FP8
+    fp8_head: bool
+    compiled: bool
+    fused_cross_entropy: bool
+    main_grad: bool  # GEMMs add into the float32 gradients
+    cuda_graphs: bool
+    recompute: bool
+    flash: bool  # FlashAttention is named
+    deterministic: bool
+    micro_batch: int
+    seq_length: int
+    accumulation: int
+    ranks: int
+    zero_stage: int
+    float32_gradients: bool  # BF16_Optimizer's accumulation at ZeRO 1
+    reduce_bucket: int
+    overlap_comm: bool
+
+    @classmethod
+    def of(cls, args: TrainingArguments, ds_config: dict[str, Any], sizes: Any, ranks: int) -> Setting:
+        """`ds_config`: of `resolve_ds_config` for these arguments on so many ranks."""
+        precision, speed, te = args.precision, args.speed, VARIANTS[args.model.variant].te
+        fp8, zero = precision.compute == "fp8", ds_config["zero_optimization"]
+        stage = zero["stage"]
+        wanted = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+        float32 = stage == 1 and wanted and precision.compute in ("fp8", "bf16")
+
+        def in_bf16(*names: str) -> bool:
+            return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
+
+        kept = sum(
+            in_bf16("model", "model.layers", f"model.layers.{i}") for i in range(sizes.num_hidden_layers)
+        )
+        return cls(
+            sizes=sizes,
+            variant=args.model.variant,
+            compute=precision.compute,
+            recipe=precision.recipe,
+            fp8_layers=(sizes.num_hidden_layers - kept) if fp8 else 0,
+            fp8_head=fp8 and not in_bf16("lm_head"),
+            compiled=args.model.variant == "torchao" if args.model.compile is None else args.model.compile,
+            fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
+            main_grad=te and speed.main_grad and float32,
+            cuda_graphs=te and speed.cuda_graphs and stage < 3,
+            recompute=args.gradient_checkpointing,
+            flash=args.model.attention_backend == "flash",
+            deterministic=args.full_determinism,
+            micro_batch=args.per_device_train_batch_size,
+            seq_length=args.max_seq_length,
+            accumulation=args.gradient_accumulation_steps or 1,
+            ranks=ranks,
+            zero_stage=stage,
+            float32_gradients=float32,
+            reduce_bucket=int(zero.get("reduce_bucket_size", REDUCE_BUCKET)),
+            overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
+        )
+
+    @property
+    def te(self) -> bool:
+        return VARIANTS[self.variant].te
+
+    @property
+    def fp8(self) -> bool:
+        return self.compute == "fp8"
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight and of an activation that is not FP8."""
+        return 4 if self.compute == "fp32" else 2
+
+    @property
+    def parameters(self) -> int:
+        return num_parameters(self.sizes)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.micro_batch * self.seq_length
+
+    @property
+    def step_tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.tokens * self.accumulation * self.ranks
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int]:
+        """(H hidden, I intermediate, q all query heads, kv all key heads, V vocabulary), elements of a token."""
+        s, D = self.sizes, head_dim(self.sizes)
+        q, kv = s.num_attention_heads * D, s.num_key_value_heads * D
+        return s.hidden_size, s.intermediate_size, q, kv, s.vocab_size
+
+    @property
+    def layer_matrices(self) -> int:
+        """Weights of the matrices of a layer."""
+        H, I, q, kv, _ = self.widths  # noqa: E741
+        return H * (2 * q + 2 * kv) + 3 * H * I
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether an FP8 copy of all weights is kept over the micro-batches of a step (`MicroStep`)."""
+        return self.fp8 and self.te and self.accumulation > 1 and self.zero_stage < 3
+
+    def described(self) -> str:
+        """What was chosen, in the order in which somebody asks."""
+        how = f"{self.variant} {f'FP8 {self.recipe}' if self.fp8 else self.compute}"
+        extras = [
+            text
+            for text, there in (
+                ("lm_head in FP8", self.fp8_head),
+                ("CUDA graphs", self.cuda_graphs),
+                ("recomputation", self.recompute),
+            )
+            if there
+        ]
+        gpus = f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
+        batch = f"micro-batch {self.micro_batch} x {self.seq_length}, accumulation {self.accumulation}"
+        return ", ".join([how, *extras, f"ZeRO {self.zero_stage} on {gpus}", batch])
