@@ -239,16 +239,16 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     assert committed(tmp_path) == [path]
 
 
+@pytest.mark.parametrize("where", ["train.files", "train.checkpoint.files"])
 def test_a_manifest_that_is_not_surely_on_the_disk_commits_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The save has failed, and is told so: what it wrote is not to be resumed from."""
 
-    def fails(folder: Path) -> None:
-        assert (folder / MANIFEST).exists()
+    def fails(folder: Path) -> None:  # behind the manifest, or before it
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("train.files.sync_folder", fails)
+    monkeypatch.setattr(f"{where}.sync_folder", fails)
     with pytest.raises(OSError, match="Input/output error"):
         make(tmp_path, 1)
     assert committed(tmp_path) == []
@@ -257,8 +257,9 @@ def test_a_manifest_that_is_not_surely_on_the_disk_commits_nothing(
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (make(tmp_path, 2) / MANIFEST).unlink()
+    (tmp_path / "step-00000003").touch()  # no folder, nobody's save
     assert set_aside(tmp_path, after_step=1) is None
-    assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003"]
 
 
 def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
@@ -371,14 +372,15 @@ def test_a_rollback_keeps_what_this_start_has_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to."""
-    path, nothing = make(tmp_path, 3), cast(Any, SimpleNamespace(rewind=lambda step: None))
+    root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=lambda step: None))
+    path, newer = make(root, 3), make(root, 6)
+    (newer / "weights.pt").write_bytes(b"")
     monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
     changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
     state = RunState(9, 72, 0, 1, 1, {}, {"a": 1}, changes=changes, began_at={"path": "old"})
     health: Any = SimpleNamespace(load_state_dict=lambda saved: None)
-    Rollback(tmp_path, nothing, nothing, state, health, nothing, nothing)._load(
-        path, read_state(path), [[1, 2]]
-    )
+    Rollback(root, nothing, nothing, state, health, nothing, nothing)._load(path, read_state(path), [[1, 2]])
+    assert committed(root) == [path]  # else the save of step 6 would find its place taken
     assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
     assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
 
