@@ -44,6 +44,8 @@ from train.files import remove_dead_buffers, tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
 from train.preflight.machine import cuda_devices, memory_kills
+from train.record.rank_log import last_lines
+from train.record.run_folder import RunFolder
 
 TRAIN = Path(__file__).resolve().parent / "train.py"
 
@@ -89,6 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("script", help="what each rank runs, with the rest of the command line")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(folder=None)  # of a run of train/train.py
     options = parser.parse_args(argv)
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
@@ -119,6 +122,7 @@ def what_prevents(options: argparse.Namespace) -> str:
         return str(error)
     if options.node_rank == 0:
         tell(*remarks)
+    options.folder = RunFolder(arguments.output_dir)
     os.environ[CHECKED] = "1"
     return ""
 
@@ -153,6 +157,9 @@ class Launcher:
         self.asked_to_stop = self.interrupted = self.ends = False
         self.processes: list[subprocess.Popen] = []
         self.memory_kills = memory_kills()
+        logs = [] if options.folder is None else map(options.folder.rank_log, self._ranks(options.nproc))
+        # what earlier starts wrote in them is not this one's
+        self.logs = [(log, log.stat().st_size if log.is_file() else 0) for log in logs]
         signals.install(self._pass_on)
         environment = dict(
             os.environ,
@@ -173,6 +180,9 @@ class Launcher:
             if self.asked_to_stop:
                 self.processes[-1].send_signal(signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def _ranks(self, count: int) -> range:
+        return range(self.first_rank, self.first_rank + count)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -212,6 +222,7 @@ class Launcher:
         ):  # a rank that lost its connection to such a one is no news
             return INTERRUPTED
         left = [rank for rank, p in enumerate(self.processes, self.first_rank) if p.returncode is None]
+        self._show_last_lines(failed)
         return self._status(failed, left)
 
     def _status(self, failed: dict[int, int], left: list[int]) -> int:
@@ -234,6 +245,13 @@ class Launcher:
         if (rank, status) != (0, NOT_AS_IT_IS):  # which said what has to be changed
             tell(f"launch: rank {rank} {how}{also}{why}", file=sys.stderr)
         return 128 - status if status < 0 else status
+
+    def _show_last_lines(self, failed: dict[int, int]) -> None:
+        """Of the logs of ranks that a signal ended, which could not say on the console what they died of."""
+        for rank in [rank for rank, status in failed.items() if rank and status < 0 and self.logs]:
+            path, since = self.logs[rank - self.first_rank]
+            if lines := last_lines(path, since):
+                tell(f"launch: the last lines of rank {rank}, of {path}:", *lines, file=sys.stderr)
 
     def _why_killed(self) -> str:
         """What is known of a SIGKILL, which leaves a rank no word of its own."""

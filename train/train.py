@@ -41,6 +41,8 @@ from train.preflight.sizes import memory_ran_out
 if TYPE_CHECKING:
     from train.loop import Run
     from train.planning.plan import Prediction
+    from train.record.rank_log import RankLog
+    from train.record.run_folder import RunFolder
     from train.record.train_log import TrainLog
 
 # Exit status; signals has the others.
@@ -118,18 +120,20 @@ def leave(status: int) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """One run from its resolved arguments; every rank calls it. What rank 0 tells goes to train.log as well."""
+    """One run from its resolved arguments; every rank calls it. What rank 0 tells goes to train.log as well, what the
+    others do to their own logs instead."""
     import torch.distributed as dist
 
+    from train.record.rank_log import RankLog
     from train.record.run_folder import RunFolder
     from train.record.train_log import TrainLog
 
-    log = TrainLog(RunFolder(args.output_dir), tuple(ENDINGS))
-    with log if dist.get_rank() == 0 else contextlib.nullcontext():
-        _run(args, log)
+    folder, rank, expected = RunFolder(args.output_dir), dist.get_rank(), tuple(ENDINGS)
+    with RankLog(folder, rank, expected) if rank else TrainLog(folder, expected) as log:
+        _run(args, folder, log)
 
 
-def _run(args: TrainingArguments, log: TrainLog) -> None:
+def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) -> None:
     import torch.distributed as dist
 
     from model.config import load_config
@@ -140,10 +144,10 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
     from train.loop import Run, train
     from train.planning.autotune import resolve_auto
     from train.record.provenance import RunRecord
-    from train.record.run_folder import RunFolder
+    from train.record.rank_log import name_rank_0
 
     world, main = dist.get_world_size(), dist.get_rank() == 0
-    setup.say(f"output: {os.path.abspath(log.path.parent)}")
+    setup.say(f"output: {os.path.abspath(folder.path)}")
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
@@ -158,9 +162,9 @@ def _run(args: TrainingArguments, log: TrainLog) -> None:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
     start = setup.start_of(args, model, proven, train_stream, state, resume_from)
-    folder = RunFolder(args.output_dir)
-    if main:
-        log.open()
+    log.open()
+    if main and world > 1:
+        name_rank_0(folder)
     run = Run(
         arguments=args,
         folder=folder,

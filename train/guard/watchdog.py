@@ -23,6 +23,8 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from train.record.rank_log import console
+
 HUNG = 1  # as any other crash: worth another start from the last checkpoint
 # In the first step there are compilation, captured graphs and NCCL's connections.
 FIRST_STEP_S = 1800.0
@@ -49,7 +51,7 @@ class Watchdog:
         self._allowed_s = max(timeout_s, FIRST_STEP_S)  # until the first step is done
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._stderr: TextIO = sys.__stderr__ or sys.stderr
+        self._stderr: TextIO = console()
 
     def __enter__(self) -> Watchdog:
         if self.timeout_s:

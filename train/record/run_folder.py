@@ -21,6 +21,7 @@ class RunFolder:
         self.log = (
             path / "train.log"
         )  # what the console of rank 0 said, and the whole configuration, of all starts
+        self.logs = path / "logs"  # what the other ranks said, of all starts (train/record/rank_log.py)
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
         self.tensorboard = path / "tensorboard"
@@ -30,6 +31,9 @@ class RunFolder:
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on
         self.lock = path / "run.lock"  # who runs in it; gone when the run ends (train/guard/lock.py)
         self.slurm_job = path / "slurm_job"  # which Slurm jobs began it, a line each, and what was there then
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:03d}.log"
 
     def discarded(self) -> list[tuple[Path, int]]:
         """(folder, bytes) of checkpoints and exports that runs have set aside here, oldest first. They lie beside the
