@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from model.documents import Documents
 from model.fp8.gemms import count_gemms, count_replay
+from model.fp8.health import HealthCheck, is_watched, took_replay, unwatched
 from model.fp8.precision import Precision
 from model.fp8.state import load_fp8_state, reset_fp8_state, snapshot_fp8_state
 
@@ -71,18 +73,28 @@ class _Passes:
 
 
 class _Captured:
-    """One captured forward and backward with its static tensors. `is_first_microbatch` is baked in."""
+    """One captured forward and backward with its static tensors. `is_first_microbatch` is baked in, and so is a check
+    of FP8's health where there is one, whose totals are static, too."""
 
-    def __init__(self, passes: _Passes, precision: Precision, first: bool | None, pool: Any):
+    def __init__(
+        self,
+        passes: _Passes,
+        precision: Precision,
+        first: bool | None,
+        pool: Any,
+        check: HealthCheck | None = None,
+    ):
         self.parameters = list(passes.parameters.values())
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
-        with count_gemms(passes.model, precision) as self.gemms:
+        watching = check.watching if check else nullcontext
+        with count_gemms(passes.model, precision) as self.gemms, watching():
             with torch.cuda.graph(self.forward_graph, pool=pool, capture_error_mode="thread_local"):
                 loss = passes.forward(first)
             self.loss, self.upstream = loss.detach(), torch.ones_like(loss)
             with torch.cuda.graph(self.backward_graph, pool=pool, capture_error_mode="thread_local"):
                 self.gradients = passes.backward(loss, self.upstream)
+                self.totals = check.totals() if check else None
 
 
 class _Replay(torch.autograd.Function):
@@ -99,6 +111,8 @@ class _Replay(torch.autograd.Function):
         captured.upstream.copy_(upstream)
         captured.backward_graph.replay()
         count_replay(Counter(), captured.gemms.backward)
+        if captured.totals is not None:
+            took_replay(captured.totals)
         # copies: what is handed on may be kept, and the next replay writes over the static ones
         return None, *(None if g is None else g.clone() for g in captured.gradients)
 
@@ -110,6 +124,7 @@ def use_cuda_graphs(
     labels: torch.Tensor,
     cache_weights: bool,
     documents: Documents | None = None,
+    health: bool = False,
 ) -> None:
     """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU), `documents`
     (there too, of a model with a document mask) and replace `model.forward` by one that replays it. Other calls
@@ -119,6 +134,9 @@ def use_cuda_graphs(
 
     cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state
     and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into are not: zero them.
+
+    health: capture the first micro-batch of a step once more, as a HealthCheck looks at it; it is what is replayed
+    while one does. It has gradients of its own in memory, where GEMMs do not add them into buffers.
 
     Raises ValueError: no documents for a model with a document mask.
     """
@@ -132,11 +150,13 @@ def use_cuda_graphs(
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # whoever counts does not count these passes
-    with torch.cuda.stream(stream), count_gemms(model, precision):
-        for _ in range(WARMUP_PASSES):
+    with torch.cuda.stream(stream), count_gemms(model, precision), unwatched():
+        for index in range(WARMUP_PASSES):
+            looks = HealthCheck(model, precision).watching if health and index == 0 else nullcontext
             for first in kinds:
-                loss = passes.forward(first)
-                passes.backward(loss, torch.ones_like(loss))
+                with looks():
+                    loss = passes.forward(first)
+                    passes.backward(loss, torch.ones_like(loss))
                 del loss
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -147,7 +167,10 @@ def use_cuda_graphs(
     gc.disable()  # freeing another graph during a capture breaks it
     try:
         pool = torch.cuda.graph_pool_handle()
-        captured = {first: _Captured(passes, precision, first, pool) for first in kinds}
+        with unwatched():
+            captured = {first: _Captured(passes, precision, first, pool) for first in kinds}
+            check = HealthCheck(model, precision) if health else None
+            looking = _Captured(passes, precision, kinds[0], pool, check) if check else None
     finally:
         if collecting:
             gc.enable()
@@ -164,6 +187,8 @@ def use_cuda_graphs(
         **others: Any,
     ) -> CausalLMOutput:
         graphs = captured.get(is_first_microbatch)
+        if looking and is_watched() and is_first_microbatch == kinds[0]:
+            graphs = looking
         training = model.training and torch.is_grad_enabled() and labels is not None and not others
         if graphs is None or not training or not passes.take(input_ids, labels, documents):
             if documents is not None:

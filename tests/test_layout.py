@@ -11,8 +11,8 @@ from scripts import architecture
 from scripts.architecture import ROOT, arrows, imported_modules, reached, room_of, sources
 
 ONLY_IN = {
-    "transformer_engine": {"model/fp8/te_backend.py"},
-    "transformer_engine_torch": {"model/fp8/te_backend.py"},
+    "transformer_engine": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
+    "transformer_engine_torch": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
     "torchao": {"model/fp8/torchao_fp8.py"},
     "wandb": {"train/record/trackers.py"},
     "deepspeed": {"train/engine", "train/checkpoint"},

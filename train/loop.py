@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from model.config import UserError, flops_per_token
 from model.fp8.gemms import Gemms, count_gemms
+from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, snapshot_fp8_state
@@ -35,6 +36,7 @@ from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
+from train.record.fp8_health import FP8_HEALTH, health_record
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
 from train.record.run_folder import RunFolder
 
@@ -110,6 +112,7 @@ class Step:
     share: torch.Tensor | None  # of tokens with a label, where not all have one
     skipped: bool
     gemms: Gemms | None  # FP8 GEMMs that ran, where the step is logged
+    check: HealthCheck | None = None  # of FP8, where one was due
     record: dict[str, Any] = field(default_factory=dict)  # for the metrics
     last: bool = False
     stops: bool = False
@@ -163,6 +166,8 @@ class Loop:
                 loss = self._mean_loss(step)
                 if step.logs:
                     self._log(step, loss)
+            if step.check is not None:
+                step.record[FP8_HEALTH] = health_record(step.check)  # waits
             if step.evaluates:
                 self._evaluate(step)
             if step.record:
@@ -192,12 +197,14 @@ class Loop:
         self.health.before_step()
         # torchao's compiled layers cannot be counted: what they run was fixed when they were proven
         counts = self._logs(state.step + 1) and of_transformer_engine(engine.module)
+        check = check_due(engine.module, run.precision, state.step + 1)
         with count_gemms(engine.module, run.precision) if counts else nullcontext() as gemms:
             for index in range(self.accumulation):
                 run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
                 self.slow_ranks.begin()
                 batch = self.batches.get(state.consumed_samples, index).to(engine.device)
-                loss_sum += run.micro_step(batch, index)
+                with check.watching() if check and index == 0 else nullcontext():
+                    loss_sum += run.micro_step(batch, index)
                 if batch.documents is not None:
                     share_sum += batch.labelled()
         first_sample, loss = state.consumed_samples, loss_sum / self.accumulation
@@ -206,7 +213,7 @@ class Loop:
         state.consumed_samples += self.samples
         state.consumed_tokens += self.tokens
         skipped = self.health.after_step(state.step, first_sample, loss, share)
-        return Step(learning_rate, loss, share, skipped, gemms)
+        return Step(learning_rate, loss, share, skipped, gemms, check)
 
     def _judge_skip(self, step: Step) -> None:
         """Tell of a step that was skipped. Raises TrainingError: it was the last that may be."""

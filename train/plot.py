@@ -3,7 +3,8 @@
 
 RUN is the folder of a run, its output_dir, also of one that goes on. Prints a table (loss, evaluation loss, tokens,
 tokens/s, FP8, GPU-hours, what became of it), and draws loss, learning rate, gradient norm and tokens/s against tokens:
-one run to RUN/loss.png, several to comparison.png here, unless --output names a file.
+one run to RUN/loss.png, several to comparison.png here, unless --output names a file. Of one run that looked at the
+health of its FP8 (precision.health_steps), that too: RUN/health.png, or beside FILE with _health in its name.
 
 Exit status: 0; 2 where a RUN is none, or nothing is to be seen of it yet.
 """
@@ -51,14 +52,19 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
     tell(table(histories))
+    from train.record.fp8_health import draw_health
     from train.record.plots import draw
 
+    of_health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")
+    drawn = [output]
     try:
         draw(histories, output)
+        if len(histories) == 1 and draw_health(histories[0], of_health):
+            drawn.append(of_health)
     except OSError as error:
         tell(f"error: {output} cannot be written: {error}", file=sys.stderr)
         return 2
-    tell(f"wrote {os.path.abspath(output)}")
+    tell(*(f"wrote {os.path.abspath(path)}" for path in drawn))
     return 0
 
 

@@ -1,6 +1,7 @@
 """FP8: which recipes there are (recipes.py, without torch), what a configuration means on a machine (precision.py),
-which modules are meant to run it (modules.py), the proof of what ran (gemms.py), its state and first scales, and the
-two libraries that it comes from, each imported in one file (te_backend, torchao_fp8).
+which modules are meant to run it (modules.py), the proof of what ran (gemms.py), how healthy that is (health.py, by
+what quantizers.py shows), its state and first scales, and the two libraries that it comes from (te_backend,
+torchao_fp8).
 
 It imports nothing of model/ but documents and variants. Others ask Precision, fp8_modules, and count_gemms around a
 pass.

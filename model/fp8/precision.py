@@ -83,6 +83,11 @@ class Precision:
         """FP8 by torchao, not by TE."""
         return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
 
+    @property
+    def health_steps(self) -> int:
+        """Steps between looks at the operands of GEMMs; 0: none, or there are no such operands."""
+        return self.config.health_steps if self.fp8 and not self.torchao else 0
+
     @cached_property
     def te(self) -> SimpleNamespace:
         """The namespace of TE modules, loaded when it is first asked for: transformers' own model and torchao do

@@ -32,12 +32,13 @@ class Recipe:
 
 _HISTORY = ("margin", "amax_history_len", "amax_compute_algo", "calibration_passes", "reduce_amax")
 _EPSILON = ("power_2_scales", "amax_epsilon")
+_ALL = ("fp8_format", "health_steps")
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("delayed", "te", True, ("fp8_format", *_HISTORY, "fast_accumulation_wgrad")),
-        Recipe("current", "te", knobs=("fp8_format", *_EPSILON, "fast_accumulation_wgrad")),
-        Recipe("block", "te", knobs=("fp8_format", *_EPSILON)),
+        Recipe("delayed", "te", True, (*_ALL, *_HISTORY, "fast_accumulation_wgrad")),
+        Recipe("current", "te", knobs=(*_ALL, *_EPSILON, "fast_accumulation_wgrad")),
+        Recipe("block", "te", knobs=(*_ALL, *_EPSILON)),
         Recipe("tensorwise", "torchao"),
         Recipe("rowwise", "torchao"),
     )
@@ -81,6 +82,12 @@ class PrecisionConfig:
     )
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
+    )
+    health_steps: int = option(
+        "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
+        0,
+        ge=0,
+        resume="free",
     )
     # free, as what it chooses is compared
     auto: bool | Annotated[str, Field(min_length=1)] = option(

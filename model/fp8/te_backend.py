@@ -1,4 +1,5 @@
-"""Transformer Engine where a GPU can run it, else the CPU reference. Nothing else imports transformer_engine.
+"""Transformer Engine where a GPU can run it, else the CPU reference. Nothing else but quantizers.py imports
+transformer_engine.
 
 `load` returns one namespace of modules for both, so that a model is written once.
 """

@@ -70,6 +70,7 @@ class MicroStep:
         self.main_grads = MainGrads(engine, precision) if speed.main_grad and on_gpu else None
         no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
         self.capture = speed.cuda_graphs and no_graphs is None
+        self.health = precision.health_steps > 0
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.buffers
@@ -85,7 +86,8 @@ class MicroStep:
         """
         engine, (input_ids, labels, documents) = self.engine, batch
         if self.capture:
-            use_cuda_graphs(engine.module, self.precision, input_ids, labels, self.cache_weights, documents)
+            of_run = self.precision, input_ids, labels, self.cache_weights, documents, self.health
+            use_cuda_graphs(engine.module, *of_run)
             if self.main_grads:
                 self.main_grads.zero()
             self.capture = False

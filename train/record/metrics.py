@@ -112,11 +112,11 @@ class MetricsLogger:
             tell(text)
 
     def draw_last(self) -> None:
-        """loss.png of the whole run. For want of a picture no trained model is a failure."""
+        """loss.png and health.png of the whole run. For want of a picture no trained model is a failure."""
         if not self.is_main:
             return
         try:
-            self.message(f"wrote {self._plot.draw_last()}")
+            self.message(f"wrote {' and '.join(map(str, self._plot.draw_last()))}")
         except Exception as error:
             self.message(f"warning: no loss plot: {type(error).__name__}: {error}")
 

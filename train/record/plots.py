@@ -1,4 +1,5 @@
-"""Plots of runs: loss.png, which is drawn again and again while a run goes on, and comparisons of several."""
+"""Plots of runs: loss.png and health.png, which are drawn again and again while a run goes on, and comparisons of
+several."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.files import drawing, unfinished
+from train.record.fp8_health import draw_health
 from train.record.history import EVALUATION, SET_LOSS, History, Mark, labels, read_history, smoothed
 from train.record.run_folder import RunFolder
 
@@ -90,8 +92,8 @@ def _plain(text: str) -> str:
 
 
 class LivePlot:
-    """loss.png of a run that goes on, drawn by a process of the lowest priority: no step waits for it, and whether it
-    succeeds is of no concern to the run."""
+    """loss.png and health.png of a run that goes on, drawn by a process of the lowest priority: no step waits for it,
+    and whether it succeeds is of no concern to the run."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -129,10 +131,15 @@ class LivePlot:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            unfinished(self.folder.loss_plot, self._process.pid).unlink(missing_ok=True)
+            for path in (self.folder.loss_plot, self.folder.health_plot):
+                unfinished(path, self._process.pid).unlink(missing_ok=True)
 
-    def draw_last(self) -> Path:
-        """Draw it now, in this process; returns its path. Raises whatever stands in its way."""
+    def draw_last(self) -> list[Path]:
+        """Draw them now, in this process; returns their paths. Raises whatever stands in its way."""
         self.close()
-        draw([read_history(self.folder.path)], self.folder.loss_plot)
-        return self.folder.loss_plot
+        history = read_history(self.folder.path)
+        draw([history], self.folder.loss_plot)
+        if draw_health(history, self.folder.health_plot):
+            return [self.folder.loss_plot, self.folder.health_plot]
+        self.folder.health_plot.unlink(missing_ok=True)  # of another run that was here
+        return [self.folder.loss_plot]

@@ -24,6 +24,7 @@ class RunFolder:
         self.logs = path / "logs"  # what the other ranks said, of all starts (train/record/rank_log.py)
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
+        self.health_plot = path / "health.png"  # of FP8, with precision.health_steps
         self.tensorboard = path / "tensorboard"
         self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from train.record.fp8_health import FP8_HEALTH, scalars
 from train.record.run_folder import RunFolder
 
 FLUSH_S = 30  # until TensorBoard sees a line
@@ -65,6 +66,9 @@ class Trackers:
                 self._open[name] = tracker
 
     def log(self, metrics: dict[str, Any]) -> None:
+        if FP8_HEALTH in metrics:
+            others = {key: value for key, value in metrics.items() if key != FP8_HEALTH}
+            metrics = others | scalars(metrics[FP8_HEALTH])
         for name, tracker in self._open.items():
             self._try(name, partial(tracker.log, metrics))
 

@@ -205,7 +205,8 @@ def test_a_plot_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     live._last -= 61.0
     live.update()
     assert isinstance(live._process, Slow)  # one at a time
-    assert live.draw_last().read_bytes().startswith(b"\x89PNG") and calls == [20.0, "kill", None]
+    (drawn,) = live.draw_last()
+    assert drawn.read_bytes().startswith(b"\x89PNG") and calls == [20.0, "kill", None]
     assert [path.name for path in folder.glob("loss.png*")] == ["loss.png"]
 
 

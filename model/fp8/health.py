@@ -1,0 +1,213 @@
+"""Health of FP8: what quantization does to the operands of each GEMM, counted from the tensors that are multiplied.
+
+    check = HealthCheck(model, precision)
+    with check.watching():
+        model(ids, labels=labels, is_first_microbatch=True).loss.backward()
+    shares = statistics(check.totals())
+
+Each FP8 operand is made by a quantizer, which quantizers.noted_quantizations shows with what it was made of; nothing of
+what runs is replaced, and no random number is drawn. What is seen first of an operand counts: a recomputation makes it
+again, and a weight is quantized with the first micro-batch of a step alone.
+
+Nothing here waits for the GPU, so that a CUDA graph (model/graphs.py) can hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.fp8.modules import fp8_modules, matrices
+from model.fp8.precision import Precision
+from model.fp8.quantizers import noted_quantizations, quantizer_slots
+from model.te_reference.quantize import BLOCK, FP8_MAX
+
+OPERANDS = ("input", "weight", "gradient")
+STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
+# The last GEMM of an MLP, whose input is what SwiGLU makes: outliers of FP8 runs grow there (arXiv 2409.12517).
+DOWN_PROJECTIONS = ("down_proj", "fc2")
+
+# The magnitude from which on rounding alone would leave the format: the largest value and half a step of its binade.
+# Up to there the clamp changes nothing that rounding would not.
+OVERFLOW = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
+CHUNK = 2**25  # elements that are looked at together, for whose float32 copies there has to be memory
+
+# Of an operand: sums over its elements, which ranks add, and one maximum.
+SUMS = ("nonzero", "kept", "saturated", "error2", "x2", "x1", "x3", "x4", "elements")
+TOTALS = (*SUMS, "range")
+
+_watching: list[HealthCheck | None] = []  # the innermost counts; None: nobody
+
+
+class HealthCheck:
+    """Totals of the operands of all FP8 GEMMs of `model` in one forward and backward, for a model of Transformer
+    Engine's modules or its reference's.
+
+    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision):
+        self.precision = precision
+        self._modules: list[tuple[nn.Module, list[str]]] = []
+        for name in fp8_modules(model, precision).planned:
+            module = model.get_submodule(name)
+            parts = [name] if len(matrices(module)) == 1 else [f"{name}.fc1", f"{name}.fc2"]
+            self._modules.append((module, parts))
+        self.gemms = [name for _, names in self._modules for name in names]
+        self._rows = {name: 3 * index for index, name in enumerate(self.gemms)}
+        self._seen: dict[int, torch.Tensor] = {}  # by the row in the table
+        self._slots: dict[Any, int] = {}
+        self._replayed: torch.Tensor | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what is quantized meanwhile, also in a replay of a CUDA graph that was captured with a look."""
+        with noted_quantizations(self.precision.te, self._note), _innermost(self):
+            yield
+
+    def totals(self) -> torch.Tensor:
+        """float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN where nothing was seen."""
+        if self._replayed is not None:
+            return self._replayed
+        device = next((t.device for t in self._seen.values()), self.precision.device)
+        nothing = torch.full((len(TOTALS),), math.nan, dtype=torch.float64, device=device)
+        rows = [self._seen.get(row, nothing) for row in range(3 * len(self.gemms))]
+        return torch.stack(rows).view(len(self.gemms), len(OPERANDS), len(TOTALS))
+
+    @torch.no_grad()
+    def _note(
+        self,
+        slots: tuple[Any, ...],
+        source: Callable[[slice], torch.Tensor],
+        codes: torch.Tensor,
+        scale_inv: torch.Tensor,
+    ) -> None:
+        """See noted_quantizations."""
+        if _watching[-1] is not self:
+            return
+        if self._slots.keys().isdisjoint(slots):  # quantizers come with a module's first forward
+            self._slots = self._find_slots()
+        row = next((self._slots[slot] for slot in slots if slot in self._slots), None)
+        if row is None or row in self._seen:
+            return
+        moments = row % 3 == 0 and self.gemms[row // 3].endswith(DOWN_PROJECTIONS)
+        self._seen[row] = measure(source, codes, scale_inv, moments)
+
+    def _find_slots(self) -> dict[Any, int]:
+        return {
+            slot: self._rows[names[gemm]] + operand
+            for module, names in self._modules
+            for slot, (gemm, operand) in quantizer_slots(self.precision.te, module).items()
+        }
+
+
+def check_due(model: nn.Module, precision: Precision, step: int) -> HealthCheck | None:
+    """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due."""
+    steps = precision.health_steps
+    return HealthCheck(model, precision) if steps and step % steps == 0 else None
+
+
+@contextmanager
+def _innermost(check: HealthCheck | None) -> Iterator[None]:
+    _watching.append(check)
+    try:
+        yield
+    finally:
+        _watching.pop()
+
+
+def unwatched() -> Any:
+    """A block that nobody looks at, such as passes before a capture."""
+    return _innermost(None)
+
+
+def is_watched() -> bool:
+    """Whether somebody looks at what runs now."""
+    return bool(_watching) and _watching[-1] is not None
+
+
+def took_replay(totals: torch.Tensor) -> None:
+    """A CUDA graph launched again what a check saw when it was captured; `totals` are its, and will be overwritten."""
+    if _watching and (check := _watching[-1]) is not None:
+        check._replayed = totals.clone()
+
+
+def measure(
+    source: Callable[[slice], torch.Tensor], codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool
+) -> torch.Tensor:
+    """float64 [TOTALS] of an operand [M, N].
+
+    source: gives rows of what was quantized. codes: float8 [M, N]. scale_inv: float32, one or one a tile, as in
+    QuantizedMatrix. moments: also the sums of odd and fourth powers, else 0. Sums are in float32 over a row, in
+    float64 over these.
+    """
+    limit, overflow = FP8_MAX[codes.dtype], OVERFLOW[codes.dtype]
+    rows, columns = codes.shape
+    step = max(1, CHUNK // columns // BLOCK) * BLOCK
+    sums = torch.zeros(len(SUMS) - 1, dtype=torch.float64, device=codes.device)
+    largest = torch.zeros((), dtype=torch.float64, device=codes.device)
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        x, inverse = source(part), _spread(scale_inv, part, codes.shape)
+        values = codes[part].float()
+        kept = _norm(values, 0)
+        magnitude = x.abs()
+        # of dimensions, lest it be rounded to the type of x
+        saturated = _norm((magnitude > (inverse * overflow).view(*inverse.shape or (1, 1))).to(x.dtype), 0)
+        ratio = _norm(magnitude if inverse.dim() == 0 else magnitude / inverse, math.inf).amax().double()
+        largest = torch.maximum(largest, ratio / (inverse.double() if inverse.dim() == 0 else 1.0) / limit)
+        nonzero, size, error = _norm(x, 0), _norm(x, 2), _norm(values.mul_(inverse).sub_(x), 2)
+        powers = [torch.zeros_like(size)] * 3
+        if moments:
+            x = x.float()
+            square = x.square()
+            powers = [x.sum(1), (square * x).sum(1), square.square().sum(1)]
+        of_rows = torch.stack([nonzero, kept, saturated, error, size, *powers]).double()
+        of_rows[3:5].square_()
+        sums += of_rows.sum(1)
+    elements = torch.full_like(largest, codes.numel())
+    return torch.cat([sums, elements[None], largest[None]])
+
+
+def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
+    """Of each row, in float32, in one pass and without a copy of `x`; of order 0 the number of elements not 0."""
+    return torch.linalg.vector_norm(x, order, dim=1, dtype=torch.float32)
+
+
+def _spread(scale_inv: torch.Tensor, part: slice, shape: torch.Size) -> torch.Tensor:
+    """The inverse scales of rows of a matrix of `shape`: one, or one an element. `part` begins at a whole tile."""
+    if scale_inv.dim() == 0:
+        return scale_inv
+    rows, columns = shape
+    if scale_inv.shape[0] != rows:
+        tiles = scale_inv[part.start // BLOCK : -(-part.stop // BLOCK)]
+        scale_inv = tiles[:, None].expand(-1, BLOCK, -1).reshape(-1, scale_inv.shape[1])
+        scale_inv = scale_inv[: part.stop - part.start]
+    else:
+        scale_inv = scale_inv[part]
+    if scale_inv.shape[1] != columns:
+        scale_inv = scale_inv[:, :, None].expand(-1, -1, BLOCK).reshape(scale_inv.shape[0], -1)[:, :columns]
+    return scale_inv
+
+
+def statistics(totals: torch.Tensor) -> torch.Tensor:
+    """float64 [..., STATISTICS] of `totals` [..., TOTALS], NaN where one is not known.
+
+    underflow: share of the elements that are not 0 and became 0. saturated: share that the clamp made smaller than
+    rounding would have; both of the elements that are not 0. range: the largest magnitude times its scale, as a part
+    of the format's largest value: above 1 it was clamped, and far below 1 a scale lags behind or the margin is wide.
+    error: |quantized - x| / |x|, Euclidean. kurtosis: fourth central moment by the square of the second, 3 for normal
+    numbers; of the input of the last GEMM of an MLP.
+    """
+    nonzero, kept, saturated, error2, x2, x1, x3, x4, n, largest = totals.unbind(-1)
+    mean = x1 / n
+    variance = x2 / n - mean**2
+    fourth = x4 / n - 4 * mean * x3 / n + 6 * mean**2 * x2 / n - 3 * mean**4
+    kurtosis = torch.where(x4 > 0, fourth / variance**2, torch.full_like(n, math.nan))
+    found = ((nonzero - kept) / nonzero, saturated / nonzero, largest, (error2 / x2).sqrt(), kurtosis)
+    return torch.stack(found, -1)

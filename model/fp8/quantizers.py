@@ -1,0 +1,198 @@
+"""What quantizes the operands of GEMMs, in Transformer Engine and in its reference: seen while it does.
+
+Of Transformer Engine these are the kernels that cast, alone or after a norm or an activation; what they do stays as it
+is. Its own library for this, nvdlfw-inspect, changes what runs: with it on, norms and SwiGLU write bf16 and kernels of
+their own cast that, which with delayed scaling are other numbers; and what it does each step is Python, which a
+replayed CUDA graph does not run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from model.fp8.modules import matrices
+from model.te_reference.quantize import BLOCK
+
+QuantizationNote = Callable[
+    [tuple[Any, ...], Callable[[slice], torch.Tensor], torch.Tensor, torch.Tensor], None
+]
+
+
+@contextmanager
+def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator[None]:
+    """A block that calls `note` for each operand that `te` quantizes, with
+
+    slots: what identifies the operand, any of which may be among those of `quantizer_slots`. source: gives rows of the
+    matrix [M, N] that was quantized. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128],
+    [M / 128, N / 128]).
+
+    A kernel that norms or activates and casts in one has no such matrix: `source` computes it again from what the
+    kernel was given, in float32, and rounds it to the type of the activations where the kernel does, which is with all
+    recipes but delayed. Codes and scales are always those that are multiplied.
+    """
+    if te.name == "reference":
+        base: Any = importlib.import_module("model.te_reference.base")
+        call = base.Quantizer.__call__
+
+        def noted(self: Any, x: torch.Tensor, **options: Any) -> Any:
+            made = call(self, x, **options)
+            codes, scale_inv = made.rows, made.rows_scale_inv
+            if codes is None:
+                codes, scale_inv = made.columns, made.columns_scale_inv
+            note(((id(self.state), self.column),), x.detach().__getitem__, codes, scale_inv)
+            return made
+
+        base.Quantizer.__call__ = noted
+        try:
+            yield
+        finally:
+            base.Quantizer.__call__ = call
+        return
+    kernels: Any = importlib.import_module("transformer_engine_torch")
+    # module/_common.py takes its kernels from here
+    copies: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    before = {name: getattr(kernels, name) for name in _CASTING}
+
+    def casting(name: str) -> Callable[..., Any]:
+        kernel = before[name]
+
+        def launched(*arguments: Any, **options: Any) -> Any:
+            result = kernel(*arguments, **options)
+            taken = _CASTING[name](arguments, result)
+            if taken is not None:
+                quantizer, weight, source, made = taken
+                exact = isinstance(quantizer, tensors.Float8Quantizer)
+                if (operand := _operand(made)) is not None:
+                    note((id(quantizer), weight), partial(source, exact), *operand)
+            return result
+
+        return launched
+
+    for name in before:
+        wrapped = casting(name)
+        setattr(kernels, name, wrapped)
+        setattr(copies, name, wrapped)
+    try:
+        yield
+    finally:
+        for name, kernel in before.items():
+            setattr(kernels, name, kernel)
+            setattr(copies, name, kernel)
+
+
+def _of_quantize(arguments: Any, result: Any) -> Any:
+    """(tensor, quantizer, made before or None, ...). A cached weight has a quantizer of its own: its memory tells."""
+    tensor, quantizer, *made = arguments
+    matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+    made = made[0] if made and made[0] is not None else result
+    return quantizer, ("weight", tensor.data_ptr()), lambda exact, rows: matrix[rows], made
+
+
+def _of_bias_gradient(arguments: Any, result: Any) -> Any:
+    """(tensor, quantizer) -> (gradient of a bias, quantized)."""
+    return _of_quantize(arguments, result[1])
+
+
+def _of_rms_norm(arguments: Any, result: Any) -> Any:
+    """(x, weight, eps, out, quantizer, ...) -> (quantized, mean, inverse rms [M])."""
+    x, weight, quantizer = arguments[0], arguments[1].detach(), arguments[4]
+    if quantizer is None:
+        return None
+    x, inverse_rms = x.detach().reshape(-1, x.shape[-1]), result[2].detach().view(-1, 1)
+
+    def source(exact: bool, rows: slice) -> torch.Tensor:
+        y = (x[rows].float() * inverse_rms[rows]).mul_(weight.float())
+        return y if exact else y.to(x.dtype)
+
+    return quantizer, None, source, result[0]
+
+
+def _of_swiglu(arguments: Any, result: Any) -> Any:
+    """(x [M, 2 F], quantizer) -> quantized [M, F]."""
+    x, quantizer = arguments[:2]
+    if quantizer is None:
+        return None
+    x = x.detach().reshape(-1, x.shape[-1])
+
+    def source(exact: bool, rows: slice) -> torch.Tensor:
+        gate, up = x[rows].float().chunk(2, -1)
+        y = torch.nn.functional.silu(gate).mul_(up)
+        return y if exact else y.to(x.dtype)
+
+    return quantizer, None, source, result
+
+
+def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
+    """(gradient [M, F], x [M, 2 F], quantizer) -> quantized [M, 2 F]."""
+    gradient, x, quantizer = arguments[:3]
+    if quantizer is None:
+        return None
+    gradient = gradient.detach().reshape(-1, gradient.shape[-1])
+    x = x.detach().reshape(-1, x.shape[-1])
+
+    def source(exact: bool, rows: slice) -> torch.Tensor:
+        gate, up = x[rows].float().chunk(2, -1)
+        above, sigmoid = gradient[rows].float(), torch.sigmoid(gate)
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        y = torch.cat((above * up * slope, above * gate * sigmoid), -1)
+        return y if exact else y.to(x.dtype)
+
+    return quantizer, None, source, result
+
+
+# Kernels that make FP8 operands -> (quantizer, mark of a weight, source(exact, rows), made), None where one made none.
+# source rounds to the type of the activations unless `exact`.
+_CASTING: dict[str, Callable[[Any, Any], Any]] = {
+    "quantize": _of_quantize,
+    "bgrad_quantize": _of_bias_gradient,
+    "rmsnorm_fwd": _of_rms_norm,
+    "swiglu": _of_swiglu,
+    "dswiglu": _of_swiglu_gradient,
+}
+
+
+def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(codes, scale_inv), as `noted_quantizations` has them, of Transformer Engine's FP8 tensor; None of another."""
+    storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage")
+    dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
+    if isinstance(made, storage.Float8TensorStorage):
+        data = made._data
+        if data is None:  # [N, ..., M]
+            data = made._transpose.flatten(1).t()
+        return data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype]), made._scale_inv.reshape(())
+    if isinstance(made, storage.Float8BlockwiseQTensorStorage) and made._rowwise_data is not None:
+        data, scale_inv = made._rowwise_data, made._rowwise_scale_inv
+        codes = data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype])
+        rows, tiles = codes.shape[0], -(-codes.shape[1] // BLOCK)
+        # padded to multiples of 4; those of tiles of one row lie the other way round
+        return codes, scale_inv[:, :tiles] if made._is_2D_scaled else scale_inv.t()[:rows, :tiles]
+    return None
+
+
+def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, int]]:
+    """What identifies the operands of `module` -> (number of the GEMM; 0 input, 1 weight, 2 gradient of the output).
+    They come into being with its first FP8 forward."""
+    slots: dict[Any, tuple[int, int]] = {}
+    for gemm, weight in enumerate(matrices(module)):
+        columns = {
+            ("scaling_fwd", 3 * gemm): 0,
+            ("scaling_fwd", 3 * gemm + 1): 1,
+            ("scaling_bwd", 2 * gemm): 2,
+        }
+        for (direction, column), operand in columns.items():
+            if te.name == "reference":
+                if (state := module.fp8_meta.get(direction)) is not None:
+                    slots[id(state), column] = gemm, operand
+            elif (quantizers := module.quantizers.get(direction)) and column < len(quantizers):
+                slots[id(quantizers[column])] = gemm, operand
+        if te.name != "reference" and weight.numel():
+            slots["weight", weight.data_ptr()] = gemm, 1
+    return slots

@@ -1,0 +1,215 @@
+"""Health of FP8 in runs: its lines, over ranks and resumes, its picture; and that looking changes no number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.axes import Axes
+
+from model.fp8.health import OPERANDS, STATISTICS, TOTALS, measure
+from tests.train.record.test_plots import make_run
+from tests.train.runs import PRECISIONS, curve, metrics, run
+from train import plot
+from train.checkpoint.files import committed
+from train.record import fp8_health
+from train.record.fp8_health import FP8_HEALTH, draw_health, health_record, scalars, split
+from train.record.history import read_history
+from train.record.trackers import Trackers
+
+LAYER = "model.layers.{}.mlp.down_proj"
+
+
+def record(layers: int = 3, factor: float = 1.0) -> dict[str, Any]:
+    values = {what: [factor * 10.0 ** -(layer + 1) for layer in range(layers)] for what in STATISTICS[:4]}
+    return {LAYER.format("*"): {operand: dict(values) for operand in OPERANDS}}
+
+
+def operand(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers, and their totals with a scale of 4."""
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)) * 80
+    codes = (x * 4).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return x, measure(x.__getitem__, codes, torch.tensor(0.25), True)
+
+
+def test_ranks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of sums, and the largest; also kurtosis and the error, which are no means of the ranks'."""
+    (a, of_a), (b, of_b) = operand(1, 16), operand(2, 48)
+    both = torch.cat([a, b])
+    codes = (both * 4).clamp(-448, 448).to(torch.float8_e4m3fn)
+    whole = measure(both.__getitem__, codes, torch.tensor(0.25), True)
+
+    def reduce(other: torch.Tensor) -> Any:
+        def all_reduce(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+            if op == dist.ReduceOp.MAX:
+                value.copy_(torch.maximum(value, other[..., len(TOTALS) - 1 :].expand_as(value)))
+            else:
+                value += other[..., : len(TOTALS) - 1]
+
+        return all_reduce
+
+    def found(totals: torch.Tensor, other: torch.Tensor) -> dict:
+        monkeypatch.setattr(dist, "all_reduce", reduce(other))
+        totals = totals.expand(1, 3, -1).clone()
+        check: Any = SimpleNamespace(totals=lambda: totals, gemms=[LAYER.format(0)])
+        return health_record(check)
+
+    nothing = torch.zeros_like(of_a)
+    together, expected = found(of_a, of_b), found(whole, nothing)
+    assert together == expected != found(of_a, nothing)
+    assert together[LAYER.format("*")]["input"]["kurtosis"] == [pytest.approx(3.0, rel=0.2)]
+    assert together[LAYER.format("*")]["weight"]["saturated"][0] > 0.1
+
+
+def test_layers_stand_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fp8_health.OPERANDS == OPERANDS and tuple(fp8_health.PANELS) == STATISTICS
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    totals = operand(1, 16)[1].expand(3, 3, -1).clone()
+    totals[0, 2] = float("nan")
+    check: Any = SimpleNamespace(totals=lambda: totals, gemms=[LAYER.format(1), LAYER.format(3), "lm_head"])
+    found = health_record(check)
+    errors = found[LAYER.format("*")]["input"]["error"]
+    assert [value is None for value in errors] == [True, False, True, False]
+    assert found[LAYER.format("*")]["gradient"]["range"][:2] == [None, None]
+    assert len(found["lm_head"]["weight"]["error"]) == 1
+    assert split("model.layers.17.mlp.fc1") == ("model.layers.*.mlp.fc1", 17)
+    json.dumps(found, allow_nan=False)
+
+
+def test_trackers_get_the_worst_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict] = []
+    trackers = Trackers.__new__(Trackers)
+    trackers._open = {"one": SimpleNamespace(log=told.append)}  # type: ignore[dict-item]
+    trackers._failed, trackers._tell = set(), pytest.fail
+    health = record()
+    health[LAYER.format("*")]["weight"]["error"] = [None, 0.03, 0.02]
+    line = {"step": 4, "loss": 2.0, FP8_HEALTH: health}
+    trackers.log(line)
+    assert told[0]["loss"] == 2.0 and FP8_HEALTH not in told[0] and line[FP8_HEALTH] is health
+    assert told[0][f"fp8_health/error/weight/{LAYER.format('*')}"] == 0.03
+    assert told[0][f"fp8_health/underflow/input/{LAYER.format('*')}"] == 0.1
+    assert len(told[0]) == 2 + 12
+
+
+@pytest.mark.parametrize(
+    "broken", [None, 3, [], {"a": 1}, {"a": {"input": 2}}, {"a": {"input": {"error": "x"}}}]
+)
+def test_lines_that_are_none_are_passed_over(
+    broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_health, "drawing", pytest.fail)
+    assert scalars(broken) == {}
+    assert not draw_health(read_history(make_run(tmp_path / "a", **{FP8_HEALTH: broken})), tmp_path / "x.png")
+
+
+def test_health_is_drawn_against_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each layer, a column for each line, a panel for each statistic and operand that there is."""
+    tables = []
+    show = Axes.imshow
+    monkeypatch.setattr(
+        Axes, "imshow", lambda axis, table, **o: tables.append(table) or show(axis, table, **o)
+    )
+    health = record()
+    second = record(layers=4, factor=0.5)
+    for of_line in (health, second):
+        for of_operand in of_line[LAYER.format("*")].values():
+            for what in ("saturated", "range", "underflow"):  # fewer panels are faster
+                of_operand.pop(what)
+    health[LAYER.format("*")]["weight"] = {}
+    folder = make_run(tmp_path / "run", lines=2, **{FP8_HEALTH: health})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "tokens": 640, FP8_HEALTH: second}) + "\n")
+    assert draw_health(read_history(folder), tmp_path / "health.png")
+    assert (tmp_path / "health.png").read_bytes().startswith(b"\x89PNG")
+    assert [table.shape for table in tables] == [(4, 2)] * 3
+    # 0.02 is the darkest that is shown
+    assert tables[0][:2, 0].tolist() == [0.1, 0.02] and tables[0][0, 1] == 0.05
+    assert tables[1][0].tolist()[1] == 0.05 and not tables[1][0, 0] > 0
+
+
+def test_one_run_has_its_health_beside_its_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Path] = []
+    monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
+    monkeypatch.setattr("train.record.fp8_health.draw_health", lambda _, path: drawn.append(path) or True)
+    runs = [str(make_run(tmp_path / name, **{FP8_HEALTH: record()})) for name in ("a", "b")]
+    assert plot.main(runs[:1]) == 0
+    assert plot.main([runs[0], "--output", str(tmp_path / "one.png")]) == 0
+    assert drawn == [tmp_path / "a/health.png", tmp_path / "one_health.png"]
+    assert capsys.readouterr().out.count("wrote") == 4
+    assert plot.main([*runs, "--output", str(tmp_path / "two.png")]) == 0
+    assert len(drawn) == 2
+
+
+def health_lines(folder: Path) -> list[tuple]:
+    return [(m["step"], m[FP8_HEALTH]) for m in metrics(folder) if FP8_HEALTH in m]
+
+
+def weights(folder: Path) -> list[bytes]:
+    files = (path for path in sorted(committed(folder / "checkpoints")[-1].rglob("*")) if path.is_file())
+    return [path.read_bytes() for path in files if path.suffix in (".safetensors", ".pt")]
+
+
+def test_a_run_that_looks_has_the_numbers_of_one_that_does_not(
+    settings: dict, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, its checkpoints as well; with lines at its own steps, also where nothing else is logged, and the
+    same ones after a resume in between."""
+    settings["precision"] = {"health_steps": 2}
+    drawn: list[Path] = []
+    monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
+    monkeypatch.setattr("train.record.plots.draw_health", lambda _, path: drawn.append(path))
+    folder = run(settings, plots=True, save_steps=3)
+    lines = health_lines(folder)
+    assert curve(folder) == curve(trained) and weights(folder) == weights(trained)
+    assert [step for step, _ in lines] == [2, 4, 6] and drawn == [folder / "health.png"]
+    (committed(folder / "checkpoints")[-1] / "manifest.json").unlink()
+    run(settings, save_steps=3, logging_steps=5)
+    assert health_lines(folder) == lines and curve(folder)[-1][0] == 6
+    gemms = dict(lines)[4]
+    assert set(gemms) == {
+        f"model.layers.*.{name}"
+        for name in (
+            "self_attention.layernorm_qkv",
+            "self_attention.proj",
+            "layernorm_mlp.fc1",
+            "layernorm_mlp.fc2",
+        )
+    }
+    assert all(len(values) == 2 and None not in values for *_, values in fp8_health.values(gemms))
+    assert len(json.dumps(gemms)) < 2500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_recipe_is_changed_by_a_look(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
+    settings["model"]["variant"] = variant
+    folders = []
+    for steps in (0, 1):
+        settings["precision"] = {**PRECISIONS[precision], "health_steps": steps}
+        folders.append(run(settings, output_dir=str(tmp_path / f"{steps}")))
+    off, on = folders
+    assert curve(on) == curve(off) and weights(on) == weights(off)
+    assert len(health_lines(on)) == (0 if precision == "bf16" else 6) and not health_lines(off)
+
+
+@pytest.mark.slow
+def test_recomputation_and_zero_3(settings: dict, tmp_path: Path) -> None:
+    """The same statistics where layers are computed twice, and where weights are partitioned; there they are quantized
+    by each micro-batch, of which the first is looked at."""
+    settings["precision"] = {"recipe": "current", "health_steps": 3}
+    found = []
+    for index, change in enumerate(
+        ({}, {"gradient_checkpointing": True}, {"deepspeed": {"zero_optimization": {"stage": 3}}})
+    ):
+        found.append(health_lines(run(settings, output_dir=str(tmp_path / f"{index}"), **change)))
+    assert len(found[0]) == 2 and found[1] == found[0]
+    assert [step for step, _ in found[2]] == [3, 6]
+    assert all(None not in values for *_, values in fp8_health.values(found[2][-1][1]))
