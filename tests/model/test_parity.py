@@ -145,7 +145,7 @@ def test_mismatched_weights_are_named() -> None:
     weights = conversion.to_hf_state_dict(model)
     del weights["model.layers.0.self_attn.k_proj.weight"]
     weights["model.layers.1.mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"][:-1]
-    with pytest.raises(
-        conversion.ConversionError, match=r"k_proj.weight is missing.*up_proj.weight has shape \(255"
-    ):
+    weights["model.layers.2.norm.weight"] = weights["model.norm.weight"]  # which would be lost
+    problems = r"k_proj.weight is missing.*up_proj.weight has shape \(255.*layers.2.norm.weight is unknown"
+    with pytest.raises(conversion.ConversionError, match=problems):
         conversion.load_hf_state_dict(model, weights)

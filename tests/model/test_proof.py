@@ -9,7 +9,7 @@ from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.proof import ProofError, attention_errors, probe_tokens, prove
+from model.proof import ProofError, attention_errors, check_attention, probe_tokens, prove
 from tests.conftest import small_config
 
 
@@ -173,3 +173,17 @@ def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.Monkey
             prove(model, precision, seq_length=tokens)
     else:
         prove(model, precision, seq_length=tokens)
+
+
+def test_the_first_step_may_run_another_kernel_of_the_attention_that_was_proven_but_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By how q, k and v lie in memory cuDNN's differ."""
+    model, precision = model_of()
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: "fused (cuDNN), sub-backend 1")
+    check_attention(model, precision, "fused (cuDNN), sub-backend 1")
+    check_attention(model, precision, "fused (cuDNN), sub-backend 2")
+    with pytest.raises(
+        ProofError, match="flash 2 was proven, and the first step ran fused .* to fused, which"
+    ):
+        check_attention(model, precision, "flash 2")

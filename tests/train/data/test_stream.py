@@ -250,6 +250,12 @@ def change_manifest(folder: Path, change) -> None:
     (folder / "manifest.json").write_text(json.dumps(values))
 
 
+def more_documents_than_tokens(manifest):
+    for shard in manifest["shards"]:
+        shard["documents"] = shard["tokens"] + 1
+    manifest["documents"]["out"] = sum(shard["documents"] for shard in manifest["shards"])
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -262,6 +268,10 @@ def change_manifest(folder: Path, change) -> None:
         (lambda m: m.update(shards=None), "'shards' is None"),
         (lambda m: m["shards"][0].update(name="../x.ds"), "'shards.0.name' is '../x.ds'"),
         (lambda m: m["shards"][0].update(tokens=5), "are not 5 tokens"),
+        (lambda m: m["shards"][0].update(tokens=0), "'shards.0.tokens' is 0"),
+        (lambda m: m["documents"].update(out=1), "1 documents out, [0-9]+ in the shards"),
+        (lambda m: m["documents"].pop("in"), "not the numbers in, out and dropped"),
+        (more_documents_than_tokens, r"\.ds: [0-9]+ documents in [0-9]+ tokens"),
         (lambda m: m.update(tokenizer_files=[]), "'tokenizer_files' is "),
         (lambda m: m.update(tokenizer_files=["../x"]), "'tokenizer_files.0' is "),
         (lambda m: m.update(tokenizer_files=None), "'tokenizer_files' is "),

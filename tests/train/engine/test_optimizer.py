@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from train.config.arguments import TrainingArguments
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
 from train.engine.zero import skip_steps_that_are_not_finite
 
@@ -121,3 +121,11 @@ def test_a_run_that_is_all_warmup_ends_at_the_peak():
     a = arguments(warmup_steps=100)
     assert learning_rate_at(99, a) == 1.0
     assert learning_rate_at(100, a) == 1.0
+
+
+def test_warmup_and_decay_may_fill_a_run_and_not_more():
+    schedule = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 60}
+    a = arguments(decay_steps=40, **schedule)
+    assert [learning_rate_at(step, a) for step in (59, 60, 80)] == pytest.approx([1, 1, 0.55])
+    with pytest.raises(ConfigurationError, match="decay_steps 41, .*warmup and decay together are longer"):
+        arguments(decay_steps=41, **schedule)
