@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Training throughput of a whole model: transformers eager and compiled, torchao, te_linear and te_layer, in bf16 and
-FP8 by recipe, with and without CUDA graphs, as bare passes and inside DeepSpeed.
+"""Training throughput of a whole model: transformers eager and compiled, torchao, te_linear and te_layer, and
+Megatron-Core, in bf16 and FP8 by recipe, with and without CUDA graphs, as bare passes and inside DeepSpeed.
 
     python test_fp8/bench_model.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
@@ -23,10 +23,19 @@ Each row must be the model that transformers' in bf16 is: the same weights, bit 
 loss of the same random tokens within the tolerances that are printed; FP8 where it says FP8 and nowhere else; an
 attention that agrees with SDPA. A row that is not is left out with the reason, and the exit status is 1.
 
+The others get what a competent user gives them, chosen by measurement. hf and torchao: torch's SDPA pinned to each of
+--sdpa ("fa4" is FlashAttention-4 in torch, a prototype), each --loss ("compiled": torch.compile's cross entropy;
+"liger": Liger's of lm_head and loss at once, where liger-kernel is installed), and the fused AdamW that all have;
+without and with torch.compile are two rows. megatron_core_*, where megatron-core is installed (pip install --no-deps
+megatron-core==0.19.2): its GPTModel of TE's modules with its distributed optimizer, fused weight gradients, rotation
+and cross entropy, in rows *_op_fuser with TE's op fuser; in the measure "step" alone, which then is its own.
+
 Rows take turns: each of --rounds rounds visits all rows, every second one in reverse. A visit builds the model, checks
-it (the first time), warms up, times, and frees everything. The first round tries each --micro_batch (te rows with each
---attention), later ones the row's fastest; "step" begins with what was fastest bare. What does not fit the memory is a
-reason, no failure. Throughput is from the median of all timed passes (steps); "drift" is how far apart the rounds are.
+it (the first time), warms up, times, and frees everything. The first round tries each --micro_batch with each attention
+(and then, with what was fastest, each --loss), later ones the row's fastest; "step" begins with what was fastest bare.
+What does not fit the memory is a reason, no failure. Throughput is from the median of all timed passes (steps); "drift"
+is how far apart the rounds are. Two rows are even where the ratio of their speeds is no further from 1 than it moved
+between the rounds that visited both (the largest less the smallest); that takes two rounds at least.
 
 Memory is the peak of a visit, what torch had allocated and reserved. Graphs have a pool of their own, which only
 "reserved" counts in full. "launch ms" is the host's time to enqueue a pass.
@@ -61,10 +70,25 @@ OPTIONS.add("--measure", list(rows.MEASURES), "what is measured", nargs="+", cho
 OPTIONS.add("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive)
 OPTIONS.add("--seq_length", ByMachine(2048, 64), "tokens of a sample", type=positive)
 OPTIONS.add("--document_length", ByMachine(512, 16), "mean tokens, in rows documents_*", type=positive)
-OPTIONS.add("--attention", ["auto"], "of the te rows", nargs="+", choices=list(ATTENTION_BACKENDS))
+OPTIONS.add(
+    "--attention", ["auto"], "of the te and megatron_core rows", nargs="+", choices=list(ATTENTION_BACKENDS)
+)
+OPTIONS.add(
+    "--sdpa", ByMachine(["cudnn", "flash"], ["auto"]), "of hf and torchao rows", nargs="+", choices=rows.SDPA
+)
+OPTIONS.add(
+    "--loss",
+    ByMachine(["compiled", "liger"], ["torch"]),
+    "of hf and torchao rows",
+    nargs="+",
+    choices=rows.LOSSES,
+)
 OPTIONS.add("--accumulation", ByMachine(8, 2), "micro-batches of a step", type=positive)
-OPTIONS.add("--rounds", 2, "visits to each row", type=positive)
-OPTIONS.add("--seconds", ByMachine(1.0, 0.0), "timed a visit, at least 4 passes or a step", type=seconds)
+OPTIONS.add("--rounds", ByMachine(3, 2), "visits to each row", type=positive)
+OPTIONS.add("--steps", ByMachine(5, 1), "timed a visit, at least", type=positive)
+OPTIONS.add(
+    "--seconds", ByMachine(1.0, 0.0), "timed a visit, at least 4 passes or --steps steps", type=seconds
+)
 OPTIONS.add_flag("--deterministic", "deterministic kernels, as train.py's default")
 OPTIONS.add("--seed", 42, "of weights and tokens", type=int)
 OPTIONS.add_output("JSON and a plot")

@@ -14,12 +14,18 @@ class RowError(ValueError):
     """Rows that cannot be had; the message names them and what there is."""
 
 
+class NotHere(RuntimeError):
+    """What this machine cannot run, and what does not fit its memory; the message says why."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """`settings`: dotted keys -> JSON values, or texts as the command line has them."""
+    """`settings`: dotted keys -> JSON values, or texts as the command line has them. `megatron`: of a row that
+    Megatron-Core trains, switches of its own configuration; None: this project does."""
 
     name: str
     settings: Mapping[str, Any]
+    megatron: Mapping[str, bool] | None = None
 
     def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """The training configuration `base`, a JSON object, with this row's settings.

@@ -99,7 +99,14 @@ def check_same_model(model: nn.Module, compute: str, reference: Reference, input
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
         raise DifferentModel(f"{parameters:,} parameters, {expected:,} are expected")
-    if problems := weight_problems(to_hf_state_dict(model), reference.weights):
+    return check_computed(to_hf_state_dict(model), model, compute, reference, input_ids)
+
+
+def check_computed(
+    weights: Mapping[str, Tensor], model: nn.Module, compute: str, reference: Reference, input_ids: Tensor
+) -> float:
+    """The same for any model that returns logits, with its `weights` under Hugging Face's names."""
+    if problems := weight_problems(weights, reference.weights):
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise DifferentModel("other weights: " + "; ".join(problems[:3]) + more)
     logits = probe_logits(model, input_ids)

@@ -22,9 +22,10 @@ from test_fp8.common import report
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row
 from test_fp8.common.same_model import LOSS_TOLERANCE, Reference
+from test_fp8.model import megatron
 from test_fp8.model.results import EXPLAINED, Series, lines, plot, results_of
 from test_fp8.model.rows import MEASURES, Setting, Settings
-from test_fp8.model.visit import Visitor, free_memory, optimizer_ms
+from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed, make_deterministic
 from train.planning.autotune import resolve_auto
@@ -100,7 +101,7 @@ class Bench:
         batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         model = build_model(self.config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
         reference = Reference.of(model, batch.input_ids, batch.labels)
-        self.visitor = Visitor(reference, batch, options.seconds, options.document_length)
+        self.visitor = Visitor(reference, batch, options.seconds, options.document_length, options.steps)
 
     def run(self) -> Iterator[None]:
         """Measure; yields after each round, when `results` has news."""
@@ -130,7 +131,8 @@ class Bench:
             label = f"{series.measure:<4} {series.row.name:<38} {setting}"
             try:
                 self._tune(series, setting)
-                visit = self.visitor.visit(series.settings[setting], series.measure)
+                visit = self._measured(series, setting)
+                visit.turn = turn
             except Exception as error:  # whatever it is, the other rows go on
                 if series.refuse(setting, error) and not isinstance(error, EXPLAINED):
                     traceback.print_exc()
@@ -150,6 +152,12 @@ class Bench:
             if bare:
                 return
 
+    def _measured(self, series: Series, setting: Setting) -> Visit:
+        arguments, row = series.settings[setting], series.row
+        if row.megatron is not None:
+            return megatron.visit(arguments, row.megatron, self.visitor, self.config)
+        return self.visitor.visit(arguments, series.measure, setting.attention, setting.loss)
+
     def _tune(self, series: Series, setting: Setting) -> None:
         """What the row leaves to precision.auto is chosen once for both measures."""
         if not series.settings[setting].precision.auto:
@@ -166,7 +174,7 @@ class Bench:
 
     def conditions(self) -> dict[str, Any]:
         """What all rows have in common, for the report."""
-        options = "seq_length document_length accumulation rounds deterministic seed".split()
+        options = "seq_length document_length accumulation rounds steps deterministic seed".split()
         return {
             "model": Path(self.options.config).name,
             "parameters": num_parameters(self.config),

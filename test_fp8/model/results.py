@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +16,11 @@ from model.fp8.precision import PrecisionError
 from model.proof import ProofError
 from test_fp8.common import report
 from test_fp8.common.report import Result, measured
-from test_fp8.common.rows import Row
+from test_fp8.common.rows import NotHere, Row
 from test_fp8.common.same_model import DifferentModel
 from test_fp8.common.timing import mean_pass_ms
 from test_fp8.model.rows import BASELINE, Setting
-from test_fp8.model.visit import NotHere, Visit
+from test_fp8.model.visit import Visit
 from train.config.arguments import TrainingArguments
 from train.files import drawing
 
@@ -50,7 +52,8 @@ class Series:
     choices: dict[Setting, dict[str, Any]] = field(default_factory=dict)
 
     def candidates(self, turn: int, bare: Series | None) -> Iterator[Setting]:
-        """The settings to visit in round `turn`: in the first all, the fastest of `bare` first; later the best one."""
+        """The settings to visit in round `turn`: in the first all, the fastest of `bare` first, but of the losses
+        behind the first one only those with what was fastest; later the best one."""
         if turn:
             best = self.best()
             yield from [] if best is None else [best]
@@ -67,8 +70,12 @@ class Series:
                 for s, why in self.reasons.items()
             ):
                 self.reasons.setdefault(setting, OUT_OF_MEMORY)
-            else:
+            elif setting.loss == order[0].loss or self.best() is None or self._is_best_but_loss(setting):
                 yield setting
+
+    def _is_best_but_loss(self, setting: Setting) -> bool:
+        best = self.best()
+        return best is not None and best._replace(loss=setting.loss) == setting
 
     def refuse(self, setting: Setting, error: BaseException) -> bool:
         """Note that a visit ended in `error`. Returns whether that is a fault of the row, rather than of the machine's
@@ -96,9 +103,12 @@ class Series:
         if self.measure == "step":
             steps = arguments.gradient_accumulation_steps or 1
             return tokens * steps / statistics.median(laps["step"]) * 1e3
-        return tokens / self.pass_ms(setting, laps) * 1e3
+        return tokens / (self.pass_ms(setting, laps) or math.inf) * 1e3
 
-    def pass_ms(self, setting: Setting, laps: Mapping[str, Sequence[float]]) -> float:
+    def pass_ms(self, setting: Setting, laps: Mapping[str, Sequence[float]]) -> float | None:
+        """None: passes were not timed by themselves."""
+        if "later" not in laps:
+            return None
         return mean_pass_ms(laps, self.settings[setting].gradient_accumulation_steps or 1)
 
 
@@ -133,7 +143,24 @@ def _add_ratios(results: Sequence[Result]) -> None:
         speed = r["tokens_per_second"]
         r[f"ratio_to_{BASELINE}"] = speed / base if base else None
         r["ratio_to_best_bf16"] = speed / best["tokens_per_second"] if best else None
+        r["ratio_noise"] = ratio_noise(r, best) if best and r is not best else None
         r["best_bf16"] = r is best
+        r["even_with"] = [other["row"] for other in results if other is not r and are_even(r, other)]
+
+
+def ratio_noise(a: Result, b: Result) -> float | None:
+    """How far the ratio of the speeds of two rows moved between the rounds that visited both: the largest less the
+    smallest, as a share. None: there are no two such rounds."""
+    pairs = [zip(r["round_numbers"], r["rounds"], strict=True) for r in (a, b)]
+    ours, theirs = (dict(pair) for pair in pairs)
+    ratios = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
+    return max(ratios) - min(ratios) if len(ratios) > 1 else None
+
+
+def are_even(a: Result, b: Result) -> bool:
+    """Whether the ratio of two speeds is no further from 1 than it moved between the rounds."""
+    noise = ratio_noise(a, b)
+    return noise is not None and abs(a["tokens_per_second"] / b["tokens_per_second"] - 1) <= noise
 
 
 def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: float) -> Result:
@@ -142,9 +169,9 @@ def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: floa
     result: Result = {
         "row": series.row.name,
         "measure": series.measure,
-        "variant": arguments.model.variant,
+        "variant": arguments.model.variant if series.row.megatron is None else "megatron_core",
         "compute": arguments.precision.compute,
-        "configuration": dict(series.row.settings),
+        "configuration": {**series.row.settings, **(series.row.megatron or {})},
         "automatic": "precision.auto" in series.row.settings,
         "tried": _tried(series),
     }
@@ -159,6 +186,8 @@ def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: floa
         "choice": series.choices.get(setting),
         "micro_batch": setting.micro_batch,
         "attention": last.attention,
+        "attention_kernels": last.kernels,
+        "loss_kind": last.loss_kind,
         "tokens_per_second": speed,
         "tflops": speed * flops_per_token / 1e12,
         "pass_ms": pass_ms,
@@ -174,6 +203,7 @@ def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: floa
         "logits_error": last.proof.logits_error,
         "proof": last.proof.lines + last.notes,
         "rounds": rounds,
+        "round_numbers": [visit.turn for visit in visits],
         "drift": max(rounds) / min(rounds) - 1,
         "samples": len(laps["step" if series.measure == "step" else "later"]),
         "visit_s": [visit.seconds for visit in visits],
@@ -181,7 +211,7 @@ def _result(series: Series, optimizer_ms: Sequence[float], flops_per_token: floa
     if series.measure == "step":
         step_ms = statistics.median(laps["step"])
         result |= {"step_ms": step_ms, "deepspeed_share": None}
-        if optimizer_ms:
+        if optimizer_ms and pass_ms is not None:
             passes_ms = (arguments.gradient_accumulation_steps or 1) * pass_ms
             result["deepspeed_share"] = 1 - (passes_ms + statistics.median(optimizer_ms)) / step_ms
     return result
@@ -225,14 +255,20 @@ COLUMNS: report.Columns = {
     "drift": ("drift", ".1%"),
     "FP8": ("fp8_modules", "d"),
     "loss": ("loss", ".4f"),
+    "loss by": ("loss_kind", "<"),
     "attention": ("attention", "<"),
 }
 
 
 def lines(results: Sequence[Result]) -> list[str]:
-    """The results as a text table; below it what precision.auto chose, and the rows without a speed with the reason."""
+    """The results as a text table; below it which rows are even, the attention kernels of each, what precision.auto
+    chose, and the rows without a speed with the reason."""
     shown = [report.table(measured(results), COLUMNS)]
     shown.append("* the fastest bf16 of its measure; x eager: to hf_bf16; x bf16: to that fastest one")
+    shown += _even_lines(measured(results))
+    for r in measured(results):
+        kernels = ", ".join(r["attention_kernels"]) or "none seen by the profiler"
+        shown.append(f"{r['measure']} {r['row']}: attention {r['attention']}; kernels: {kernels}")
     for r in results:
         if choice := r.get("choice"):
             named = ", ".join(f"{key} {value}" for key, value in choice.items() if key != "why")
@@ -240,6 +276,19 @@ def lines(results: Sequence[Result]) -> list[str]:
     return shown + [
         f"{r['measure']} {r['row']} not measured: {r['reason']}" for r in results if "reason" in r
     ]
+
+
+def _even_lines(results: Sequence[Result]) -> list[str]:
+    """A line for each pair of rows that is even."""
+    found = []
+    for a, b in itertools.combinations(results, 2):
+        if a["measure"] == b["measure"] and b["row"] in a["even_with"]:
+            ratio, noise = a["tokens_per_second"] / b["tokens_per_second"], ratio_noise(a, b)
+            found.append(
+                f"{a['measure']} {a['row']} and {b['row']} are even: {ratio:.4f}, between rounds the ratio moved by "
+                f"{noise:.4f}"
+            )
+    return found
 
 
 def plot(results: Sequence[Result], title: str, output: Path) -> None:
@@ -258,7 +307,12 @@ def plot(results: Sequence[Result], title: str, output: Path) -> None:
             report.bars(axis, [r["row"] for r in rows], speeds, color=[COLORS[kind] for kind in kinds])
             for place, r in enumerate(rows):
                 ratio = r["ratio_to_best_bf16"]
-                text = f" {r['tokens_per_second']:,.0f}" + ("" if ratio is None else f" ({ratio:.2f})")
+                even = (
+                    ", even"
+                    if any(other["best_bf16"] for other in rows if other["row"] in r["even_with"])
+                    else ""
+                )
+                text = f" {r['tokens_per_second']:,.0f}" + ("" if ratio is None else f" ({ratio:.2f}{even})")
                 axis.text(r["tokens_per_second"], place, text, va="center", fontsize=8, bbox=LABEL_BOX)
                 if r["best_bf16"]:
                     axis.axvline(r["tokens_per_second"], color=COLORS["bf16"], linestyle="--", linewidth=1)

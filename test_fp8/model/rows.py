@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -26,14 +27,22 @@ ALL_OFF = {f"speed.{key}": value for key, value in asdict(SpeedConfig.off()).ite
 EAGER, GRAPH = {"speed.cuda_graphs": False}, {"speed.cuda_graphs": True}
 
 
+# Of torch's SDPA, and of the loss, in the rows of transformers' modules; see baselines.py.
+SDPA = ("auto", "cudnn", "flash", "efficient", "fa4")
+LOSSES = ("torch", "compiled", "liger")
+OWN_LOSS = "own"
+
+
 class Setting(NamedTuple):
     """What the fastest of is chosen for each row."""
 
     micro_batch: int
     attention: str  # as asked for
+    loss: str = OWN_LOSS  # one of LOSSES in the rows hf_* and torchao_*
 
     def __str__(self) -> str:
-        return f"micro-batch {self.micro_batch}, attention {self.attention}:"
+        loss = "" if self.loss == OWN_LOSS else f", loss {self.loss}"
+        return f"micro-batch {self.micro_batch}, attention {self.attention}{loss}:"
 
 
 def _fp8(recipe: str) -> dict[str, Any]:
@@ -64,20 +73,37 @@ def _presets() -> dict[str, Row]:
             settings[f"documents_{variant}_{kind}"] = {**how, **EAGER}
             settings[f"documents_{variant}_{kind}_graph"] = {**how, **GRAPH}
     settings["te_layer_fp8_delayed_off"] = {"model.variant": "te_layer", **_fp8("delayed"), **ALL_OFF}
-    return {name: Row(name, how) for name, how in settings.items()}
+    return {name: Row(name, how) for name, how in settings.items()} | _megatron_presets()
 
 
+def _megatron_presets() -> dict[str, Row]:
+    """Of Megatron-Core, where it is installed: FP8 and bf16, with what else its configuration offers one model."""
+    kinds = {"bf16": BF16, "fp8_delayed": _fp8("delayed"), "fp8_current": _fp8("current")}
+    rows = {}
+    for kind, how in kinds.items():
+        for suffix, switches in MEGATRON_SWITCHES.items():
+            name = f"megatron_core_{kind}{suffix}"
+            rows[name] = Row(name, {"model.variant": "te_layer", **how}, switches)
+    return rows
+
+
+# of the name -> of its TransformerConfig, on
+MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
+    "": {},
+    "_op_fuser": {"use_transformer_engine_op_fuser": True},
+    "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
+}
 PRESETS = _presets()
 
 # What is measured unless --rows, --step_rows say otherwise: enough for the comparisons that matter, in minutes.
 DEFAULT_ROWS = (
     "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
     "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
-    "te_layer_fp8_delayed_fast_wgrad te_layer_fp8_current te_layer_fp8_block"
+    "te_layer_fp8_delayed_fast_wgrad te_layer_fp8_current te_layer_fp8_block megatron_core_*"
 ).split()
 DEFAULT_STEP_ROWS = (
     "hf_bf16* torchao_tensorwise te_linear_bf16 te_linear_fp8_delayed te_layer_bf16* te_layer_fp8_delayed "
-    "te_layer_fp8_delayed_graph"
+    "te_layer_fp8_delayed_graph megatron_core_*"
 ).split()
 # The reference's rows take seconds at best; those of each kind show that everything runs.
 CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
@@ -116,9 +142,13 @@ def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> lis
     Raises ValueError (RowError, ConfigurationError): nothing is; what cannot be.
     """
     added = [name for name in rows if name not in PRESETS]
-    chosen = {"bare": select([*options.rows, *added], rows, "--rows")}
+    named = select([*options.rows, *added], rows, "--rows")
     in_steps = select([*options.step_rows, *added], rows, "--step_rows")
-    chosen["step"] = [row for row in chosen["bare"] if row in in_steps]
+    chosen = {
+        # Megatron-Core's weight gradients go to its optimizer's buffers, which a step has
+        "bare": [row for row in named if row.megatron is None],
+        "step": [row for row in named if row in in_steps],
+    }
     found = [(measure, row) for measure in MEASURES if measure in options.measure for row in chosen[measure]]
     if not found:
         raise RowError(
@@ -128,32 +158,40 @@ def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> lis
 
 
 def settings_of(row: Row, options: argparse.Namespace) -> Settings:
-    """What the first round tries: every micro-batch, smallest first, with every attention that the row can have; with
-    the resolved configuration of each. Raises RowError, ConfigurationError: it is not allowed."""
-    settings = {}
-    for attention in options.attention:
-        for micro_batch in sorted(options.micro_batch):
-            base = {
-                "model": {"config": options.config, "attention_backend": attention},
-                "data": {"sources": {"random tokens": "none"}},
-                "precision": {},
-                "speed": {},
-                "max_steps": 1000,
-                "max_seq_length": options.seq_length,
-                "per_device_train_batch_size": micro_batch,
-                "gradient_accumulation_steps": options.accumulation,
-                "full_determinism": options.deterministic,
-                "seed": options.seed,
-                # where precision.auto looks for an earlier choice: nowhere
-                "output_dir": "nowhere",
-                "resume_from_checkpoint": "never",
-            }
-            arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}").resolve(1)
-            if (compute := arguments.precision.compute) not in COMPUTED:
-                raise RowError(
-                    f"row {row.name}: precision.compute is {compute}; what is compared is {' and '.join(COMPUTED)}"
-                )
-            if not VARIANTS[arguments.model.variant].te or arguments.precision.auto:
+    """What the first round tries: every micro-batch, smallest first, with every attention that the row can have, and
+    then every loss; with the resolved configuration of each. Raises RowError, ConfigurationError: it is not allowed."""
+    settings, sizes = {}, sorted(options.micro_batch)
+    if VARIANTS[_arguments(row, options, "auto", sizes[0]).model.variant].te:
+        for attention, micro_batch in itertools.product(options.attention, sizes):
+            arguments = _arguments(row, options, attention, micro_batch)
+            if arguments.precision.auto:
                 arguments.model.attention_backend = "auto"
             settings[Setting(micro_batch, arguments.model.attention_backend)] = arguments
+    else:
+        for loss, attention, micro_batch in itertools.product(options.loss, options.sdpa, sizes):
+            settings[Setting(micro_batch, attention, loss)] = _arguments(row, options, "auto", micro_batch)
     return settings
+
+
+def _arguments(row: Row, options: argparse.Namespace, attention: str, micro_batch: int) -> TrainingArguments:
+    base = {
+        "model": {"config": options.config, "attention_backend": attention},
+        "data": {"sources": {"random tokens": "none"}},
+        "precision": {},
+        "speed": {},
+        "max_steps": 1000,
+        "max_seq_length": options.seq_length,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": options.accumulation,
+        "full_determinism": options.deterministic,
+        "seed": options.seed,
+        # where precision.auto looks for an earlier choice: nowhere
+        "output_dir": "nowhere",
+        "resume_from_checkpoint": "never",
+    }
+    arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}").resolve(1)
+    if (compute := arguments.precision.compute) not in COMPUTED:
+        raise RowError(
+            f"row {row.name}: precision.compute is {compute}; what is compared is {' and '.join(COMPUTED)}"
+        )
+    return arguments

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,8 +23,11 @@ from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
 from model.proof import attention_of, prove, proving_fp8
 from model.variants import VARIANTS, why_no_graphs
+from test_fp8.common.rows import NotHere
 from test_fp8.common.same_model import DifferentModel, Reference, check_same_model, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, timed_ms, times_in
+from test_fp8.model.baselines import attention_kernels, pinned_sdpa, use_loss
+from test_fp8.model.rows import OWN_LOSS
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
@@ -34,14 +37,10 @@ from train.setup import model_for
 
 GIB = 2**30
 MIN_PASSES, MAX_PASSES = 4, 48
-MIN_STEPS, MAX_STEPS = 1, 20
+MAX_STEPS = 20
 # How Transformer Engine's error begins when none of the attentions that are allowed takes the inputs.
 NO_ATTENTION = "No dot product attention backend is available"
 PASSES_AFTER_A_STEP = 3  # the first of a step and two later ones
-
-
-class NotHere(RuntimeError):
-    """What this machine cannot run, and what does not fit its memory; the message says why."""
 
 
 @dataclass
@@ -67,10 +66,32 @@ class Visit:
     notes: list[str]  # what came of the section "speed", in the measure step
     proof: Proof = field(init=False)
     attention: str = ""
+    kernels: list[str] = field(default_factory=list)  # of attention on the GPU, as the profiler names them
+    loss_kind: str = ""
+    turn: int = 0  # the round
     before_gib: float | None = None  # allocated before the model was built: what others left behind
     allocated_gib: float | None = None  # peaks
     reserved_gib: float | None = None
     seconds: float = 0.0
+    sdpa: list[str] = field(default_factory=list)  # operations that torch's SDPA became
+
+
+def loss_kind(model: nn.Module, loss: str) -> str:
+    """What computed the loss of `model`, for the report."""
+    if VARIANTS[model.variant].te:
+        return "torch" if model.fused_cross_entropy is None else "fused (TE)"
+    return "torch" if loss == OWN_LOSS else loss
+
+
+def named_attention(attention: str, operations: list[str], pinned: str) -> str:
+    """For the report: `attention`, if it is torch's SDPA with the operations that it became. Raises DifferentModel:
+    another one ran than was `pinned`."""
+    if attention != "torch SDPA" or not operations:
+        return attention
+    expected = "flash" if pinned == "fa4" else pinned
+    if pinned != "auto" and operations != [expected]:
+        raise DifferentModel(f"attention {pinned} was pinned, and {', '.join(operations)} ran")
+    return f"{attention}, {'fa4' if pinned == 'fa4' else ' and '.join(operations)}"
 
 
 class Passes:
@@ -113,17 +134,26 @@ def prove_row(
 
 class Visitor:
     """Visits to rows under the same conditions: a micro-batch is the first samples of `batch`; `seconds` of timed
-    passes or steps. Rows with a document mask are timed within random documents of `document_length` tokens on
-    average; that they compute the reference's model is shown with each row as one document."""
+    passes or steps, and at least `steps` steps. Rows with a document mask are timed within random documents of
+    `document_length` tokens on average; that they compute the reference's model is shown with each row as one
+    document."""
 
-    def __init__(self, reference: Reference, batch: Batch, seconds: float, document_length: int = 512):
+    def __init__(
+        self, reference: Reference, batch: Batch, seconds: float, document_length: int = 512, steps: int = 1
+    ):
         self.reference, self.batch, self.seconds = reference, batch, seconds
-        self.document_length = document_length
+        self.document_length, self.steps = document_length, steps
         self.proofs: dict[str, Proof] = {}  # by what makes a model run alike, whatever the batch
+        self.attentions: dict[
+            str, tuple[list[str], list[str]]
+        ] = {}  # of attention_kernels, by what runs alike
 
-    def visit(self, arguments: TrainingArguments, measure: str) -> Visit:
-        """`arguments` are resolved. Raises NotHere, DifferentModel, ProofError, PrecisionError, and whatever the row
-        runs into; the model is free to be collected then."""
+    def visit(
+        self, arguments: TrainingArguments, measure: str, sdpa: str = "auto", loss: str = OWN_LOSS
+    ) -> Visit:
+        """`arguments` are resolved; `sdpa` and `loss` are for rows of transformers' modules (baselines.py). Raises
+        NotHere, DifferentModel, ProofError, PrecisionError, and whatever the row runs into; the model is free to be
+        collected then."""
         start, emulated = time.perf_counter(), not torch.cuda.is_available()
         free_memory()
         before = None if emulated else torch.cuda.memory_allocated() / GIB
@@ -132,24 +162,38 @@ class Visitor:
             raise NotHere(no_graphs)
         model, precision = model_for(arguments)
         model.train()
-        proof = self._proof(model, precision, arguments)
-        visit = (self._step if measure == "step" else self._bare)(model, precision, arguments)
-        visit.attention = attention_of(model, precision)
-        if visit.attention.split()[0] != proof.attention.split()[0]:
-            raise DifferentModel(
-                f"attention {proof.attention} was checked, and {visit.attention} ran in the timed batch"
-            )
+        te = VARIANTS[arguments.model.variant].te
+        with pinned_sdpa("auto" if te else sdpa, model.config, arguments.max_seq_length):
+            if not te:
+                use_loss(model, "torch" if loss == OWN_LOSS else loss)
+            proof = self._proof(model, precision, arguments, sdpa)
+            key = (measure, arguments.to_dict(), sdpa, loss)
+            visit = (self._step if measure == "step" else self._bare)(model, precision, arguments, key)
+        ran = attention_of(model, precision)
+        if ran.split()[0] != proof.attention.split()[0]:
+            raise DifferentModel(f"attention {proof.attention} was checked, and {ran} ran in the timed batch")
+        visit.attention = named_attention(ran, visit.sdpa, "auto" if te else sdpa)
+        visit.loss_kind = loss_kind(model, loss)
         visit.proof, visit.before_gib = proof, before
-        if torch.cuda.is_available():
-            visit.allocated_gib = torch.cuda.max_memory_allocated() / GIB
-            visit.reserved_gib = torch.cuda.max_memory_reserved() / GIB
         visit.seconds = time.perf_counter() - start
         return visit
 
-    def _proof(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Proof:
+    def look(self, visit: Visit, key: object, run: Callable[[], object]) -> None:
+        """What is left to see after the timing: memory, and at the first visit of `key` the attention of one pass more,
+        `run`."""
+        if torch.cuda.is_available():
+            visit.allocated_gib = torch.cuda.max_memory_allocated() / GIB
+            visit.reserved_gib = torch.cuda.max_memory_reserved() / GIB
+        if repr(key) not in self.attentions:
+            self.attentions[repr(key)] = attention_kernels(run)
+        visit.sdpa, visit.kernels = self.attentions[repr(key)]
+
+    def _proof(
+        self, model: nn.Module, precision: Precision, arguments: TrainingArguments, sdpa: str
+    ) -> Proof:
         """That of the first visit to what runs alike."""
         a, ids = arguments, self.batch.input_ids
-        key = repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask))
+        key = repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask, sdpa))
         if key not in self.proofs:
             try:
                 self.proofs[key] = prove_row(model, precision, arguments, self.reference, ids)
@@ -176,7 +220,9 @@ class Visitor:
                 loss = float(model(batch.input_ids, labels=batch.labels).loss)
         return loss_error(loss, arguments.precision.compute, self.reference, len(batch.input_ids))
 
-    def _bare(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
+    def _bare(
+        self, model: nn.Module, precision: Precision, arguments: TrainingArguments, key: object
+    ) -> Visit:
         batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
         cache_weights = precision.fp8 and VARIANTS[arguments.model.variant].te and accumulation > 1
         start, capture_s = time.perf_counter(), None
@@ -197,10 +243,13 @@ class Visitor:
             index = number % accumulation
             passes(index)
             laps.mark(passes.kind(index))
-        times = laps.ms()
-        return Visit(times, launch_ms, prepare_s, capture_s, loss, error, [])
+        visit = Visit(laps.ms(), launch_ms, prepare_s, capture_s, loss, error, [])
+        self.look(visit, key, lambda: passes(1))
+        return visit
 
-    def _step(self, model: nn.Module, precision: Precision, arguments: TrainingArguments) -> Visit:
+    def _step(
+        self, model: nn.Module, precision: Precision, arguments: TrainingArguments, key: object
+    ) -> Visit:
         batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
         ds_config = resolve_ds_config(arguments, 1)
         engine = build_engine(model, arguments, ds_config)
@@ -219,7 +268,7 @@ class Visitor:
 
             passes = Passes(engine.module, micro_step.cache_weights, batch)
             laps = Laps()
-            for number in range(times_in(self.seconds, step_ms, MIN_STEPS, MAX_STEPS)):
+            for number in range(times_in(self.seconds, step_ms, self.steps, max(self.steps, MAX_STEPS))):
                 if micro_step.main_grads:
                     micro_step.main_grads.zero()  # the passes added to them
                 laps.mark()
@@ -232,10 +281,11 @@ class Visitor:
                 for index in range(PASSES_AFTER_A_STEP):
                     passes(index)
                     laps.mark(passes.kind(index))
-            times = laps.ms()
+            visit = Visit(laps.ms(), launch_ms, prepare_s, None, loss, error, micro_step.notes)
+            self.look(visit, key, lambda: passes(1))
         finally:
             engine.destroy()  # DeepSpeed's tables of names would keep the model
-        return Visit(times, launch_ms, prepare_s, None, loss, error, micro_step.notes)
+        return visit
 
 
 def free_memory() -> None:

@@ -17,7 +17,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.proof import ProofError
 from test_fp8 import bench_model
-from test_fp8.common.rows import Row, RowError, parse_rows
+from test_fp8.common.rows import NotHere, Row, RowError, parse_rows
 from test_fp8.common.same_model import (
     DifferentModel,
     Reference,
@@ -30,7 +30,7 @@ from test_fp8.model import rows as bench_rows
 from test_fp8.model import visit as bench_visit
 from test_fp8.model.results import OUT_OF_MEMORY, Series, lines, results_of
 from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
-from test_fp8.model.visit import NotHere, Proof, Visit
+from test_fp8.model.visit import Proof, Visit
 from tests import programs
 from tests.conftest import random_ids, small_config
 from tests.model.fp8.test_gemms import without_fp8
