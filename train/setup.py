@@ -13,7 +13,7 @@ import random
 import shlex
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,12 +252,15 @@ def _report(
 
 
 def planned_for(
-    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig
+    args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, evaluates: bool
 ) -> Prediction | None:
-    """What the plan expects of this run, which is told; None where there is no GPU or what it does not count."""
-    if not torch.cuda.is_available() or args.precision.emulated or not in_float32(ds_config):
+    """On rank 0 what the plan expects of this run, which is told; None where there is no GPU, or an optimizer that it
+    does not count."""
+    if dist.get_rank() != 0 or not torch.cuda.is_available() or not in_float32(ds_config):
         return None
     setting = Setting.of(args, ds_config, config, dist.get_world_size())
+    if not evaluates:
+        setting = replace(setting, eval_batch=0)
     prediction = Prediction.of(setting, torch.cuda.get_device_name())
     say(prediction.told())
     return prediction

@@ -156,7 +156,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     model, precision = setup.model_for(args, resume_from)
     proven = setup.announce(args, model, precision, train_stream, state)
-    planned = setup.planned_for(args, ds_config, config)
+    planned = setup.planned_for(args, ds_config, config, bool(eval_streams))
     engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
     if args.dry_run:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)

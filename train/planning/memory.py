@@ -89,6 +89,12 @@ def head_bytes(s: Setting) -> float:
     return e * V + 3 * e * H
 
 
+def evaluation_bytes(s: Setting) -> float:
+    """Bytes of a token of an evaluation, which keeps nothing for a backward: logits, these in float32, log_softmax."""
+    H, _, _, _, V = s.widths
+    return (8 + (2 if s.element == 2 else 0)) * V + 2 * s.element * H
+
+
 def backward_of_layer(s: Setting) -> float:
     """Bytes of a token that the backward of a layer's MLP has besides what was saved: gradients of its output and
     input, of SwiGLU's output and of gate and up, with their FP8 rows and columns. SwiGLU's output is freed before."""
@@ -133,7 +139,12 @@ def _in_the_step(s: Setting) -> float:
 
 
 def memory_of(s: Setting) -> Memory:
-    """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer."""
+    """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer; or that
+    of an evaluation, which small models have.
+
+    CUDA graphs are captured before AdamW has its moments and there are gradients in 16 bits, and what they hold later
+    is not what torch calls allocated.
+    """
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
@@ -147,36 +158,32 @@ def memory_of(s: Setting) -> Memory:
     if s.te and s.fp8_head:
         copies += 2 * s.widths[0] * s.widths[4]
     state["gradients"] += s.element * _gradients_kept(s) / GIB
-    always = {
-        **state,
-        "FP8 copies of weights": copies / GIB,
-        "cuBLAS workspaces": WORKSPACES_GIB,
-    }
-    buckets = {"communication buffers": _buckets(s) / GIB}
-    kept = inputs if s.recompute else of_layers
-    head = {"activations": per_token * kept, "logits": per_token * head_bytes(s)}
-    again = one_layer if s.recompute else 0
-    backward = {
-        "activations": per_token * (kept + again),
-        "backward of a layer": per_token * backward_of_layer(s),
-    }
-    at = {
-        "begin of the backward": always | buckets | head,
-        "backward of the last layer": always | buckets | backward,
-        "optimizer": always | {"gradients of the step": _in_the_step(s) / GIB},
-    }
+    copied = {"FP8 copies of weights": copies / GIB}
+    always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
+    running = always | copied | {"communication buffers": _buckets(s) / GIB}
     if s.cuda_graphs and s.keeps_fp8_weights and not s.main_grad:
         # two captures, the first of which keeps its gradients
-        for parts in at.values():
-            parts["CUDA graphs"] = s.element * s.parameters / GIB
-    moment, parts = max(at.items(), key=lambda item: sum(item[1].values()))
-    peak = sum(parts.values())
-    shown = (
-        peak  # a graph is captured before the first step, and what it holds later is none of torch's tensors
-    )
+        running["CUDA graphs"] = s.element * s.parameters / GIB
+    kept = inputs if s.recompute else of_layers
+    head = {"activations": per_token * kept, "logits": per_token * head_bytes(s)}
+    backward = {
+        "activations": per_token * (kept + (one_layer if s.recompute else 0)),
+        "backward of a layer": per_token * backward_of_layer(s),
+    }
+    after = always | copied if s.keeps_fp8_weights else always
+    passes = {"begin of the backward": running | head, "backward of the last layer": running | backward}
+    later = {
+        "evaluation": after | {"logits": s.eval_tokens / GIB * evaluation_bytes(s)},
+        "optimizer": after | {"gradients of the step": _in_the_step(s) / GIB},
+    }
+    of_passes, of_later = (max(sum(p.values()) for p in moments.values()) for moments in (passes, later))
+    shown = max(of_passes, of_later)
     if s.cuda_graphs:
         moments_of_adamw = state["optimizer"] * 8 / (8 if s.compute == "fp32" else 12)
-        shown -= moments_of_adamw + s.element * _gradients_kept(s) / GIB
+        shown = max(of_passes - moments_of_adamw - s.element * _gradients_kept(s) / GIB, of_later)
+        for parts in later.values():
+            parts["CUDA graphs"] = of_passes - sum(after.values())
+    moment, parts = max((passes | later).items(), key=lambda item: sum(item[1].values()))
     return Memory({name: part for name, part in parts.items() if part}, moment, shown)
 
 

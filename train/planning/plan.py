@@ -281,7 +281,11 @@ class Prediction:
         """`device_name`: torch.cuda.get_device_name()'s."""
         found = re.search(r"\bH(100|200|800)\b", device_name)
         known = found and not re.search(r"PCIe|NVL", device_name)
-        return cls(memory_of(s), estimate(s, GPUS[found[0].lower()]) if found and known else None)
+        try:
+            speed = estimate(s, GPUS[found[0].lower()]) if found and known else None
+        except OSError:  # a copy of the code without test_fp8/results: the run does not need them
+            speed = None
+        return cls(memory_of(s), speed)
 
     def told(self) -> str:
         speed = ""

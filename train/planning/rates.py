@@ -123,6 +123,7 @@ def _setting(report: dict[str, Any], row: dict[str, Any]) -> Setting:
     return replace(
         _configured(report["model"], given),
         micro_batch=row["micro_batch"],
+        eval_batch=0,
         seq_length=report["seq_length"],
         accumulation=report["accumulation"],
         deterministic=report["deterministic"],
@@ -227,7 +228,8 @@ def _distance(a: Setting, b: Setting) -> float:
         for name in ("cuda_graphs", "recompute", "fp8_head", "main_grad", "recipe")
     )
     tokens = abs(math.log2(a.micro_batch / b.micro_batch)) + abs(math.log2(a.seq_length / b.seq_length))
-    return flags + tokens / 4
+    corrected = (a.deterministic != b.deterministic) + (a.flash != b.flash)  # by what docs/ says of them
+    return flags + (tokens + corrected) / 4
 
 
 def _shape(s: Setting) -> tuple[Any, ...]:

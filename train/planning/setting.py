@@ -32,6 +32,7 @@ class Setting:
     flash: bool  # FlashAttention is named
     deterministic: bool
     micro_batch: int
+    eval_batch: int | None  # samples of an evaluation's; None: as micro_batch, 0: there is none
     seq_length: int
     accumulation: int
     ranks: int
@@ -48,6 +49,8 @@ class Setting:
         stage = zero["stage"]
         wanted = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         float32 = stage == 1 and wanted and precision.compute in ("fp8", "bf16")
+
+        evaluated = args.per_device_eval_batch_size or args.per_device_train_batch_size
 
         def in_bf16(*names: str) -> bool:
             return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
@@ -70,6 +73,7 @@ class Setting:
             flash=args.model.attention_backend == "flash",
             deterministic=args.full_determinism,
             micro_batch=args.per_device_train_batch_size,
+            eval_batch=None if evaluated == args.per_device_train_batch_size else evaluated,
             seq_length=args.max_seq_length,
             accumulation=args.gradient_accumulation_steps or 1,
             ranks=ranks,
@@ -100,6 +104,11 @@ class Setting:
     def tokens(self) -> int:
         """Of a micro-batch."""
         return self.micro_batch * self.seq_length
+
+    @property
+    def eval_tokens(self) -> int:
+        """Of a batch of an evaluation."""
+        return (self.micro_batch if self.eval_batch is None else self.eval_batch) * self.seq_length
 
     @property
     def step_tokens(self) -> int:

@@ -18,6 +18,7 @@ from train import plan as program
 from train import train
 from train.config.arguments import REPOSITORY, load_arguments
 from train.config.ds_config import resolve_ds_config
+from train.planning import rates
 from train.planning.memory import largest_micro_batch, memory_of
 from train.planning.plan import PlanError, Prediction, gpu_called, parse_tokens, plan, recommend
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
@@ -101,7 +102,7 @@ def test_what_takes_less_takes_less(less: dict[str, Any], part: str) -> None:
 
 
 def test_without_a_cache_of_fp8_weights_recomputation_holds_one_layer_of_them() -> None:
-    keys = {"gradient_checkpointing": True}
+    keys = {"gradient_checkpointing": True, "per_device_eval_batch_size": 1}
     once, cached = (setting(gradient_accumulation_steps=n, **keys) for n in (1, 2))
     copies = [memory_of(s).parts["FP8 copies of weights"] for s in (once, cached)]
     assert copies[0] * once.sizes.num_hidden_layers == pytest.approx(copies[1])
@@ -116,6 +117,34 @@ def test_several_ranks_reduce_gradients_in_16_bits_beside_the_others() -> None:
     assert memory_of(replace(s, ranks=1)).moment != "optimizer"
     fast = replace(s, deterministic=False, flash=True)
     assert estimate(fast, GPUS["h200"]).tokens_per_second == pytest.approx(30_600, rel=SPEED)
+
+
+def test_a_small_models_peak_is_in_its_evaluation() -> None:
+    """Logits in bf16 and float32, and the logarithms of their softmax."""
+    s = setting(model__config="hare_0.4b", gradient_accumulation_steps=2)
+    memory, without = memory_of(s), memory_of(replace(s, eval_batch=0))
+    assert (memory.moment, without.moment) == ("evaluation", "begin of the backward")
+    assert memory.parts["logits"] == pytest.approx(10 * 8 * 2048 * 32000 / GIB, rel=0.02)
+    fewer = setting(model__config="hare_0.4b", gradient_accumulation_steps=2, per_device_eval_batch_size=2)
+    assert memory_of(fewer) == without
+
+
+def test_a_graph_holds_its_activations_while_the_run_evaluates() -> None:
+    s = setting(model__config="hare_0.4b", gradient_accumulation_steps=2)
+    eager, graph = memory_of(s), memory_of(replace(s, cuda_graphs=True))
+    activations = memory_of(replace(s, eval_batch=0)).parts["activations"]
+    assert graph.peak_gib > eager.peak_gib + activations
+    assert graph.measured_as_gib == eager.measured_as_gib  # the evaluation's
+
+
+def test_a_run_goes_on_without_the_measured_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A copy of the code that has no test_fp8/results."""
+    rates.measured.cache_clear()
+    rates._report.cache_clear()
+    monkeypatch.setattr(rates, "RESULTS", tmp_path)
+    assert Prediction.of(setting(), "NVIDIA H200").estimate is None
+    monkeypatch.undo()
+    assert Prediction.of(setting(), "NVIDIA H200").estimate is not None
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
