@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from train.record import trackers
+from train.record.metrics import MetricsLogger
 from train.record.run_folder import RunFolder
 from train.record.trackers import Trackers, check_installed
 
@@ -116,6 +117,16 @@ def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
     assert (init["mode"], init["resume"], init["project"]) == (used, resumes, "project")
     assert init["id"] == (tmp_path / "wandb_run_id").read_text() and init["dir"] == str(tmp_path)
     assert ("define_metric", "*", ("step_metric", "step")) in calls
+
+
+def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
+    config = {"max_steps": 9, "report_to": ["tensorboard"], "run_name": None, "wandb_project": "project"}
+    log = MetricsLogger(RunFolder(tmp_path), config, is_main=True)
+    log.log({"step": 5, "tokens": 320, "loss": 1.0})
+    log.rewind(3)
+    log.close()
+    assert [dict(call[2:])["purge_step"] for call in calls if call[0] == "SummaryWriter"] == [1, 4]
+    assert [call[0] for call in calls].count("close") == 2
 
 
 def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
