@@ -20,6 +20,7 @@ from model.conversion import to_hf, to_hf_state_dict
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.variants import ATTENTION_BACKENDS
 from test_fp8 import bench_model
 from test_fp8.common.rows import NotHere
 from test_fp8.common.same_model import DifferentModel
@@ -82,6 +83,8 @@ def test_configuration_is_the_rows(name: str) -> None:
 
 def test_the_environment_says_nothing_of_attention_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te_backend, "_attention_environment", {})
+    for variable in ATTENTION_BACKENDS["fused"]:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     with free_attention():
         assert "NVTE_FLASH_ATTN" not in os.environ
