@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
     srun --ntasks-per-node 8 --gpus-per-node 8 --kill-on-bad-exit=1 python train/train.py train_config_fp8.json
     mpirun -n 8 python train/train.py train_config_fp8.json
+    accelerate launch --config_file train_args/accelerate_fp8.yaml train/train.py train_config_fp8.json
     python train/train.py train_config_tiny.json          (one process)
 
 `--help` lists every key of the configuration.

@@ -17,6 +17,7 @@ from train.config.ds_config import resolve_ds_config
 from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
 from train.guard.lock import Lock
 from train.planning.setting import Setting
+from train.preflight.accelerate import contradictions
 from train.preflight.sizes import disk_findings, existing, memory_findings
 from train.record.run_folder import RunFolder
 from train.record.trackers import check_installed
@@ -63,6 +64,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(partial(check_weights, args, sizes))
     if resolved and ds_config:
         attempt(partial(check_resume, resolved, ds_config, world_size))
+    problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
     if sizes is not None and resolved and ds_config and in_float32(ds_config):
