@@ -96,12 +96,12 @@ def messages() -> list[str]:
 
 
 def quoted() -> list[str]:
-    page = text_of(ROOT / "docs/troubleshooting.md")
-    return [" ".join(message.split()) for message in re.findall(r"\*\*`([^`]+)`\*\*", page)]
+    pages = [text_of(ROOT / "docs" / name) for name in ("troubleshooting.md", "cluster.md")]
+    return [" ".join(m.split()) for page in pages for m in re.findall(r"\*\*`([^`]+)`\*\*", page)]
 
 
 def test_the_messages_to_look_up_are_those_of_the_sources() -> None:
-    assert len(quoted()) >= 20
+    assert len(quoted()) >= 35
     for message in quoted():
         parts = [part.strip() for part in message.split("...") if part.strip(" .;:")]
         assert any(all(part in text for part in parts) for text in messages()), message
