@@ -16,7 +16,7 @@ from transformers import MistralForCausalLM
 from model.build import build_model
 from model.config import load_config
 from model.conversion import ConversionError, to_hf_state_dict
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.hf_baseline import load_hf_folder
 from tests.conftest import random_ids, small_config
@@ -237,3 +237,12 @@ def test_the_embedding_of_the_pad_token_is_trained(variant: str) -> None:
         gradients.append(model.model.embed_tokens.weight.grad)
     assert float(gradients[0][3].norm()) > 0
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_torchao_without_fp8_is_named_as_what_it_would_be(compute: Any) -> None:
+    precision = Precision(PrecisionConfig(compute=compute))
+    with pytest.raises(
+        PrecisionError, match=f"precision.compute is {compute}; without FP8 it is model.variant hf"
+    ):
+        build_model(small_config(), "torchao", precision)

@@ -107,8 +107,10 @@ def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.Monk
     state = AT_START | made | {"backend_selection_requires_update": False}
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(_attention_backends=state))
 
-    choose_attention_backend("flash")
-    assert (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"]) == ("0", "1")
+    switches = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN")
+    for name, expected in (("fused", "100"), ("unfused", "001"), ("flash", "010")):
+        choose_attention_backend(name)
+        assert "".join(os.environ[switch] for switch in switches) == expected
     assert state["attention_params"] is None and state["backend_selection_requires_update"] is True
     assert attention_backend_in_use(SimpleNamespace(name="transformer_engine")) == NO_ATTENTION_YET
     choose_attention_backend("fused")
