@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Distributions of which "versions" tells, where installed; Transformer Engine is named by its backend.
-PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "triton")
+PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "liger-kernel", "megatron-core", "triton")
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:
