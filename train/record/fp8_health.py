@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,45 +92,52 @@ def draw_health(history: History, path: Path) -> bool:
     records = [record for record in history.records if any(values(record.get(FP8_HEALTH)))]
     if not records:
         return False
-    import numpy as np
-
     steps = [record["step"] for record in records]
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}  # panel -> GEMM -> values
+    # panel -> kind of GEMM -> layer -> values
+    found: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = {}
     for index, record in enumerate(records):
         for kind, operand, what, column in values(record[FP8_HEALTH]):
-            panel = found.setdefault((what, operand), {})
+            rows = found.setdefault((what, operand), {}).setdefault(kind, {})
             for layer, value in enumerate(column):
-                row = panel.setdefault(kind.replace("*", str(layer)), [math.nan] * len(records))
+                row = rows.setdefault(layer, [math.nan] * len(records))
                 if value is not None and is_number(value):
                     row[index] = value
     shown = [what for what in PANELS if any(panel[0] == what for panel in found)]
-    most = max(len(panel) for panel in found.values())
-    figsize = (15, len(shown) * min(2.0 + 0.03 * most, 8.0))
+    most = max(sum(map(len, kinds.values())) for kinds in found.values())
+    figsize = (15, len(shown) * min(2.0 + 0.03 * most, 5.0))
     with drawing(path, len(shown), len(OPERANDS), figsize=figsize) as (figure, axes):
-        figure.suptitle("FP8: operands of the GEMMs against steps")
+        figure.suptitle("FP8: operands of the GEMMs, layers from top to bottom, against steps")
         for axis_row, what in zip(axes, shown, strict=True):
             for axis, operand in zip(axis_row, OPERANDS, strict=True):
-                if rows := found.get((what, operand)):
-                    _draw_panel(figure, axis, what, operand, steps, np.array(list(rows.values())), list(rows))
+                kinds = found.get((what, operand), {})
+                if any(kinds.values()):
+                    _draw_panel(figure, axis, what, kinds, steps)
+                    axis.set_title(f"{operand}: {PANELS[what][0]}", fontsize="small")
+                    if operand != OPERANDS[0]:
+                        axis.set_yticklabels([])
                 else:
                     axis.set_axis_off()
     return True
 
 
 def _draw_panel(
-    figure: Any, axis: Any, what: str, operand: str, steps: list[int], table: Any, names: list[str]
+    figure: Any, axis: Any, what: str, kinds: dict[str, dict[int, list[float]]], steps: list[int]
 ) -> None:
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    title, low, high, logarithm = PANELS[what]
+    _, low, high, logarithm = PANELS[what]
+    table = [rows[layer] for rows in kinds.values() for layer in sorted(rows)]
     norm = (LogNorm if logarithm else Normalize)(low, high, clip=True)
-    image = axis.imshow(
-        table.clip(low, None), aspect="auto", interpolation="nearest", norm=norm, cmap="viridis"
-    )
-    axis.set_title(f"{operand}: {title}", fontsize="small")
-    every = -(-len(names) // 24)
-    axis.set_yticks(range(0, len(names), every), names[::every], fontsize=5)
+    shown = [[value if math.isnan(value) else max(value, low) for value in row] for row in table]
+    image = axis.imshow(shown, aspect="auto", interpolation="nearest", norm=norm, cmap="viridis")
+    begins = [0]
+    for rows in kinds.values():
+        begins.append(begins[-1] + len(rows))
+    for begin in begins[1:-1]:
+        axis.axhline(begin - 0.5, color="white", linewidth=0.8)
+    names = [kind.rpartition("*.")[2] for kind in kinds]
+    axis.set_yticks([(a + b - 1) / 2 for a, b in pairwise(begins)], names, fontsize=7)
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axis.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{steps[int(x)]:,}" if 0 <= x < len(steps) else "")
