@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.fp8 import health
-from model.fp8.health import SUMS, TOTALS, HealthCheck, check_due, measure, statistics, unwatched
+from model.fp8.health import SUMS, TOTALS, HealthCheck, check_due, measure, statistics, took_replay, unwatched
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
@@ -229,8 +229,9 @@ def test_a_look_changes_nothing(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_recomputation_is_not_looked_at_again(variant: str) -> None:
-    totals = []
+def test_a_recomputation_is_not_looked_at_again(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals, looks = [], []
+    monkeypatch.setattr(health, "measure", lambda *given: looks.append(given) or measure(*given))
     for checkpointing in (False, True):
         model, precision = model_of(variant, checkpointing, recipe="delayed")
         backward(model)
@@ -239,6 +240,7 @@ def test_a_recomputation_is_not_looked_at_again(variant: str) -> None:
             backward(model, seed=1)
         totals.append(check.totals())
     assert totals[0].isfinite().all() and torch.equal(*totals)
+    assert len(looks) == 2 * 3 * len(check.gemms)
 
 
 def test_modules_without_fp8_are_left_out() -> None:
@@ -278,7 +280,12 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
         model(inputs[:2], labels=labels[:2]).loss.backward()
         model.zero_grad(set_to_none=True)
         if graphs:
-            use_cuda_graphs(model, precision, inputs[:2], labels[:2], cache_weights, health=True)
+            check = HealthCheck(model, precision)
+            with (
+                check.watching()
+            ):  # in the first step of a run that looks at each: the capture is none of its business
+                use_cuda_graphs(model, precision, inputs[:2], labels[:2], cache_weights, health=True)
+            assert check.totals().isnan().all()
         totals, losses = [], []
         for index in range(4):
             check = HealthCheck(model, precision)
@@ -298,8 +305,31 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
 @pytest.mark.parametrize(("recipe", "cache_weights"), [("delayed", True), ("block", False)])
 def test_a_tape_holds_the_look(monkeypatch: pytest.MonkeyPatch, cache_weights: bool, recipe: str) -> None:
     use_tapes(monkeypatch)
+    taken: list[Tensor] = []
+    monkeypatch.setattr(
+        "model.graphs.took_replay", lambda totals: taken.append(totals) or took_replay(totals)
+    )
     launched, replayed = graphs_and_launches("te_layer", cache_weights, recipe, "cpu")
     assert all(map(torch.equal, launched, replayed))
+    assert len(taken) == 2  # others replay what was captured without a look
+
+
+def test_only_the_first_micro_batch_of_a_step_was_captured_with_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another would quantize the weights anew."""
+    use_tapes(monkeypatch)
+    model, precision = model_of("te_layer", recipe="current")
+    ids = random_ids(model.config, 2, 65)
+    inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    use_cuda_graphs(model, precision, inputs, labels, True, health=True)
+    seen = []
+    for first in (True, False):
+        check = HealthCheck(model, precision)
+        with check.watching():
+            model(inputs, labels=labels, is_first_microbatch=first).loss.backward()
+        seen.append(bool(check.totals().isfinite().all()))
+    assert seen == [True, False]
 
 
 @pytest.mark.gpu
