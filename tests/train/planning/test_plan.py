@@ -24,7 +24,7 @@ from train.planning.plan import PlanError, Prediction, gpu_called, parse_tokens,
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
 from train.planning.setting import Setting
 
-MEMORY, SPEED = 0.07, 0.12
+SPEED = 0.12
 # Of a model as if it had not been measured: te_linear waits for the host where a model is small.
 UNSEEN = {"te_linear": 0.15}
 
@@ -40,12 +40,13 @@ def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: objec
 
 
 def test_every_measured_peak_is_predicted() -> None:
-    """Of whole steps of three models, all variants, bf16 and FP8, graphs, recomputation, lm_head in FP8."""
+    """Of whole steps of three models, all variants, bf16 and FP8, graphs, recomputation, lm_head in FP8. Far nearer
+    than the 7 % that a plan needs: a tensor that is not counted shows."""
     assert len(measured()) > 35 and {m.setting.variant for m in measured()} > {"hf", "torchao"}
     wrong = {
         m.source: (memory_of(m.setting).measured_as_gib, m.peak_gib)
         for m in measured()
-        if abs(memory_of(m.setting).measured_as_gib / m.peak_gib - 1) > MEMORY
+        if abs(memory_of(m.setting).measured_as_gib - m.peak_gib) > 0.1 + 0.001 * m.peak_gib
     }
     assert not wrong
 
@@ -119,6 +120,24 @@ def test_several_ranks_reduce_gradients_in_16_bits_beside_the_others() -> None:
     assert estimate(fast, GPUS["h200"]).tokens_per_second == pytest.approx(30_600, rel=SPEED)
 
 
+def test_what_deepspeed_holds_by_stage() -> None:
+    """Of its sources: float32 gradients in the step of ZeRO 0, gathered weights and a bucket at 3, a bucket at 2."""
+    keys = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_seq_length": 64}
+    zero, two, three = (
+        memory_of(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
+    )
+    parameters, hidden = setting().parameters, setting().sizes.hidden_size
+    assert zero.moment == "optimizer" and zero.parts["gradients of the step"] == 4 * parameters / GIB
+    assert two.parts["communication buffers"] == 2 * 5e8 / GIB
+    assert three.parts["communication buffers"] == 2 * (1e9 + hidden**2) / GIB
+
+
+def test_a_device_holds_more_than_tensors() -> None:
+    memory = memory_of(setting())
+    assert memory.needed_gib(1) == pytest.approx(1.04 * memory.peak_gib + 1.0)
+    assert memory.needed_gib(2) == pytest.approx(1.04 * memory.peak_gib + 1.8)
+
+
 def test_a_small_models_peak_is_in_its_evaluation() -> None:
     """Logits in bf16 and float32, and the logarithms of their softmax."""
     s = setting(model__config="hare_0.4b", gradient_accumulation_steps=2)
@@ -190,6 +209,28 @@ def test_more_ranks_are_faster_but_not_as_many_times() -> None:
     assert 0.9 < eight / (8 * one) < 1 and many / 128 < eight / 8
     slow = estimate(replace(s, ranks=128), GPUS["h100"], network_gbit_s=50).tokens_per_second
     assert slow < 0.9 * many
+
+
+def test_what_takes_longer() -> None:
+    s = setting(gradient_accumulation_steps=8)
+
+    def times_as_long(longer: Setting, than: Setting) -> float:
+        return estimate(longer, MEASURED_ON).step_s / estimate(than, MEASURED_ON).step_s
+
+    assert times_as_long(replace(s, deterministic=True), replace(s, deterministic=False)) == pytest.approx(
+        1.028, abs=2e-3
+    )
+    assert times_as_long(replace(s, flash=False), replace(s, flash=True)) == pytest.approx(1.023, abs=2e-3)
+    eight = replace(s, ranks=8)
+    assert times_as_long(replace(eight, zero_stage=3), eight) > 1.5
+    # AdamW's work is shared from ZeRO 1 on; ZeRO 2 communicates with each micro-batch
+    one = replace(s, accumulation=1, micro_batch=1)
+    shared, whole = (replace(one, ranks=8, zero_stage=stage) for stage in (1, 0))
+    assert times_as_long(whole, shared) > 1.03
+    slow = GPUS["h800"]
+    two = replace(s, ranks=1024, zero_stage=2, float32_gradients=False)
+    of_each = [estimate(replace(two, accumulation=n), slow, 1).step_s / n for n in (1, 16)]
+    assert of_each[1] > 0.5 * of_each[0]
 
 
 # ---------------------------------------------------------------- the program
