@@ -18,6 +18,7 @@
 # or `sbatch --nodes=4 ... run_training.sh CONFIG` from the repository's root. Without Slurm, the same on each node:
 #
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host-of-rank-0 ./run_training.sh CONFIG
+#   HOSTFILE=hosts ./run_training.sh CONFIG            lines of "name slots=8", as DeepSpeed has them; the first has rank 0
 #
 # On Ctrl-C the run finishes its step, saves and stops, with status 75; on the second, or while no training is under way,
 # it ends at once, with status 130. SIGTERM, SIGUSR1 and SIGHUP stop it in the same way: with status 75 here, requeued in a
@@ -29,7 +30,9 @@
 # be done as it is configured, or the numbers went wrong; else it crashed.
 #
 # Settings: NPROC (processes a node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: the
-# Slurm job is not requeued), DEMO_PROMPT, and those of scripts/setup_env.sh.
+# Slurm job is not requeued), DEMO_PROMPT, and those of scripts/setup_env.sh. In a Slurm job with Pyxis: CONTAINER_IMAGE
+# (for srun --container-image; the ranks run there, this script and what it prepares here), CONTAINER_MOUNTS (FROM:TO,...
+# beside the repository and the working folder), CONTAINER_PYTHON (default python3).
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
-from train.engine.launchers import first_host, port_of
+from train.engine.launchers import first_host, nodes_by_hostfile, port_of
 from train.files import tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
@@ -73,6 +73,10 @@ class Job:
         self.argv = list(argv)
         self.max_restarts = whole_number("MAX_RESTARTS", "3", least=0)
         self.slurm_job = setting("SLURM_JOB_ID")
+        try:
+            os.environ.update(nodes_by_hostfile(os.environ))
+        except ValueError as error:
+            raise JobError(str(error)) from error
         self.first_node = setting("NODE_RANK", "0") == "0"
         self.child: subprocess.Popen | None = None
         self.trains = False
@@ -103,7 +107,7 @@ class Job:
                 tell(f"training: {self.folder.path} goes on from {checkpoint} (to start anew: {anew})")
             if status := self.train(launch_command(processes)):
                 return status
-        if self.first_node and self.arguments.save_strategy != "no":
+        if self.first_node and self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE"):
             self.generate()
         return 0
 
@@ -336,6 +340,18 @@ def missing_corpus(arguments: TrainingArguments) -> Path | None:
 # ---------------------------------------------------------------- what the machine and its settings say
 
 
+def in_container(launch: list[str]) -> tuple[list[str], list[str]]:
+    """(srun's options for Pyxis, the command there) with CONTAINER_IMAGE; this repository and the working folder are
+    mounted where they are here."""
+    if not (image := setting("CONTAINER_IMAGE")):
+        return [], launch
+    own = [f"{folder}:{folder}" for folder in dict.fromkeys((str(ROOT), os.getcwd()))]
+    mounts = ",".join(filter(None, [*own, setting("CONTAINER_MOUNTS")]))
+    options = {"image": image, "mounts": mounts, "workdir": os.getcwd()}
+    command = [setting("CONTAINER_PYTHON", "python3"), *launch[1:]]
+    return [f"--container-{name}={value}" for name, value in options.items()], command
+
+
 def processes_per_node() -> int:
     """NPROC, or the GPUs that torch sees, or 2."""
     if setting("NPROC"):
@@ -352,7 +368,7 @@ def processes_per_node() -> int:
 def set_environment(processes: int) -> None:
     """Of all programs started from here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Each process would otherwise start a thread a core; with several of them that is many times slower.
+    # each process would otherwise start a thread a core, which is many times slower
     threads = setting("OMP_NUM_THREADS", str(max(1, cores // processes)))
     os.environ.update(OMP_NUM_THREADS=threads, TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1")
 
@@ -365,16 +381,31 @@ def launch_command(processes: int) -> list[str]:
     launch = python("train/launch.py", "--nproc", str(processes))
     job, nodes, port = setting("SLURM_JOB_ID"), setting("NNODES"), setting("MASTER_PORT")
     slurm_nodes = setting("SLURM_NNODES", "1")
-    if job and not nodes and int(slurm_nodes) > 1:
-        host, port = first_host(setting("SLURM_JOB_NODELIST")), port or port_of(job)
-        if not host:
+    container, launch = in_container(launch)
+    if container and (nodes or not job):
+        raise JobError(
+            "CONTAINER_IMAGE is for Slurm jobs with Pyxis, by srun; elsewhere start this in the container"
+        )
+    if job and not nodes and (int(slurm_nodes) > 1 or container):
+        port = port or port_of(job)
+        if not (host := first_host(setting("SLURM_JOB_NODELIST"))):
             raise JobError(
                 f"SLURM_JOB_NODELIST is not set: which nodes has Slurm job {job}? Pass its environment on"
             )
         where = f"(Slurm job {job}, rank 0 at {host}:{port})"
         tell(f"training: {slurm_nodes} nodes x {processes} processes {where}")
         srun = f"srun --nodes={slurm_nodes} --ntasks={slurm_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()
-        return [*srun, *launch, "--nnodes", slurm_nodes, "--master_addr", host, "--master_port", port]
+        return [
+            *srun,
+            *container,
+            *launch,
+            "--nnodes",
+            slurm_nodes,
+            "--master_addr",
+            host,
+            "--master_port",
+            port,
+        ]
     if whole_number("NNODES", "1", least=1) > 1:
         rank, host = setting("NODE_RANK"), setting("MASTER_ADDR")
         if not rank:

@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 from model.config import UserError
 from model.keys import between
+from train.engine.launchers import Nodes, names_of_this_host, nodes_of
 from train.files import remove_dead_buffers, tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
@@ -77,22 +78,35 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--nproc", type=between(1), required=True, help="ranks on this node")
-    parser.add_argument("--nnodes", type=between(1), default=1)
+    parser.add_argument("--nproc", type=between(1), help="ranks on this node")
+    parser.add_argument("--nnodes", type=between(1))
     parser.add_argument(
-        "--node_rank",
-        type=between(0),
-        default=os.environ.get("SLURM_PROCID", "0"),
-        help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node",
+        "--node_rank", type=between(0), help="0 to nnodes - 1; default: SLURM_PROCID, of one task a node"
     )
-    parser.add_argument("--master_addr", default="127.0.0.1", help="the host of node 0")
+    parser.add_argument("--master_addr", help="the host of node 0; default, one node: this one")
     parser.add_argument(
         "--master_port", type=between(1, 65535), help="a free port there; default, one node: any"
     )
+    text = 'in the place of the four before the port: lines of "host slots=N", as DeepSpeed has them; call it on each'
+    parser.add_argument("--hostfile", metavar="FILE", help=text)
     parser.add_argument("script", help="what each rank runs, with the rest of the command line")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(folder=None)  # of a run of train/train.py
     options = parser.parse_args(argv)
+    if options.hostfile is not None:
+        if given := [name for name in vars(Nodes(1, 1, 0, "")) if getattr(options, name) is not None]:
+            parser.error(f"--hostfile says what --{given[0]} would: give one of them")
+        try:
+            found = nodes_of(options.hostfile, names_of_this_host())
+        except ValueError as error:
+            parser.error(str(error))
+    elif options.nproc is None:
+        parser.error("--nproc, the ranks on this node, or --hostfile is needed")
+    else:
+        node = options.node_rank
+        node = int(os.environ.get("SLURM_PROCID") or 0) if node is None else node
+        found = Nodes(options.nproc, options.nnodes or 1, node, options.master_addr or "127.0.0.1")
+    vars(options).update(vars(found))
     if options.node_rank >= options.nnodes:
         parser.error(f"--node_rank {options.node_rank} must be below --nnodes {options.nnodes}")
     if options.master_port is None and options.nnodes > 1:

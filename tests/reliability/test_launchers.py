@@ -111,6 +111,9 @@ def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None
     shutil.copytree(ways.folder / "bin", ways.folder / "venv/bin")
     job = {"VIRTUAL_ENV": str(ways.folder / "venv"), "NPROC": "1", "DEMO_PROMPT": "x"}
     assert ways.run("sbatch", ["sbatch", str(ROOT / "run_training.sh"), config], **job) == two
+    container = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_PYTHON": python}
+    boxed = ["sbatch", str(ROOT / "run_training.sh"), config]
+    assert ways.run("container", boxed, **job, **container) == two
     started = (ways.folder / "starts.txt").read_text().splitlines()
-    assert [line.split()[0] for line in started] == ["srun", "mpirun", "srun"]
+    assert [line.split()[0] for line in started] == ["srun", "mpirun", "srun", "srun"]
     assert "train/launch.py --nproc 1 --nnodes 2 --master_addr localhost" in started[-1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +13,9 @@ from tests.train.runs import ROOT
 from train import job
 
 NAMES = (
-    "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES".split()
-)
+    "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES "
+    "SLURM_JOB_NODELIST HOSTFILE CONTAINER_IMAGE CONTAINER_MOUNTS CONTAINER_PYTHON"
+).split()
 LAUNCH = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
 
 
@@ -28,7 +32,51 @@ def test_an_empty_setting_counts_as_not_set(monkeypatch: pytest.MonkeyPatch, emp
 
 def test_a_slurm_job_without_its_nodes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would be looked for at no host."""
-    for name in [*NAMES, "SLURM_JOB_NODELIST"]:
+    for name in NAMES:
         monkeypatch.setenv(name, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}.get(name, ""))
     with pytest.raises(job.JobError, match="SLURM_JOB_NODELIST is not set: which nodes has Slurm job 7"):
         job.launch_command(2)
+
+
+@pytest.mark.parametrize("nodes", ["1", "4"])
+def test_ranks_in_a_container_of_pyxis(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: str, capsys: pytest.CaptureFixture
+) -> None:
+    """Also of one node: srun is what enters it."""
+    monkeypatch.chdir(tmp_path)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": "n[1-4]"}
+    container = {"CONTAINER_IMAGE": "team/image.sqsh", "CONTAINER_MOUNTS": "/scratch:/data"}
+    for name in NAMES:
+        monkeypatch.setenv(name, (slurm | container).get(name, ""))
+    command = job.launch_command(8)
+    assert command[0] == "srun" and f"--nodes={nodes}" in command
+    assert [word for word in command if word.startswith("--container")] == [
+        "--container-image=team/image.sqsh",
+        f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path},/scratch:/data",
+        f"--container-workdir={tmp_path}",
+    ]
+    inside = command[command.index("python3") :]
+    assert inside[1:4] == [str(ROOT / "train/launch.py"), "--nproc", "8"] and sys.executable not in command
+    monkeypatch.setenv("CONTAINER_PYTHON", "python3.12")
+    assert "python3.12" in job.launch_command(8)
+    monkeypatch.setenv("SLURM_JOB_ID", "")
+    with pytest.raises(job.JobError, match="CONTAINER_IMAGE is for Slurm jobs with Pyxis"):
+        job.launch_command(8)
+
+
+def test_a_hostfile_sets_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"elsewhere slots=3\n{socket.gethostname()} slots=3\n")
+    monkeypatch.setenv("HOSTFILE", str(hosts))
+    assert not job.Job([]).first_node and job.processes_per_node() == 3
+    where = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "elsewhere", "--master_port", "29500"]
+    assert job.launch_command(3)[2:] == ["--nproc", "3", *where]
+    with pytest.raises(job.JobError, match="HOSTFILE says what NPROC would"):
+        job.Job([])
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    assert len(copied) == 2 and all((ROOT / name).exists() for line in copied for name in line.split())

@@ -7,10 +7,13 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+import socket
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOW = (
@@ -123,6 +126,70 @@ def port_of(job: str, step: str = "0") -> str:
     """A port for rank 0 of a step of a Slurm job: the same on all nodes, another for jobs and steps that run beside it,
     and below those which systems give to outgoing connections."""
     return str(20000 + (int(job) + 101 * _number(step, 0)) % 12000)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What train/launch.py needs to know to start the ranks of one node of several."""
+
+    nproc: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+
+
+def nodes_of(hostfile: str | Path, here: Collection[str]) -> Nodes:
+    """By a file of DeepSpeed's, lines of `host slots=N`, the first that of rank 0; `here`: names of this host.
+
+    Raises ValueError: a line is no such line, hosts have unequal slots, this one is not among them."""
+    slots: dict[str, int] = {}
+    try:
+        lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"hostfile {hostfile}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
+        if not match or match[1] in slots:
+            what = "is there twice" if match else 'is no "host slots=N"'
+            raise ValueError(f"hostfile {hostfile}, line {number}: {text!r} {what}")
+        slots[match[1]] = int(match[2])
+    if not slots:
+        raise ValueError(f'hostfile {hostfile} names no host; each line is "host slots=N"')
+    if len(set(slots.values())) > 1:
+        raise ValueError(
+            f"hostfile {hostfile}: {', '.join(f'{host} has {n}' for host, n in slots.items())} slots; ranks are "
+            "numbered node by node, as many on each, and the slowest node sets the pace: give each the smallest number"
+        )
+    names = list(slots)
+    if (found := next((host for host in names if host in here), None)) is None:
+        raise ValueError(
+            f"hostfile {hostfile} names {', '.join(names)}, and this host is {', '.join(sorted(here))}: name it there "
+            "as it calls itself"
+        )
+    return Nodes(slots[found], len(names), names.index(found), names[0])
+
+
+def nodes_by_hostfile(environment: Mapping[str, str]) -> dict[str, str]:
+    """What HOSTFILE says in the settings of run_training.sh by which that is said without one; {} if it is not set.
+
+    Raises ValueError: as nodes_of, or one of them is set."""
+    if not (hostfile := environment.get("HOSTFILE")):
+        return {}
+    if given := [name for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR") if environment.get(name)]:
+        raise ValueError(f"HOSTFILE says what {given[0]} would: set one of them")
+    nodes = nodes_of(hostfile, names_of_this_host())
+    return {name.upper(): str(value) for name, value in vars(nodes).items()}
+
+
+def names_of_this_host() -> set[str]:
+    """With and without its domain, and its addresses."""
+    name = socket.gethostname()
+    names = {name, name.partition(".")[0], socket.getfqdn()}
+    with contextlib.suppress(OSError):
+        names.update(socket.gethostbyname_ex(name)[2])
+    return names
 
 
 def _number(text: str, default: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from train import launch
 from train.engine import launchers
-from train.engine.launchers import DESCRIBED, adopt, first_host, port_of
+from train.engine.launchers import DESCRIBED, Nodes, adopt, first_host, nodes_by_hostfile, nodes_of, port_of
 
 SRUN = {
     "SLURM_JOB_ID": "41234",
@@ -136,6 +139,77 @@ def test_ports_of_slurm_jobs() -> None:
     ports = [int(port_of(str(job), str(step))) for job in range(9_999_990, 10_000_010) for step in range(4)]
     assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32000
     assert 20000 <= int(port_of("1", "4294967290")) < 32000, "an interactive step"
+
+
+@pytest.mark.parametrize(
+    ("text", "here", "nodes"),
+    [
+        ("a slots=8\nb slots=8\n", {"b", "b.site"}, (8, 2, 1, "a")),
+        ("# ours\n\nb.site   slots=4  # the second\na slots=4", {"b", "b.site"}, (4, 2, 0, "b.site")),
+        ("10.0.0.7 slots=2", {"c", "10.0.0.7"}, (2, 1, 0, "10.0.0.7")),
+    ],
+)
+def test_a_hostfile(tmp_path: Path, text: str, here: set[str], nodes: tuple) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert nodes_of(tmp_path / "hosts", here) == Nodes(*nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "a slots=8\nb slots=4",
+            "a has 8, b has 4 slots; ranks are numbered node by node, .*: give each the smallest",
+        ),
+        (
+            "a slots=8\nc slots=8",
+            r"names a, c, and this host is b, b\.site: name it there as it calls itself",
+        ),
+        ("a slots=8\na slots=8", "line 2: 'a slots=8' is there twice"),
+        ("b 8", "line 1: 'b 8' is no \"host slots=N\""),
+        ("b slots=0", "line 1: 'b slots=0' is no"),
+        ("# b slots=1\n", "names no host"),
+        (None, "No such file"),
+    ],
+)
+def test_a_hostfile_that_says_nothing_usable(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ValueError, match=f"hostfile .*hosts.*{said}"):
+        nodes_of(tmp_path / "hosts", {"b", "b.site"})
+
+
+def test_settings_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    monkeypatch.setattr(launchers, "names_of_this_host", lambda: {"b"})
+    hostfile = {"HOSTFILE": str(tmp_path / "hosts")}
+    found = {"NPROC": "8", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
+    assert nodes_by_hostfile(hostfile) == found and nodes_by_hostfile({"NPROC": "2"}) == {}
+    with pytest.raises(ValueError, match="HOSTFILE says what NODE_RANK would: set one of them"):
+        nodes_by_hostfile(hostfile | {"NODE_RANK": "1"})
+    nodes = f"--hostfile {tmp_path / 'hosts'}"
+    monkeypatch.setattr(launch, "names_of_this_host", lambda: {"b"})
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    options = launch.parse([*nodes.split(), "--master_port", "29500", __file__])
+    assert (options.nproc, options.nnodes, options.node_rank, options.master_addr) == (8, 2, 1, "a")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "--nproc, the ranks on this node, or --hostfile is needed"),
+        ("--hostfile hosts --nproc 2", "--hostfile says what --nproc would: give one of them"),
+        ("--hostfile hosts --node_rank 0", "--hostfile says what --node_rank would"),
+        ("--hostfile hosts", "hostfile hosts: "),
+    ],
+)
+def test_the_launcher_takes_a_hostfile_or_its_own_options(
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        launch.parse([*given.split(), __file__])
+    assert said in capsys.readouterr().err
 
 
 def test_a_process_of_which_little_is_known() -> None:
