@@ -20,8 +20,8 @@ from train.launch import free_port
 TRAIN = str(ROOT / "train/train.py")
 # Tasks one beside the other; the status of the last that fails.
 TASKS = """
-while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done
 echo "$(basename "$0") $*" >> "$STARTS"
+while [[ $1 == -* ]]; do [[ $1 == -n ]] && shift; shift; done
 status=0; pids=()
 for i in 0 1; do env {described} "$@" & pids+=($!); done
 for pid in "${{pids[@]}}"; do wait "$pid" || status=$?; done
@@ -117,3 +117,4 @@ def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None
     started = (ways.folder / "starts.txt").read_text().splitlines()
     assert [line.split()[0] for line in started] == ["srun", "mpirun", "srun", "srun"]
     assert "train/launch.py --nproc 1 --nnodes 2 --master_addr localhost" in started[-1]
+    assert "--container-image=image.sqsh" in started[-1] and "--container" not in started[-2]
