@@ -4,9 +4,12 @@ mpirun describe their tasks as these do."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,25 @@ def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None
     assert [line.split()[0] for line in started] == ["srun", "mpirun", "srun", "srun"]
     assert "train/launch.py --nproc 1 --nnodes 2 --master_addr localhost" in started[-1]
     assert "--container-image=image.sqsh" in started[-1] and "--container" not in started[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_rank_that_a_signal_kills_is_heard_on_the_console(ways: Ways) -> None:
+    """Its own output, which nobody sees meanwhile, to the last lines of this start."""
+    log = ways.folder / "run/run/logs/rank-001.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of an earlier start\n")
+    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2", TRAIN, str(ways.config)]
+    with ways.start("run", [*command, "--max_steps", "100000", "--save_strategy", "no"]) as process:
+        while "\nstep 2/" not in ways.said("run") and process.poll() is None:
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(ranks[1]), signal.SIGSEGV)
+        assert process.wait(timeout=120) == 128 + signal.SIGSEGV
+    said = ways.said("run")
+    shown = said.partition("launch: the last lines of rank 1, of ")[2].splitlines()
+    assert shown[0].endswith("run/logs/rank-001.log:") and shown[1].startswith("======== ")
+    assert "\nlaunch: rank 1 was killed by SIGSEGV" in said
+    assert "of an earlier start" not in said and log.read_text().startswith("of an earlier start\n======== ")
