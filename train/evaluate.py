@@ -115,12 +115,15 @@ class Ranks:
 
     def __init__(self) -> None:
         launchers.adopt()
-        self.world = launchers.world_size()
-        self.rank = launchers.rank() if self.world > 1 else 0
-        if self.world > 1:
+        self.world, self.rank = 1, 0
+        if launchers.world_size() > 1:
+            import torch.distributed as dist
+
             from train.engine.distributed import init_distributed
 
             init_distributed()
+            # who is there, whatever the environment says: each sample has to be somebody's
+            self.world, self.rank = dist.get_world_size(), dist.get_rank()
 
     def tell(self, *lines: str) -> None:
         """For people: what is no result."""

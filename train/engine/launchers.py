@@ -82,14 +82,14 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         _check_alone(environment)
         return
     found = _described_by(launcher, environment)
-    if found["WORLD_SIZE"] == "1":
-        return
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
             raise ValueError(
                 f"{name}={environment[name]} is set, and {launcher.name} says {value}; unset {name}, or start as many "
                 f"tasks as it says"
             )
+    if found["WORLD_SIZE"] == "1":
+        return
     environment.update(found)
     several_hosts = found["LOCAL_WORLD_SIZE"] != found["WORLD_SIZE"]
     if not given["MASTER_ADDR"]:
@@ -230,7 +230,7 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
         tasks = told[launcher.local_size] or environment.get("SLURM_TASKS_PER_NODE", "")
         told[launcher.local_size] = _tasks_here(tasks, environment.get("SLURM_NODEID", ""))
     if told[launcher.size] == "1":
-        return {"WORLD_SIZE": "1"}
+        return {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if wrong := [name for name, text in told.items() if not text.isdecimal()]:
         raise ValueError(
             f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} not, or to no "

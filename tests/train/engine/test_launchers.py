@@ -69,6 +69,7 @@ TORCHRUN = dict(zip(DESCRIBED, ("3", "1", "4", "first", "1234"), strict=True))
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", **THERE},
          {**MPI_RANK, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1", **THERE}),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, {}),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {}),
         # what a launcher of torch's set wins
         ({**SRUN, **OPEN_MPI, **TORCHRUN}, TORCHRUN),
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "first"}, {}),
@@ -100,6 +101,10 @@ def test_a_rank_is_what_its_launcher_says(given: dict[str, str], described: dict
         ({"PMIX_RANK": "1"}, r"one of several tasks \(PMIX_RANK=1\)"),
         ({**SRUN, "WORLD_SIZE": "16"}, "WORLD_SIZE=16 is set, and srun says 12; unset WORLD_SIZE"),
         ({**SRUN, "LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set, and srun says 1"),
+        # of one task, which would train alone
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "WORLD_SIZE": "16"}, "WORLD_SIZE=16 is set, and srun says 1; unset"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "LOCAL_RANK": "3"}, "LOCAL_RANK=3 is set, and srun says 0; unset"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, and mpirun says 1"),
         ({**SRUN, "SLURM_LOCALID": ""}, r"srun started this process \(SLURM_STEP_ID is set\), but SLURM_LOCALID not"),
         ({**SRUN, "SLURM_PROCID": "12"}, "as rank 12 of 12, 1 of 4 on its node, by SLURM_PROCID, "),
         ({**SRUN, "SLURM_LOCALID": "4"}, "as rank 9 of 12, 4 of 4 on its node"),

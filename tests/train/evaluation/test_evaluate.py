@@ -201,6 +201,18 @@ def test_what_one_rank_finds_ends_all_and_is_told_once(
     assert ranks.together(lambda: "fine") == "fine"
 
 
+def test_ranks_are_those_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another count, samples of ranks that are not there would be left out without a word."""
+    monkeypatch.setattr("train.evaluate.launchers.adopt", lambda: None)
+    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    ranks = Ranks()
+    assert (ranks.world, ranks.rank) == (1, 0)
+
+
 @pytest.mark.process
 def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
     text, report = tmp_path / "text.txt", tmp_path / "report.json"
