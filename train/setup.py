@@ -254,15 +254,19 @@ def _report(
 def planned_for(
     args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, evaluates: bool
 ) -> Prediction | None:
-    """On rank 0 what the plan expects of this run, which is told; None where there is no GPU, or an optimizer that it
-    does not count."""
+    """On rank 0 what the plan expects of this run, which is told; None where there is no GPU, an optimizer that it does
+    not count, or a fault in it: a run does not need it."""
     if dist.get_rank() != 0 or not torch.cuda.is_available() or not in_float32(ds_config):
         return None
-    setting = Setting.of(args, ds_config, config, dist.get_world_size())
-    if not evaluates:
-        setting = replace(setting, eval_batch=0)
-    prediction = Prediction.of(setting, torch.cuda.get_device_name())
-    say(prediction.told())
+    try:
+        setting = Setting.of(args, ds_config, config, dist.get_world_size())
+        if not evaluates:
+            setting = replace(setting, eval_batch=0)
+        prediction = Prediction.of(setting, torch.cuda.get_device_name())
+        say(prediction.told())
+    except Exception as error:
+        say(f"warning: no plan of this run: {type(error).__name__}: {error}")
+        return None
     return prediction
 
 

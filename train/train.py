@@ -204,15 +204,19 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
 
 
 def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> None:
-    """Tell what was measured beside what was planned, and have it in `record`, that of run.json."""
+    """Tell what was measured beside what was planned, and have it in `record`, that of run.json. A fault in it ends no
+    run."""
     import torch
 
-    # the first interval has compilation and warm-up, if there is another
-    speeds = run.speeds[1:] or run.speeds
-    speed = statistics.median(speeds) if speeds else None
-    peak = torch.cuda.max_memory_allocated() / GIB
-    record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
-    run.metrics.message(planned.beside(peak, speed))
+    try:
+        # the first interval has compilation and warm-up, if there is another
+        speeds = run.speeds[1:] or run.speeds
+        speed = statistics.median(speeds) if speeds else None
+        peak = torch.cuda.max_memory_allocated() / GIB
+        record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
+        run.metrics.message(planned.beside(peak, speed))
+    except Exception as error:
+        run.metrics.message(f"warning: nothing measured beside the plan: {type(error).__name__}: {error}")
 
 
 def export_last(run: Run, last: Path | None) -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from model.config import attention_pairs, load_sizes
+from model.variants import VARIANTS
 from train.config import command_line
 from train.config.arguments import REPOSITORY, TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -102,7 +103,7 @@ def _report(name: str) -> dict[str, Any]:
 
 @lru_cache
 def measured() -> tuple[Measured, ...]:
-    """The rows of STEPS that configured what they ran themselves."""
+    """The rows of STEPS that ran, of the variants here, and that configured what they ran themselves."""
     return tuple(
         Measured(
             source=f"{name}.json, {row['row']}",
@@ -115,7 +116,8 @@ def measured() -> tuple[Measured, ...]:
         for name in STEPS
         for report in [_report(name)]
         for row in report["results"]
-        if row["measure"] == "step" and not row["automatic"]
+        if row["measure"] == "step" and row["variant"] in VARIANTS
+        if not row["automatic"] and "reason" not in row
     )
 
 

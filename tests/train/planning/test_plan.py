@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import torch
 
 from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from train import plan as program
-from train import train
+from train import setup, train
 from train.config.arguments import REPOSITORY, load_arguments
 from train.config.ds_config import resolve_ds_config
 from train.planning import rates
@@ -158,12 +160,64 @@ def test_a_graph_holds_its_activations_while_the_run_evaluates() -> None:
 
 def test_a_run_goes_on_without_the_measured_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A copy of the code that has no test_fp8/results."""
-    rates.measured.cache_clear()
-    rates._report.cache_clear()
+    read_anew()
     monkeypatch.setattr(rates, "RESULTS", tmp_path)
     assert Prediction.of(setting(), "NVIDIA H200").estimate is None
     monkeypatch.undo()
     assert Prediction.of(setting(), "NVIDIA H200").estimate is not None
+
+
+def read_anew() -> None:
+    rates.measured.cache_clear()
+    rates._report.cache_clear()
+
+
+@pytest.fixture
+def other_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A copy of test_fp8/results that may be changed, and is read anew."""
+    for path in RESULTS.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(rates, "RESULTS", tmp_path)
+    read_anew()
+    yield tmp_path
+    read_anew()
+
+
+def test_rows_that_did_not_run_or_are_not_ours_are_no_rates(other_results: Path) -> None:
+    """bench_model.py writes "reason" for a row that did not run; megatron_core_* name te_layer in their settings."""
+    path = other_results / "hare_1.1b_step.json"
+    report = json.loads(path.read_text())
+    usual = next(row for row in report["results"] if row["row"] == "te_layer_fp8_delayed")
+    named = ("row", "measure", "variant", "compute", "configuration", "automatic")
+    failed = {key: usual[key] for key in named} | {"reason": "out of memory", "failed": False}
+    megatron = usual | {"row": "megatron_core_fp8_delayed", "variant": "megatron_core", "step_ms": 1.0}
+    fused = megatron | {"configuration": usual["configuration"] | {"use_transformer_engine_op_fuser": True}}
+    path.write_text(json.dumps(report | {"results": [failed, megatron, fused, *report["results"]]}))
+    sources = [m.source for m in measured()]
+    assert len(sources) == len(set(sources)) > 35 and not [s for s in sources if "megatron" in s]
+
+
+def planned_by_setup(monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction | None, list[str]]:
+    """What setup.planned_for gives on an H200, and what it tells."""
+    told: list[str] = []
+    monkeypatch.setattr(setup.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(setup.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(setup, "say", lambda *lines: told.extend(lines))
+    arguments = load_arguments(["train_config_fp8.json"]).resolve(1)
+    sizes: Any = load_sizes(arguments.model.config)
+    return setup.planned_for(arguments, resolve_ds_config(arguments, 1), sizes, True), told
+
+
+def test_a_fault_in_the_plan_ends_no_run(other_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, told = planned_by_setup(monkeypatch)
+    assert planned and told == [planned.told()]
+    (other_results / "hare_2.0b_step.json").write_text('{"model": "hare_2')
+    read_anew()
+    planned, told = planned_by_setup(monkeypatch)
+    assert planned is None and len(told) == 1
+    assert told[0].startswith("warning: no plan of this run: JSONDecodeError: Unterminated string")
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
@@ -342,6 +396,11 @@ def test_a_run_tells_its_plan_and_what_came_of_it(monkeypatch: pytest.MonkeyPatc
     off = 100 * (prediction.memory.peak_gib / 40 - 1)
     assert f"and 40.00 GiB at the peak ({off:+.1f} %)" in told[0] and "and 80,000 tokens/s (" in told[0]
     json.dumps(record)
+    del run.speeds
+    train.beside_the_plan(run, prediction, record)
+    assert (
+        told[1].startswith("warning: nothing measured beside the plan: AttributeError: ") and len(told) == 2
+    )
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB"])
