@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from model.config import load_sizes, num_parameters, weight_shapes
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
 from scripts.architecture import ROOT, sources
-from train.config.arguments import TrainingArguments
+from train import plan
+from train.config.arguments import TrainingArguments, load_arguments
 from train.config.schema import keys_of, node_at
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,6 +67,26 @@ def test_commands_have_options_that_their_programs_know(page: Path) -> None:
             check_options(program, rest, line)
         for rest in COMMAND_OF_A_RUN.findall(line):
             check_options("train/train.py", rest, line)
+
+
+def test_the_plans_of_the_clusters_page_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"python train/plan\.py (.*)", text_of(ROOT / "docs/cluster.md"))
+    for words in commands:
+        assert plan.main(shlex.split(words, comments=True)) == 0, capsys.readouterr().err
+    assert commands
+
+
+def test_the_trial_of_the_clusters_page_leaves_the_run_alone() -> None:
+    """Its few steps have to be accepted, and leave nothing that the run would have to go on from."""
+    text = text_of(ROOT / "docs/cluster.md").replace("\\\n", " ")
+    (words,) = re.findall(r"run_training\.sh my_run\.json (.*--max_steps.*)", text)
+    run = load_arguments(["train_config_fp8.json"])
+    trial = load_arguments(["train_config_fp8.json", *shlex.split(words)]).resolve(world_size=8)
+    assert run.warmup_steps > trial.max_steps and trial.save_strategy == "no"
+    assert trial.output_dir != run.output_dir
 
 
 def check_options(program: str, rest: str, line: str) -> None:

@@ -2,8 +2,8 @@
 """Start a script once for each rank of this node, pass signals on, and end with the status that the ranks mean.
 
     python train/launch.py --nproc 8 train/train.py CONFIG [--key value]...
-    srun --ntasks-per-node=1 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST --master_port 29500 \\
-        train/train.py CONFIG                             (the node's rank: SLURM_PROCID)
+    srun --ntasks-per-node=1 --cpus-per-task=64 python train/launch.py --nproc 8 --nnodes 4 --master_addr HOST \\
+        --master_port 29500 train/train.py CONFIG         (the node's rank: SLURM_PROCID)
 
 What it is for, beside deepspeed and torchrun, which start the same script: both exit with 1 whatever their ranks say,
 so that a stop on request, a wrong key and a crash look alike, and give the ranks that are left 30 seconds to end when

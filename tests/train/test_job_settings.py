@@ -14,7 +14,7 @@ from train import job
 
 NAMES = (
     "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES "
-    "SLURM_JOB_NODELIST HOSTFILE CONTAINER_IMAGE CONTAINER_MOUNTS CONTAINER_PYTHON"
+    "SLURM_JOB_NODELIST SLURM_CPUS_PER_TASK HOSTFILE CONTAINER_IMAGE CONTAINER_MOUNTS CONTAINER_PYTHON"
 ).split()
 LAUNCH = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
 
@@ -36,6 +36,17 @@ def test_a_slurm_job_without_its_nodes_is_told(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}.get(name, ""))
     with pytest.raises(job.JobError, match="SLURM_JOB_NODELIST is not set: which nodes has Slurm job 7"):
         job.launch_command(2)
+
+
+@pytest.mark.parametrize("cpus", ["", "64"])
+def test_srun_is_given_the_cpus_of_the_job(monkeypatch: pytest.MonkeyPatch, cpus: str) -> None:
+    """It does not take them from sbatch: all ranks of a node would share one."""
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    for name in NAMES:
+        monkeypatch.setenv(name, (slurm | {"SLURM_CPUS_PER_TASK": cpus}).get(name, ""))
+    command = job.launch_command(8)
+    of_srun = command[: command.index(sys.executable)]
+    assert [word for word in of_srun if "cpus" in word] == (["--cpus-per-task=64"] if cpus else [])
 
 
 @pytest.mark.parametrize("nodes", ["1", "4"])
