@@ -3,7 +3,8 @@
 
     deepspeed train/train.py train_args/train_config_fp8.json [--learning_rate 3e-4] [--precision.recipe current]
     torchrun --nproc-per-node 8 train/train.py train_config_fp8.json
-    srun --ntasks-per-node 8 --gpus-per-node 8 --kill-on-bad-exit=1 python train/train.py train_config_fp8.json
+    srun --ntasks-per-node 8 --gpus-per-node 8 --cpus-per-task 8 --kill-on-bad-exit=1 \\
+        python train/train.py train_config_fp8.json
     mpirun -n 8 python train/train.py train_config_fp8.json
     accelerate launch --config_file train_args/accelerate_fp8.yaml train/train.py train_config_fp8.json
     python train/train.py train_config_tiny.json          (one process)
@@ -58,8 +59,7 @@ def main(argv: list[str]) -> int:
     start from the last checkpoint."""
     arguments: TrainingArguments | None = None
     try:
-        launchers.adopt()
-        arguments = load_arguments(argv)
+        arguments = arguments_of(argv)
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             world, local = launchers.world_size(), launchers.local_world_size()
             tell(*check(arguments, world, local, cuda_devices()))
@@ -97,6 +97,17 @@ def main(argv: list[str]) -> int:
         return fail(told or traceback.format_exc(), CRASHED)
     dist.destroy_process_group()
     return 0
+
+
+def arguments_of(argv: list[str]) -> TrainingArguments:
+    """Those of a rank, which knows from here on which one it is. For `--help` it need not be one."""
+    try:
+        arguments = load_arguments(argv)
+    except (ValueError, OSError, UserError):
+        launchers.adopt()  # rank 0 tells it
+        raise
+    launchers.adopt()
+    return arguments
 
 
 def fail(message: str, status: int) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import launch
+from train import launch, train
 from train.engine import launchers
 from train.engine.launchers import DESCRIBED, Nodes, adopt, first_host, nodes_by_hostfile, nodes_of, port_of
 
@@ -224,3 +224,21 @@ def test_a_process_of_which_little_is_known() -> None:
     assert launchers.local_world_size(described) == 4
     assert launchers.local_world_size(described | {"LOCAL_WORLD_SIZE": "2"}) == 2
     assert launchers.rank({"RANK": "x"}) == 0 and launchers.world_size({"WORLD_SIZE": "0"}) == 1
+
+
+def test_help_is_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "fail", lambda message, _: pytest.fail(message))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--help"])
+    assert ended.value.code == 0
+
+
+def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (dict.fromkeys((*DESCRIBED, *SRUN_RANK), "") | SRUN | THERE).items():
+        monkeypatch.setenv(name, text)
+    told: list[tuple[int, str]] = []
+    monkeypatch.setattr(train, "fail", lambda message, _: told.append((launchers.rank(), message)))
+    train.main(["no_such_configuration.json"])
+    assert len(told) == 1 and told[0][0] == 9 and "no_such_configuration.json" in told[0][1]
