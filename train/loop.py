@@ -167,7 +167,8 @@ class Loop:
                 if step.logs:
                     self._log(step, loss)
             if step.check is not None:
-                step.record[FP8_HEALTH] = health_record(step.check)  # waits
+                layers = self.engine.module.config.num_hidden_layers
+                step.record[FP8_HEALTH] = health_record(step.check, layers)  # waits
             if step.evaluates:
                 self._evaluate(step)
             if step.record:

@@ -34,8 +34,8 @@ PANELS = {
 OPERANDS = ("input", "weight", "gradient")
 
 
-def health_record(check: HealthCheck) -> dict[str, Any]:
-    """What `check` saw, over all ranks; every rank calls it. Waits for the GPU."""
+def health_record(check: HealthCheck, layers: int) -> dict[str, Any]:
+    """What `check` saw of a model of so many layers, over all ranks; every rank calls it. Waits for the GPU."""
     import torch.distributed as dist
 
     from model.fp8.health import STATISTICS, SUMS, statistics
@@ -52,9 +52,8 @@ def health_record(check: HealthCheck) -> dict[str, Any]:
             of_operand = found.setdefault(kind, {}).setdefault(operand, {})
             for what, value in zip(STATISTICS, values, strict=True):
                 if what != "kurtosis" or value == value:  # of one operand alone
-                    column = of_operand.setdefault(what, [])
-                    column.extend([None] * (layer - len(column)))
-                    column.append(float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None)
+                    column = of_operand.setdefault(what, [None] * (layers if "*" in kind else 1))
+                    column[layer] = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return found
 
 

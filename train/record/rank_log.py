@@ -110,10 +110,16 @@ def name_rank_0(folder: RunFolder) -> None:
     path = folder.rank_log(0)
     try:
         path.parent.mkdir(exist_ok=True)
-        if not path.is_symlink():
-            path.symlink_to(os.path.relpath(folder.log, path.parent))
     except OSError as error:
         tell(f"warning: {path.parent} cannot be written: {error}; the lines of all ranks stay on the console")
+        return
+    try:
+        if not path.is_symlink():
+            path.symlink_to(os.path.relpath(folder.log, path.parent))
+    except OSError as error:  # a file of that name, as of a copied run, or a file system without links
+        tell(
+            f"warning: {path} cannot be made a link to {folder.log}: {error}; rank 0's lines are in the latter"
+        )
 
 
 def last_lines(path: Path, since: int, most: int = 20) -> list[str]:

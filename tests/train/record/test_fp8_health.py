@@ -58,7 +58,7 @@ def test_ranks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "all_reduce", reduce(other))
         totals = totals.expand(1, 3, -1).clone()
         check: Any = SimpleNamespace(totals=lambda: totals, gemms=[LAYER.format(0)])
-        return health_record(check)
+        return health_record(check, 1)
 
     nothing = torch.zeros_like(of_a)
     together, expected = found(of_a, of_b), found(whole, nothing)
@@ -73,10 +73,11 @@ def test_layers_stand_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = operand(1, 16)[1].expand(3, 3, -1).clone()
     totals[0, 2] = float("nan")
     check: Any = SimpleNamespace(totals=lambda: totals, gemms=[LAYER.format(1), LAYER.format(3), "lm_head"])
-    found = health_record(check)
+    found = health_record(check, 6)
     errors = found[LAYER.format("*")]["input"]["error"]
-    assert [value is None for value in errors] == [True, False, True, False]
+    assert [value is None for value in errors] == [True, False, True, False, True, True]
     assert found[LAYER.format("*")]["gradient"]["range"][:2] == [None, None]
+    assert {len(column) for *_, column in fp8_health.values({"": found[LAYER.format("*")]})} == {6}
     assert len(found["lm_head"]["weight"]["error"]) == 1
     assert split("model.layers.17.mlp.fc1") == ("model.layers.*.mlp.fc1", 17)
     json.dumps(found, allow_nan=False)

@@ -106,6 +106,16 @@ def test_rank_0_has_its_place_among_the_logs(folder: RunFolder) -> None:
     assert not os.path.isabs(os.readlink(folder.rank_log(0))), "the run's folder may be moved"
 
 
+def test_a_link_that_cannot_be_made_is_told_as_such(folder: RunFolder, capfd: pytest.CaptureFixture) -> None:
+    """Of a run that was copied with its links followed; the logs of the other ranks are written all the same."""
+    folder.logs.mkdir()
+    folder.rank_log(0).write_text("of the copy\n")
+    name_rank_0(folder)
+    said = capfd.readouterr().out
+    assert f"rank-000.log cannot be made a link to {folder.log}: " in said and "console" not in said
+    assert folder.rank_log(0).read_text() == "of the copy\n"
+
+
 def test_the_launcher_shows_the_last_lines_of_ranks_that_a_signal_ended(
     folder: RunFolder, capfd: pytest.CaptureFixture
 ) -> None:
