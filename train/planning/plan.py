@@ -11,9 +11,10 @@ from model.config import UserError, flops_per_token, num_parameters
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.rates import GPUS, Estimate, Gpu, estimate
 from train.planning.setting import REDUCE_BUCKET, Setting
+from train.record.metrics import hopper_sxm
 
 GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
-MICRO_BATCHES = [2**n for n in range(8)]
+MOST_RECOMMENDED = 128  # samples of a micro-batch
 GB = 1e9
 NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -106,7 +107,6 @@ def at(
         recompute=recompute,
         accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
         float32_gradients=float32,
-        main_grad=s.main_grad if same else s.te and float32,
         cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
         reduce_bucket=s.reduce_bucket if same else s.widths[0] ** 2 if zero_stage == 3 else REDUCE_BUCKET,
         overlap_comm=s.overlap_comm if same else zero_stage == 3,
@@ -114,23 +114,32 @@ def at(
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
-    """The fastest of ZeRO 1 to 3, recomputation or none, and micro-batches of powers of two that fits; of those that
-    are nearly as fast the one with the lowest stage, no recomputation and the least memory. None: nothing fits."""
-    found = []
+    """The fastest that fits of `s` itself and of ZeRO 1 to 3, recomputation or none, and all micro-batches that divide
+    the samples of a rank's step: the size of a step is part of what is trained. Of those that are nearly as fast `s`,
+    else the one with the lowest stage, no recomputation and the least memory. None: nothing fits.
+
+    batch_tokens: of a step, as `s` has."""
+    itself = Planned.of(s, gpu, network_gbit_s)
+    found = [itself] if ranks == s.ranks and itself.fits else []
+    samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
     for stage in (1, 2, 3):
         if stage == 3 and s.compiled:  # DeepSpeed cannot
             continue
         for recompute in (False, True):
-            for micro_batch in MICRO_BATCHES:
-                if micro_batch > 1 and micro_batch * s.seq_length * ranks > batch_tokens:
-                    break
+            for micro_batch in range(1, min(samples, MOST_RECOMMENDED) + 1):
+                if samples % micro_batch:
+                    continue
                 setting = at(s, ranks, micro_batch, stage, recompute, batch_tokens)
                 if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
                     break
                 found.append(Planned.of(setting, gpu, network_gbit_s))
     fastest = max((p.estimate.tokens_per_second for p in found), default=0)
     good = [p for p in found if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
-    return min(good, key=lambda p: (p.setting.zero_stage, p.setting.recompute, p.needed_gib), default=None)
+    return min(
+        good,
+        key=lambda p: (p.setting != s, p.setting.zero_stage, p.setting.recompute, p.needed_gib),
+        default=None,
+    )
 
 
 # ---------------------------------------------------------------- the plan
@@ -204,9 +213,9 @@ def lines(p: Plan) -> list[str]:
     else:
         out += ["", "recommended: as configured"]
     out += ["", "On other numbers of GPUs, each as recommended for it:", ""]
-    titles = "GPUs|ZeRO|recompute|micro-batch|accumulation|GiB a GPU|tokens/s|within|days|GPU-hours".split(
-        "|"
-    )
+    titles = (
+        "GPUs|ZeRO|recompute|micro-batch|accumulation|tokens a step|GiB a GPU|tokens/s|within|days|GPU-hours"
+    ).split("|")
     rows = [
         [str(n), *(_cells(planned, p.tokens) if planned else ["does not fit"])]
         for n, planned in p.by_gpus.items()
@@ -218,11 +227,18 @@ def lines(p: Plan) -> list[str]:
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False))
         for row in [titles, *rows]
     ]
-    grown = [
-        n
+    others = {
+        n: planned.setting
         for n, planned in p.by_gpus.items()
-        if planned and planned.setting.step_tokens > 1.01 * s.step_tokens
-    ]
+        if planned and planned.setting.step_tokens != s.step_tokens
+    }
+    one_sample = [n for n, o in others.items() if o.micro_batch * o.accumulation == 1]
+    grown = [n for n in one_sample if others[n].step_tokens > s.step_tokens]
+    if rounded := [str(n) for n in others if n not in grown]:
+        out.append(
+            f"On {', '.join(rounded)} GPUs no step has exactly the {s.step_tokens:,} tokens that were asked for; it "
+            "has the nearest number."
+        )
     if grown:
         out.append(
             f"From {grown[0]} GPUs on a step has more than the {s.step_tokens:,} tokens that were asked for: a GPU "
@@ -253,6 +269,7 @@ def _cells(p: Planned, tokens: int) -> list[str]:
         "yes" if s.recompute else "no",
         str(s.micro_batch),
         str(s.accumulation),
+        f"{s.step_tokens:,}",
         f"{p.memory.peak_gib:,.1f}",
         f"{p.estimate.tokens_per_second:,.0f}",
         f"{100 * p.estimate.within:.0f} %",
@@ -279,10 +296,9 @@ class Prediction:
     @classmethod
     def of(cls, s: Setting, device_name: str) -> Prediction:
         """`device_name`: torch.cuda.get_device_name()'s."""
-        found = re.search(r"\bH(100|200|800)\b", device_name)
-        known = found and not re.search(r"PCIe|NVL", device_name)
+        name = hopper_sxm(device_name)
         try:
-            speed = estimate(s, GPUS[found[0].lower()]) if found and known else None
+            speed = estimate(s, GPUS[name.lower()]) if name else None
         except OSError:  # a copy of the code without test_fp8/results: the run does not need them
             speed = None
         return cls(memory_of(s), speed)

@@ -26,7 +26,7 @@ class Setting:
     fp8_head: bool
     compiled: bool
     fused_cross_entropy: bool
-    main_grad: bool  # GEMMs add into the float32 gradients
+    main_grad_asked: bool  # speed.main_grad, wherever there are float32 gradients (`main_grad`)
     cuda_graphs: bool
     recompute: bool
     flash: bool  # FlashAttention is named
@@ -67,7 +67,7 @@ class Setting:
             fp8_head=fp8 and not in_bf16("lm_head"),
             compiled=args.model.variant == "torchao" if args.model.compile is None else args.model.compile,
             fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
-            main_grad=te and speed.main_grad and float32,
+            main_grad_asked=speed.main_grad,
             cuda_graphs=te and speed.cuda_graphs and stage < 3,
             recompute=args.gradient_checkpointing,
             flash=args.model.attention_backend == "flash",
@@ -86,6 +86,11 @@ class Setting:
     @property
     def te(self) -> bool:
         return VARIANTS[self.variant].te
+
+    @property
+    def main_grad(self) -> bool:
+        """Whether GEMMs add into the float32 gradients."""
+        return self.te and self.main_grad_asked and self.float32_gradients
 
     @property
     def fp8(self) -> bool:

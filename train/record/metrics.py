@@ -29,11 +29,16 @@ HOPPER_SXM_BF16_TFLOPS = 989.0
 NOTED_AT_START = ("changes", "began_at")
 
 
-def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of an H100, H200 or H800 SXM, TFLOP/s; None of others: PCIe and NVL cards have lower clocks.
+def hopper_sxm(device_name: str) -> str | None:
+    """H100, H200 or H800 of their SXM parts; None of others: PCIe and NVL cards have lower clocks.
     `device_name` is torch.cuda.get_device_name()'s."""
-    sxm = re.search(r"\bH(100|200|800)\b", device_name) and not re.search(r"PCIe|NVL", device_name)
-    return HOPPER_SXM_BF16_TFLOPS if sxm else None
+    found = re.search(r"\bH(100|200|800)\b", device_name)
+    return found[0] if found and not re.search(r"PCIe|NVL", device_name) else None
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a GPU of this name (`hopper_sxm`), TFLOP/s; None where it is not known."""
+    return HOPPER_SXM_BF16_TFLOPS if hopper_sxm(device_name) else None
 
 
 def mfu(

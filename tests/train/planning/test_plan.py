@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
+from tests.train.planning.settings import setting
 from train import plan as program
-from train import setup, train
-from train.config.arguments import REPOSITORY, load_arguments
-from train.config.ds_config import resolve_ds_config
-from train.planning import rates
+from train.config.arguments import REPOSITORY
 from train.planning.memory import largest_micro_batch, memory_of
-from train.planning.plan import PlanError, Prediction, gpu_called, parse_tokens, plan, recommend
+from train.planning.plan import PlanError, at, gpu_called, parse_tokens, plan, recommend
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
 from train.planning.setting import Setting
 
 SPEED = 0.12
 # Of a model as if it had not been measured: te_linear waits for the host where a model is small.
 UNSEEN = {"te_linear": 0.15}
-
-
-def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: object) -> Setting:
-    words = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()]
-    arguments = load_arguments([config, "--train_batch_size_tokens=null", *words]).resolve(ranks)
-    ds_config = resolve_ds_config(arguments, ranks)
-    return Setting.of(arguments, ds_config, load_sizes(arguments.model.config), ranks)
 
 
 # ---------------------------------------------------------------- against measurements
@@ -158,68 +145,6 @@ def test_a_graph_holds_its_activations_while_the_run_evaluates() -> None:
     assert graph.measured_as_gib == eager.measured_as_gib  # the evaluation's
 
 
-def test_a_run_goes_on_without_the_measured_rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A copy of the code that has no test_fp8/results."""
-    read_anew()
-    monkeypatch.setattr(rates, "RESULTS", tmp_path)
-    assert Prediction.of(setting(), "NVIDIA H200").estimate is None
-    monkeypatch.undo()
-    assert Prediction.of(setting(), "NVIDIA H200").estimate is not None
-
-
-def read_anew() -> None:
-    rates.measured.cache_clear()
-    rates._report.cache_clear()
-
-
-@pytest.fixture
-def other_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A copy of test_fp8/results that may be changed, and is read anew."""
-    for path in RESULTS.glob("*.json"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setattr(rates, "RESULTS", tmp_path)
-    read_anew()
-    yield tmp_path
-    read_anew()
-
-
-def test_rows_that_did_not_run_or_are_not_ours_are_no_rates(other_results: Path) -> None:
-    """bench_model.py writes "reason" for a row that did not run; megatron_core_* name te_layer in their settings."""
-    path = other_results / "hare_1.1b_step.json"
-    report = json.loads(path.read_text())
-    usual = next(row for row in report["results"] if row["row"] == "te_layer_fp8_delayed")
-    named = ("row", "measure", "variant", "compute", "configuration", "automatic")
-    failed = {key: usual[key] for key in named} | {"reason": "out of memory", "failed": False}
-    megatron = usual | {"row": "megatron_core_fp8_delayed", "variant": "megatron_core", "step_ms": 1.0}
-    fused = megatron | {"configuration": usual["configuration"] | {"use_transformer_engine_op_fuser": True}}
-    path.write_text(json.dumps(report | {"results": [failed, megatron, fused, *report["results"]]}))
-    sources = [m.source for m in measured()]
-    assert len(sources) == len(set(sources)) > 35 and not [s for s in sources if "megatron" in s]
-
-
-def planned_by_setup(monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction | None, list[str]]:
-    """What setup.planned_for gives on an H200, and what it tells."""
-    told: list[str] = []
-    monkeypatch.setattr(setup.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(setup.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(setup, "say", lambda *lines: told.extend(lines))
-    arguments = load_arguments(["train_config_fp8.json"]).resolve(1)
-    sizes: Any = load_sizes(arguments.model.config)
-    return setup.planned_for(arguments, resolve_ds_config(arguments, 1), sizes, True), told
-
-
-def test_a_fault_in_the_plan_ends_no_run(other_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, told = planned_by_setup(monkeypatch)
-    assert planned and told == [planned.told()]
-    (other_results / "hare_2.0b_step.json").write_text('{"model": "hare_2')
-    read_anew()
-    planned, told = planned_by_setup(monkeypatch)
-    assert planned is None and len(told) == 1
-    assert told[0].startswith("warning: no plan of this run: JSONDecodeError: Unterminated string")
-
-
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     s = setting(ranks=8)
     largest = largest_micro_batch(s, 79.1)
@@ -240,6 +165,33 @@ def test_what_is_recommended_fits_and_is_not_slower() -> None:
     compiled = setting(model__variant="hf", model__compile=True, precision__compute="bf16")
     alone = recommend(replace(compiled, sizes=large.sizes), GPUS["h100"], 2, s.step_tokens, 400)
     assert alone is None  # torch.compile goes with no ZeRO 3
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "accumulation", "ranks", "chosen"),
+    [(3, 1, 1, (3, 1)), (1, 6, 8, (6, 1)), (6, 1, 16, (6, 1)), (24, 2, 1, (24, 2))],
+)
+def test_a_recommendation_keeps_the_step_and_is_as_configured_where_that_is_as_fast(
+    micro_batch: int, accumulation: int, ranks: int, chosen: tuple[int, int]
+) -> None:
+    s = replace(setting(), micro_batch=micro_batch, accumulation=accumulation, ranks=ranks)
+    best = recommend(s, GPUS["h200"], ranks, s.step_tokens, 400)
+    assert best and best.setting.step_tokens == s.step_tokens
+    assert (best.setting.micro_batch, best.setting.accumulation) == chosen
+    assert best.estimate.tokens_per_second >= estimate(s, GPUS["h200"]).tokens_per_second
+
+
+def test_what_is_configured_is_recommended_though_no_such_micro_batch_is_tried() -> None:
+    s = replace(setting(), seq_length=32, micro_batch=387, accumulation=1)
+    best = recommend(s, GPUS["h200"], 1, s.step_tokens, 400)
+    assert best and best.setting == s
+
+
+def test_a_recommendation_of_another_stage_keeps_the_switch_of_main_grad() -> None:
+    two = {"ranks": 8, "deepspeed": "ds_config_zero2.json"}
+    for switch in (False, True):
+        s = setting(speed__main_grad=switch, **two)
+        assert not s.main_grad and at(s, 8, 1, 1, False, s.step_tokens).main_grad is switch
 
 
 def test_estimates_say_what_they_are_derived_from() -> None:
@@ -354,9 +306,23 @@ def test_a_plan_in_words_and_as_json(config: str, tmp_path: Path, capsys: pytest
         assert planned["fits"] and f"{planned['tokens_per_second']:,.0f}" in text
 
 
-def test_a_step_that_grows_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program.main(["train_config_fp8"]) == 0
-    assert "From 1024 GPUs on a step has more than the 1,048,576 tokens" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("micro_batch", "tokens", "notes"),
+    [
+        (8, 1_048_576, ["From 1024 GPUs on a step has more than the 1,048,576 tokens"]),
+        (5, 10_240, ["On 2, 4 GPUs no step has exactly", "From 8 GPUs on a step has more than the 10,240"]),
+    ],
+)
+def test_a_step_of_other_size_is_said(
+    micro_batch: int, tokens: int, notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [f"--per_device_train_batch_size={micro_batch}", f"--train_batch_size_tokens={tokens}"]
+    assert program.main(["train_config_fp8", "--gpus", "1", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (end,) = (i for i, line in enumerate(lines) if line.startswith("1024 "))
+    assert f" {max(tokens, 1024 * 2048):,} " in lines[end]
+    for line, note in zip(lines[end + 1 :], notes, strict=True):
+        assert line.startswith(note)
 
 
 def test_the_length_of_a_training_is_that_of_its_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,38 +339,3 @@ def test_it_needs_no_torch() -> None:
     )
     command = [sys.executable, "-c", program_and_what_it_imported]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-
-
-# ---------------------------------------------------------------- of a run
-
-
-def test_a_run_tells_its_plan_and_what_came_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    prediction = Prediction.of(setting(), "NVIDIA H200")
-    assert prediction.estimate is not None
-    assert (
-        "GiB a GPU at the peak (weights 2.1," in prediction.told()
-        and " tokens/s, within" in prediction.told()
-    )
-    told: list[str] = []
-    run: Any = SimpleNamespace(
-        speeds=[1.0, 70_000.0, 90_000.0, 80_000.0], metrics=SimpleNamespace(message=told.append)
-    )
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
-    record = prediction.to_json()
-    train.beside_the_plan(run, prediction, record)
-    assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000}
-    off = 100 * (prediction.memory.peak_gib / 40 - 1)
-    assert f"and 40.00 GiB at the peak ({off:+.1f} %)" in told[0] and "and 80,000 tokens/s (" in told[0]
-    json.dumps(record)
-    del run.speeds
-    train.beside_the_plan(run, prediction, record)
-    assert (
-        told[1].startswith("warning: nothing measured beside the plan: AttributeError: ") and len(told) == 2
-    )
-
-
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-80GB"])
-def test_of_other_gpus_memory_alone_is_told(name: str) -> None:
-    prediction = Prediction.of(setting(), name)
-    assert prediction.estimate is None and "tokens/s" not in prediction.told()
-    assert "tokens/s" not in prediction.beside(40, 1000.0)
