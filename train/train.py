@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,10 +198,9 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     start["plan"] = planned and planned.to_json()
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
-        with record if main else contextlib.nullcontext(), signals.taking_steps():
+        beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
+        with record if main else contextlib.nullcontext(), beside, signals.taking_steps():
             last = train(run)
-            if main and planned:
-                beside_the_plan(run, planned, start["plan"])
     except signals.Stopped as stopped:
         if main:
             signals.write_stopped(folder.path, stopped)
@@ -214,20 +214,24 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     dist.barrier()
 
 
-def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> None:
-    """Tell what was measured beside what was planned, and have it in `record`, that of run.json. A fault in it ends no
-    run."""
+@contextlib.contextmanager
+def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> Iterator[None]:
+    """However the steps end, tell what was measured beside what was planned, and have it in `record`, that of run.json.
+    A fault in it ends no run."""
     import torch
 
     try:
-        # the first interval has compilation and warm-up, if there is another
-        speeds = run.speeds[1:] or run.speeds
-        speed = statistics.median(speeds) if speeds else None
-        peak = torch.cuda.max_memory_allocated() / GIB
-        record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
-        run.metrics.message(planned.beside(peak, speed))
-    except Exception as error:
-        run.metrics.message(f"warning: nothing measured beside the plan: {type(error).__name__}: {error}")
+        yield
+    finally:
+        try:
+            # the first interval has compilation and warm-up, if there is another
+            speeds = run.speeds[1:] or run.speeds
+            speed = statistics.median(speeds) if speeds else None
+            peak = torch.cuda.max_memory_allocated() / GIB
+            record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
+            run.metrics.message(planned.beside(peak, speed))
+        except Exception as error:
+            run.metrics.message(f"warning: nothing measured beside the plan: {type(error).__name__}: {error}")
 
 
 def export_last(run: Run, last: Path | None) -> None:

@@ -161,9 +161,9 @@ def memory_of(s: Setting) -> Memory:
     copied = {"FP8 copies of weights": copies / GIB}
     always = state | {"cuBLAS workspaces": WORKSPACES_GIB}
     running = always | copied | {"communication buffers": _buckets(s) / GIB}
-    if s.cuda_graphs and s.keeps_fp8_weights and not s.main_grad:
-        # two captures, the first of which keeps its gradients
-        running["CUDA graphs"] = s.element * s.parameters / GIB
+    if s.cuda_graphs and not s.main_grad:
+        # captures besides one, each of which keeps its gradients
+        running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * s.element * s.parameters / GIB
     kept = inputs if s.recompute else of_layers
     head = {"activations": per_token * kept, "logits": per_token * head_bytes(s)}
     backward = {

@@ -28,6 +28,7 @@ class Setting:
     fused_cross_entropy: bool
     main_grad_asked: bool  # speed.main_grad, wherever there are float32 gradients (`main_grad`)
     cuda_graphs: bool
+    health: bool  # precision.health_steps: a look at FP8's operands, which has a CUDA graph of its own
     recompute: bool
     flash: bool  # FlashAttention is named
     deterministic: bool
@@ -69,6 +70,7 @@ class Setting:
             fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
             main_grad_asked=speed.main_grad,
             cuda_graphs=te and speed.cuda_graphs and stage < 3,
+            health=te and fp8 and precision.health_steps > 0,
             recompute=args.gradient_checkpointing,
             flash=args.model.attention_backend == "flash",
             deterministic=args.full_determinism,

@@ -145,6 +145,23 @@ def test_a_graph_holds_its_activations_while_the_run_evaluates() -> None:
     assert graph.measured_as_gib == eager.measured_as_gib  # the evaluation's
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_graph_of_fp8s_health_has_gradients_of_its_own(accumulation: int) -> None:
+    """Where no GEMM adds them into a buffer (model/graphs.py)."""
+    keys = {"gradient_accumulation_steps": accumulation, "per_device_eval_batch_size": 1}
+    for main_grad in (False, True):
+        usual, looked_at = (
+            memory_of(
+                setting(
+                    speed__main_grad=main_grad, speed__cuda_graphs=True, precision__health_steps=n, **keys
+                )
+            ).peak_gib
+            for n in (0, 10)
+        )
+        gradients = 0 if main_grad else 2 * setting().parameters / GIB
+        assert looked_at - usual == pytest.approx(gradients)
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     s = setting(ranks=8)
     largest = largest_micro_batch(s, 79.1)

@@ -17,6 +17,7 @@ from tests.train.planning.settings import setting
 from train import setup, train
 from train.config.arguments import load_arguments
 from train.config.ds_config import resolve_ds_config
+from train.guard.signals import Stopped
 from train.planning import rates
 from train.planning.plan import Prediction
 from train.planning.rates import RESULTS, measured
@@ -97,13 +98,16 @@ def test_a_run_tells_its_plan_and_what_came_of_it(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 40 * GIB)
     record = prediction.to_json()
-    train.beside_the_plan(run, prediction, record)
+    stopped = Stopped(4, None)  # as each segment of a Slurm job
+    with pytest.raises(Stopped), train.beside_the_plan(run, prediction, record):
+        raise stopped
     assert record["measured"] == {"peak_gib": 40, "tokens_per_second": 80_000}
     off = 100 * (prediction.memory.peak_gib / 40 - 1)
     assert f"and 40.00 GiB at the peak ({off:+.1f} %)" in told[0] and "and 80,000 tokens/s (" in told[0]
     json.dumps(record)
     del run.speeds
-    train.beside_the_plan(run, prediction, record)
+    with train.beside_the_plan(run, prediction, record):
+        pass
     assert (
         told[1].startswith("warning: nothing measured beside the plan: AttributeError: ") and len(told) == 2
     )
