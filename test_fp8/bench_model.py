@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Training throughput of a whole model: transformers eager and compiled, torchao, te_linear and te_layer, and
-Megatron-Core, in bf16 and FP8 by recipe, with and without CUDA graphs, as bare passes and inside DeepSpeed.
+"""Training throughput of a whole model: transformers without and with torch.compile, torchao, te_linear and te_layer,
+and Megatron-Core, in bf16 and FP8 by recipe, as bare passes and inside DeepSpeed; with Transformer Engine's modules
+without and with CUDA graphs, Megatron's rows without.
 
     python test_fp8/bench_model.py --config hare_1.1b --output FILE.json
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
@@ -32,7 +33,8 @@ and cross entropy, in rows *_op_fuser with TE's op fuser; in the measure "step" 
 
 Rows take turns: each of --rounds rounds visits all rows, every second one in reverse. A visit builds the model, checks
 it (the first time), warms up, times, and frees everything. The first round tries each --micro_batch with each attention
-(and then, with what was fastest, each --loss), later ones the row's fastest; "step" begins with what was fastest bare.
+(and then, with the fastest attention, each --loss), later ones the row's fastest; "step" begins with what was fastest
+bare.
 What does not fit the memory is a reason, no failure. Throughput is from the median of all timed passes (steps); "drift"
 is how far apart the rounds are. Two rows are even where the ratio of their speeds is no further from 1 than it moved
 between the rounds that visited both (the largest less the smallest); that takes two rounds at least.

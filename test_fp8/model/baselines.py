@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
@@ -47,31 +48,41 @@ def pinned_sdpa(name: str, config: MistralConfig, tokens: int) -> Iterator[None]
         yield
         return
     with ExitStack() as stack:
-        try:
-            if name == "fa4":
-                stack.callback(_activate_flash_attention_4())
-            stack.enter_context(sdpa_kernel(BACKENDS[name]))
-            error = _sdpa_error(config, tokens)
-        except Exception as failure:  # torch's own say only that there is no kernel, packages have theirs
-            text = " ".join(str(failure).split())[:200]
-            raise NotHere(f"torch's SDPA has no attention {name} for this model here: {text}") from failure
+        if name == "fa4":
+            stack.callback(_activate_flash_attention_4())
+        stack.enter_context(sdpa_kernel(BACKENDS[name]))
+        # the key of this cache, which is on the disk, has no attention in it: what is compiled here would run the
+        # attention of the pin before
+        stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        error = _sdpa_error(name, config, tokens)
         if not error <= ATTENTION_TOLERANCE["bf16"]:
             raise DifferentModel(f"torch's SDPA with {name} differs from float32's by {error:.1e} relative")
         yield
 
 
+@contextmanager
+def _asking_for(name: str) -> Iterator[None]:
+    """Raises NotHere for what torch and the packages raise inside where there is no such attention."""
+    try:
+        yield
+    except (RuntimeError, ImportError) as failure:
+        text = " ".join(str(failure).split())[:200]
+        raise NotHere(f"torch's SDPA has no attention {name} for this model here: {text}") from failure
+
+
 def _activate_flash_attention_4() -> Callable[[], None]:
-    """Returns what undoes it. Raises NotHere, and what the package raises."""
+    """Returns what undoes it. Raises NotHere."""
     attention: Any = importlib.import_module("torch.nn.attention")
     if not hasattr(attention, "activate_flash_attention_impl"):
         raise NotHere("this torch has no place for FlashAttention-4")
-    attention.activate_flash_attention_impl("FA4")
+    with _asking_for("fa4"):
+        attention.activate_flash_attention_impl("FA4")
     return attention.restore_flash_attention_impl
 
 
-def _sdpa_error(config: MistralConfig, tokens: int) -> float:
-    """The largest relative error, of the output and the three gradients, of torch's SDPA in bf16, called as
-    transformers does, on one random sample."""
+def _sdpa_error(name: str, config: MistralConfig, tokens: int) -> float:
+    """The largest relative error, of the output and the three gradients, of torch's SDPA in bf16 with what is pinned,
+    `name`, called as transformers does, on one random sample. Raises NotHere: it does not take it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     N, K, D = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
@@ -81,12 +92,13 @@ def _sdpa_error(config: MistralConfig, tokens: int) -> float:
     window = window_size(config)
     leaves = [t.transpose(1, 2).detach().requires_grad_() for t in qkv]
     q, k, v = leaves
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": N != K}
     if 0 <= window[0] < tokens:  # a sample of as many tokens as the window gets a mask from transformers, too
         k, v = (t.repeat_interleave(N // K, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, causal_mask(tokens, window[0], device))
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=N != K)
-    gradients = torch.autograd.grad(out, leaves, upstream.view(1, tokens, N, D).transpose(1, 2))
+        options = {"attn_mask": causal_mask(tokens, window[0], device)}
+    with _asking_for(name):
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+        gradients = torch.autograd.grad(out, leaves, upstream.view(1, tokens, N, D).transpose(1, 2))
     ours = [out.transpose(1, 2).flatten(2), *(g.transpose(1, 2) for g in gradients)]
     with sdpa_kernel(SDPBackend.MATH):
         truth = sdpa([t.float() for t in qkv], upstream.float(), window, None)

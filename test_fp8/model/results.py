@@ -53,7 +53,7 @@ class Series:
 
     def candidates(self, turn: int, bare: Series | None) -> Iterator[Setting]:
         """The settings to visit in round `turn`: in the first all, the fastest of `bare` first, but of the losses
-        behind the first one only those with what was fastest; later the best one."""
+        behind the first one only those with the attention that was fastest; later the best one."""
         if turn:
             best = self.best()
             yield from [] if best is None else [best]
@@ -65,17 +65,17 @@ class Series:
         for setting in order:
             if any(
                 why == OUT_OF_MEMORY
-                and s.attention == setting.attention
+                and (s.attention, s.loss) == (setting.attention, setting.loss)
                 and s.micro_batch <= setting.micro_batch
                 for s, why in self.reasons.items()
             ):
                 self.reasons.setdefault(setting, OUT_OF_MEMORY)
-            elif setting.loss == order[0].loss or self.best() is None or self._is_best_but_loss(setting):
+            elif (
+                setting.loss == order[0].loss
+                or (best := self.best()) is None
+                or best.attention == setting.attention
+            ):
                 yield setting
-
-    def _is_best_but_loss(self, setting: Setting) -> bool:
-        best = self.best()
-        return best is not None and best._replace(loss=setting.loss) == setting
 
     def refuse(self, setting: Setting, error: BaseException) -> bool:
         """Note that a visit ended in `error`. Returns whether that is a fault of the row, rather than of the machine's
@@ -241,7 +241,7 @@ COLUMNS: report.Columns = {
     "measure": ("measure", "<"),
     "row": (lambda r: r["row"] + " *" * r["best_bf16"], "<"),
     "tokens/s": ("tokens_per_second", ",.0f"),
-    "x eager": (f"ratio_to_{BASELINE}", ".2f"),
+    f"x {BASELINE}": (f"ratio_to_{BASELINE}", ".2f"),
     "x bf16": ("ratio_to_best_bf16", ".2f"),
     "TFLOP/s": ("tflops", ".3g"),
     "batch": ("micro_batch", "d"),
@@ -264,7 +264,7 @@ def lines(results: Sequence[Result]) -> list[str]:
     """The results as a text table; below it which rows are even, the attention kernels of each, what precision.auto
     chose, and the rows without a speed with the reason."""
     shown = [report.table(measured(results), COLUMNS)]
-    shown.append("* the fastest bf16 of its measure; x eager: to hf_bf16; x bf16: to that fastest one")
+    shown.append("* the fastest bf16 of its measure; x bf16: the ratio to it")
     shown += _even_lines(measured(results))
     for r in measured(results):
         kernels = ", ".join(r["attention_kernels"]) or "none seen by the profiler"
@@ -289,6 +289,14 @@ def _even_lines(results: Sequence[Result]) -> list[str]:
                 f"{noise:.4f}"
             )
     return found
+
+
+def panel_title(results: Sequence[Result]) -> str:
+    """results: of one measure."""
+    if results[0]["measure"] == "bare":
+        return "forward + backward"
+    megatron = any(r["variant"] == "megatron_core" for r in results)  # whose steps are its own
+    return "whole step" if megatron else "whole DeepSpeed step"
 
 
 def plot(results: Sequence[Result], title: str, output: Path) -> None:
@@ -316,8 +324,7 @@ def plot(results: Sequence[Result], title: str, output: Path) -> None:
                 axis.text(r["tokens_per_second"], place, text, va="center", fontsize=8, bbox=LABEL_BOX)
                 if r["best_bf16"]:
                     axis.axvline(r["tokens_per_second"], color=COLORS["bf16"], linestyle="--", linewidth=1)
-            name = {"bare": "forward + backward", "step": "whole DeepSpeed step"}[rows[0]["measure"]]
-            axis.set_title(name, fontsize=10)
+            axis.set_title(panel_title(rows), fontsize=10)
         axes[0, 0].set_xlim(0, 1.18 * max(r["tokens_per_second"] for r in measured(results)))
         axes[-1, 0].set_xlabel("tokens/s (ratio to the fastest bf16 row, dashed)")
         figure.suptitle(title, fontsize=11)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +116,43 @@ def test_an_attention_that_there_is_not_is_no_fault(monkeypatch: pytest.MonkeyPa
         pass
 
 
+def test_a_fault_of_the_proof_itself_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what this machine has not."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    for name in ("head_dim", "window_size", "sdpa", "relative_error"):
+        with monkeypatch.context() as patch:
+            patch.setattr(baselines, name, broken)
+            with (
+                pytest.raises(RuntimeError, match="^a mistake$"),
+                pinned_sdpa("flash", small_config(), 32),
+            ):
+                pass
+
+
+def test_compiled_code_is_not_taken_from_another_pin() -> None:
+    """The key of torch's cache on the disk does not have what is pinned."""
+    with pinned_sdpa("flash", small_config(), 32):
+        assert torch._functorch.config.enable_autograd_cache is False
+    assert torch._functorch.config.enable_autograd_cache is True
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter  # torch.compile asks one what this processor can do
+def test_compiled_code_runs_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU torch has flash and math."""
+    monkeypatch.setitem(baselines.BACKENDS, "math", torch.nn.attention.SDPBackend.MATH)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    q = torch.randn(1, 2, 32, 16)
+    for name in ("flash", "math"):
+        torch._dynamo.reset()
+        attend = partial(torch.compile(torch.nn.functional.scaled_dot_product_attention), q, q, q)
+        with pinned_sdpa(name, small_config(), 32):
+            assert attention_kernels(attend)[0] == [name]
+
+
 def test_another_attention_than_was_pinned_is_found() -> None:
     one = visit(later=[1.0])
     one.sdpa = ["cudnn"]
@@ -160,6 +199,30 @@ def test_losses_are_tried_with_the_best_attention_alone() -> None:
         tried.append(setting)
         failing.refuse(setting, NotHere("not here"))
     assert tried == settings, "where the first loss is not to be had, the others are"
+
+
+def test_a_loss_that_takes_less_memory_is_tried_where_the_first_did_not_fit() -> None:
+    one = series("hf_bf16")
+    settings = [
+        Setting(size, attention, loss)
+        for loss in ("compiled", "liger")
+        for attention in ("cudnn", "flash")
+        for size in (8, 16, 32)
+    ]
+    one.settings = dict.fromkeys(settings, configured(PRESETS["hf_bf16"]))
+    tried = []
+    for setting in one.candidates(0, None):
+        tried.append(setting)
+        if setting.micro_batch >= {"compiled": 16, "liger": 32}[setting.loss]:
+            one.refuse(setting, torch.OutOfMemoryError("CUDA out of memory."))
+        else:
+            one.visits[setting] = [visit(later=[{"cudnn": 8.0, "flash": 9.0}[setting.attention]])]
+    pairs = [("cudnn", "compiled"), ("flash", "compiled")]
+    first = [Setting(size, *pair) for pair in pairs for size in (8, 16)]
+    assert tried == [*first, *(Setting(size, "cudnn", "liger") for size in (8, 16, 32))]
+    (result,) = results_of([one], [], 1.0)
+    recorded = {(t["loss"], t["attention"]) for t in result["tried"]}
+    assert recorded == {("compiled", "cudnn"), ("compiled", "flash"), ("liger", "cudnn")}
 
 
 def test_rows_have_the_settings_that_are_theirs() -> None:

@@ -28,7 +28,7 @@ from test_fp8.common.same_model import (
 from test_fp8.common.timing import Laps, mean_pass_ms
 from test_fp8.model import rows as bench_rows
 from test_fp8.model import visit as bench_visit
-from test_fp8.model.results import OUT_OF_MEMORY, Series, lines, results_of
+from test_fp8.model.results import OUT_OF_MEMORY, Series, lines, panel_title, results_of
 from test_fp8.model.rows import PRESETS, ROW_KEYS, Setting, select
 from test_fp8.model.visit import Proof, Visit
 from tests import programs
@@ -280,6 +280,11 @@ def test_ratios_are_to_eager_and_to_the_fastest_bf16_of_the_same_measure() -> No
     # 4 passes of 8 ms and 2 ms of optimizer in a step of 40 ms
     assert results["step", "te_layer_fp8_delayed"]["deepspeed_share"] == pytest.approx(1 - 34 / 40)
     assert results["step", "hf_bf16"]["tokens_per_second"] == pytest.approx(4 * 2 * 64 / 0.1)
+
+
+def test_a_panel_with_megatrons_steps_is_not_called_deepspeeds() -> None:
+    rows = [{"measure": "step", "variant": "hf"}, {"measure": "step", "variant": "megatron_core"}]
+    assert [panel_title(rows[:1]), panel_title(rows)] == ["whole DeepSpeed step", "whole step"]
 
 
 def test_what_precision_auto_gave_bf16_is_not_the_bf16_to_beat() -> None:
