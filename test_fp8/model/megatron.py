@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +33,15 @@ from model.variants import ATTENTION_BACKENDS
 from test_fp8.common.rows import NotHere
 from test_fp8.common.same_model import DifferentModel, check_computed, loss_error
 from test_fp8.common.timing import Laps, enqueue_ms, synchronize, times_in
+from test_fp8.model.visit import GIB, MAX_STEPS, Proof, Visit, Visitor, asking_te_for, free_memory
 from train.config.arguments import TrainingArguments
 
-if TYPE_CHECKING:
-    from test_fp8.model.visit import Visit, Visitor
-
 PACKAGE, VERSION = "megatron-core", "0.19.2"
+NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # of Transformer Engine's attention; "0": not allowed
 # What Megatron asks of apex: a GEMM that adds to float32 gradients. Transformer Engine has one, too.
 APEX_GEMM = "fused_weight_gradient_mlp_cuda"
 RECIPES = {"delayed": "delayed", "current": "tensorwise"}  # ours -> Megatron's
 FP8_GEMMS_A_LAYER = 12  # qkv, proj, fc1, fc2: the output's, the input's gradient and the weight's gradient
-MAX_STEPS = 20
 
 
 def require() -> None:
@@ -277,12 +275,14 @@ def _add_weight_gradient(x: Tensor, gradient: Tensor, total: Tensor) -> None:
 
 
 @contextmanager
-def free_attention() -> Iterator[None]:
+def free_attention(deterministic: bool) -> Iterator[None]:
     """A block in which nothing says which attention Transformer Engine has to take: Megatron says it itself, and
-    refuses an environment that says something else."""
+    refuses an environment that says something else; nor, where it is to be `deterministic`, one that allows others."""
     te_backend.choose_attention_backend("auto")
-    variables = ATTENTION_BACKENDS["fused"]
+    variables = [*ATTENTION_BACKENDS["fused"], *([NONDETERMINISTIC] if deterministic else [])]
     before = {name: os.environ.pop(name, None) for name in variables}
+    if deterministic:
+        os.environ[NONDETERMINISTIC] = "0"
     try:
         yield
     finally:
@@ -345,14 +345,13 @@ class Training:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """A whole step; the loss of its first micro-batch. Raises DifferentModel: the optimizer left it out."""
+    def step(self, input_ids: Tensor, labels: Tensor) -> None:
+        """A whole step. Raises DifferentModel: the optimizer left it out."""
         self.zero()
-        losses = self.passes(input_ids, labels, self.arguments.gradient_accumulation_steps or 1)
+        self.passes(input_ids, labels, self.arguments.gradient_accumulation_steps or 1)
         updated, *_ = self.optimizer.step()
         if not updated:
             raise DifferentModel("Megatron's optimizer skipped the step: gradients are not finite")
-        return losses[0]
 
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -361,13 +360,22 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach().clone()}  # the schedule divides the first one in place
 
 
+def prove_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
+    """Raises DifferentModel: Transformer Engine's attention is none, or takes another one than was `timed`."""
+    errors = attention_errors(config, precision, tokens)
+    checked = te_backend.attention_backend_in_use(precision.te)
+    if checked.split(",")[0] != timed.split(",")[0]:  # behind it is what cuDNN calls its part
+        raise DifferentModel(f"attention {timed} was timed, and {checked} ran where it was to be checked")
+    if not all(error <= ATTENTION_TOLERANCE[precision.config.compute] for error in errors):  # NaN is not
+        text = " and ".join(f"{error:.1e}" for error in errors)
+        raise DifferentModel(f"attention {timed} differs from SDPA by {text} relative, forward and backward")
+
+
 def visit(
     arguments: TrainingArguments, switches: Mapping[str, bool], visitor: Visitor, config: MistralConfig
 ) -> Visit:
     """A visit to a row of Megatron-Core. Raises NotHere: it is not installed, or there is no GPU; DifferentModel:
     another model, other GEMMs or another attention than the row says."""
-    from test_fp8.model.visit import GIB, Proof, Visit, free_memory
-
     require()
     if not torch.cuda.is_available():
         raise NotHere("Megatron-Core with Transformer Engine's modules needs a GPU")
@@ -377,7 +385,8 @@ def visit(
     samples, compute = arguments.per_device_train_batch_size, arguments.precision.compute
     ids, labels = (t[:samples].contiguous() for t in (visitor.batch.input_ids, visitor.batch.labels))
     reference, precision = visitor.reference, Precision(arguments.precision)
-    with free_attention():
+    asked_for, deterministic = arguments.model.attention_backend, arguments.full_determinism
+    with free_attention(deterministic), asking_te_for(asked_for):
         model, settings = build(config, arguments, switches, reference.weights)
         weights = from_megatron(dict(model.gpt.named_parameters()), config)
         if (count := sum(p.numel() for p in model.parameters())) != num_parameters(config):
@@ -412,9 +421,7 @@ def visit(
         found = Visit(laps.ms(), launch_ms, prepare_s, None, loss, error, [])
         visitor.look(found, (arguments.to_dict(), switches), lambda: training.passes(ids, labels, 1))
         # last, for it decides anew which attention to take
-        errors = attention_errors(config, precision, arguments.max_seq_length)
-    if not max(errors) <= ATTENTION_TOLERANCE[compute]:
-        raise DifferentModel(f"attention {attention} differs from SDPA by {max(errors):.1e} relative")
+        prove_attention(attention, config, precision, arguments.max_seq_length)
     lines = [f"attention: {attention}; FP8 GEMMs of a pass: {ran}", f"{PACKAGE} {VERSION}"]
     found.proof = Proof(logits_error, planned // 3, attention, lines)
     found.attention, found.loss_kind, found.before_gib = attention, "fused (TE)", before

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +116,17 @@ class Passes:
         return "first" if self.cache_weights and index == 0 else "later"
 
 
+@contextmanager
+def asking_te_for(attention: str) -> Iterator[None]:
+    """A block that runs Transformer Engine's attention first. Raises NotHere: it has no such `attention` here."""
+    try:
+        yield
+    except ValueError as error:
+        if NO_ATTENTION not in str(error):
+            raise
+        raise NotHere(f"Transformer Engine has no attention {attention} for this model") from error
+
+
 def prove_row(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, reference: Reference, ids: Tensor
 ) -> Proof:
@@ -195,13 +207,8 @@ class Visitor:
         a, ids = arguments, self.batch.input_ids
         key = repr((a.model, a.precision, a.speed, a.gradient_checkpointing, a.data.document_mask, sdpa))
         if key not in self.proofs:
-            try:
+            with asking_te_for(arguments.model.attention_backend):
                 self.proofs[key] = prove_row(model, precision, arguments, self.reference, ids)
-            except ValueError as error:
-                if NO_ATTENTION not in str(error):
-                    raise
-                asked_for = arguments.model.attention_backend
-                raise NotHere(f"Transformer Engine has no attention {asked_for} for this model") from error
         return self.proofs[key]
 
     def _micro_batch(self, arguments: TrainingArguments) -> Batch:

@@ -23,12 +23,14 @@ from model.fp8.recipes import PrecisionConfig
 from model.variants import ATTENTION_BACKENDS
 from test_fp8 import bench_model
 from test_fp8.common.rows import NotHere
-from test_fp8.common.same_model import DifferentModel
+from test_fp8.common.same_model import DifferentModel, Reference
 from test_fp8.model import megatron
 from test_fp8.model.megatron import free_attention, from_megatron, to_megatron, transformer_config
 from test_fp8.model.rows import PRESETS
+from test_fp8.model.visit import Visitor
 from tests.conftest import random_ids, small_config
 from tests.test_fp8.test_bench_model import configured
+from train.data.stream import Batch
 
 
 def numbered(config: object) -> dict[str, Tensor]:
@@ -86,10 +88,69 @@ def test_the_environment_says_nothing_of_attention_inside(monkeypatch: pytest.Mo
     for variable in ATTENTION_BACKENDS["fused"]:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    with free_attention():
+    with free_attention(deterministic=False):
         assert "NVTE_FLASH_ATTN" not in os.environ
         os.environ["NVTE_FUSED_ATTN"] = "1"  # as Megatron does
     assert os.environ["NVTE_FLASH_ATTN"] == "0" and "NVTE_FUSED_ATTN" not in os.environ
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_deterministic_attention_is_asked_of_the_environment(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron refuses the row otherwise."""
+    monkeypatch.setattr(te_backend, "_attention_environment", {})
+    name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+    monkeypatch.delenv(name, raising=False)
+    if before:
+        monkeypatch.setenv(name, before)
+    for deterministic, inside in ((True, "0"), (False, before)):
+        with free_attention(deterministic):
+            assert os.environ.get(name) == inside
+        assert os.environ.get(name) == before
+
+
+def test_an_attention_that_there_is_not_is_no_fault_of_megatrons_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> None:
+        assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
+        raise ValueError(fault)
+
+    monkeypatch.setattr(megatron, "build", build)
+    monkeypatch.setattr(megatron, "require", lambda: None)
+    precision = Precision(PrecisionConfig(compute="bf16"))
+    monkeypatch.setattr(megatron, "Precision", lambda _: precision)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(megatron, "free_memory", lambda: None)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    visitor = Visitor(Reference({}, torch.empty(0), []), Batch(ids, ids), 0.0)
+    arguments = configured(PRESETS["megatron_core_bf16"])
+    arguments.model.attention_backend, arguments.full_determinism = "flash", True
+    fault = "No dot product attention backend is available for the provided inputs."
+    with pytest.raises(NotHere, match="no attention flash for this model"):
+        megatron.visit(arguments, {}, visitor, small_config())
+    fault = "something else"
+    with pytest.raises(ValueError, match=fault):
+        megatron.visit(arguments, {}, visitor, small_config())
+
+
+@pytest.mark.parametrize(
+    ("ran", "errors", "complaint"),
+    [
+        ("fused (cuDNN, 2)", (1e-3, 1e-3), None),
+        ("flash (4.0.0)", (1e-3, 1e-3), r"fused \(cuDNN, 1\) was timed, and flash \(4\.0\.0\) ran"),
+        ("fused (cuDNN, 1)", (1e-3, 0.5), "differs from SDPA by 1.0e-03 and 5.0e-01"),
+        ("fused (cuDNN, 1)", (1e-3, float("nan")), "differs from SDPA by 1.0e-03 and nan"),
+    ],
+)
+def test_the_attention_that_is_proven_is_the_one_that_was_timed(
+    ran: str, errors: tuple[float, float], complaint: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron, "attention_errors", lambda *_: errors)
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
+    precision = Precision(PrecisionConfig(compute="bf16"))
+    with pytest.raises(DifferentModel, match=complaint) if complaint else contextlib.nullcontext():
+        megatron.prove_attention("fused (cuDNN, 1)", small_config(), precision, 64)
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
