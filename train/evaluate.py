@@ -49,6 +49,7 @@ from model.config import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.keys import between, unicode
 from train.files import tell, write_durably
+from train.preflight.machine import out_of_memory
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 
 T = TypeVar("T")
@@ -314,8 +315,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
         what = str(error)
-        if isinstance(error, MemoryError) or "out of memory" in what or "allocate memory" in what:
-            what = f"{what.splitlines()[0] if what else 'no memory left'}; give a smaller --batch_size"
+        if line := out_of_memory(error):
+            what = f"{line}; give a smaller --batch_size"
         elif isinstance(error, RuntimeError) and not isinstance(error, UserError):
             raise
         return fail(what)

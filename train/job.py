@@ -395,9 +395,8 @@ def launch_command(processes: int) -> list[str]:
         where = f"(Slurm job {job}, rank 0 at {host}:{port})"
         tell(f"training: {slurm_nodes} nodes x {processes} processes {where}")
         srun = f"srun --nodes={slurm_nodes} --ntasks={slurm_nodes} --ntasks-per-node=1 --kill-on-bad-exit=1".split()
-        if cpus := setting(
-            "SLURM_CPUS_PER_TASK"
-        ):  # of sbatch, from which srun does not take it since Slurm 22.05
+        # of sbatch, from which srun does not take it since Slurm 22.05
+        if cpus := setting("SLURM_CPUS_PER_TASK"):
             srun.append(f"--cpus-per-task={cpus}")
         where_to_meet = ["--nnodes", slurm_nodes, "--master_addr", host, "--master_port", port]
         return [*srun, *container, *launch, *where_to_meet]

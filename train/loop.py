@@ -63,9 +63,8 @@ class Run:
     saver: Saver
     stop_vote: StopVote
     watchdog: Watchdog
-    speeds: list[float] = field(
-        default_factory=list
-    )  # tokens/s of all ranks, of each interval that was logged
+    # tokens/s of all ranks, of each interval that was logged
+    speeds: list[float] = field(default_factory=list)
 
     def log(self, values: dict[str, Any]) -> None:
         """Metrics of this step."""

@@ -18,7 +18,6 @@ import contextlib
 import gc
 import os
 import signal
-import statistics
 import sys
 import time
 import traceback
@@ -220,13 +219,13 @@ def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> It
     A fault in it ends no run."""
     import torch
 
+    from train.record.history import typical_speed
+
     try:
         yield
     finally:
         try:
-            # the first interval has compilation and warm-up, if there is another
-            speeds = run.speeds[1:] or run.speeds
-            speed = statistics.median(speeds) if speeds else None
+            speed = typical_speed(run.speeds)
             peak = torch.cuda.max_memory_allocated() / GIB
             record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
             run.metrics.message(planned.beside(peak, speed))

@@ -35,6 +35,14 @@ def cuda_devices() -> list[int] | None:
         return None
 
 
+def out_of_memory(error: BaseException) -> str:
+    """The first line of an error that says that memory ran out, of a GPU or of the host; "" of any other."""
+    text = str(error)  # torch has a type of its own for a GPU alone
+    if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
+        return text.splitlines()[0] if text else "no memory left"
+    return ""
+
+
 def memory_kills() -> int:
     """How many processes the system has killed since its boot because memory ran out; 0 where it does not say."""
     try:

@@ -20,6 +20,7 @@ from train.planning.memory import (
     weight_bytes,
 )
 from train.planning.setting import Setting
+from train.preflight.machine import out_of_memory
 from train.record.run_folder import RunFolder
 
 
@@ -47,11 +48,10 @@ def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
 
 
 def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
-    """What to tell, and what takes less, where memory ran out (torch names the exception on a GPU only); else None."""
-    text = str(error)
-    if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
+    """What to tell, and what takes less, where memory ran out; else None."""
+    if not (line := out_of_memory(error)):
         return None
-    what = ". ".join(text.splitlines()[0].split(". ")[:3]) if text else "no memory left"
+    what = ". ".join(line.split(". ")[:3])
     checkpointing = "" if args.gradient_checkpointing else "; gradient_checkpointing true"
     return (
         f"error: memory ran out: {what}\n"

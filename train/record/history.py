@@ -82,10 +82,8 @@ class History:
         return hours
 
     def tokens_per_second(self) -> float | None:
-        """The median of the lines, without the first, where there are others: compilation and first allocations are in
-        it."""
-        _, rates = self.series("tokens_per_second")
-        return statistics.median(rates[1:] or rates) if rates else None
+        """See typical_speed."""
+        return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
         """What was proved of the last start, in short."""
@@ -95,6 +93,12 @@ class History:
         """What became of its last start."""
         ended = (self.starts[-1].get("ended") or {}) if self.starts else {}
         return str(ended.get("how", "runs, or was killed")) if self.starts else ""
+
+
+def typical_speed(speeds: list[float]) -> float | None:
+    """The median of the lines, without the first, where there are others: compilation and first allocations are in
+    it."""
+    return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def read_history(path: Path) -> History:
