@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from train.files import tell
 from train.record.run_folder import RunFolder
+from train.record.train_log import first_line
 
 _console: TextIO | None = None
 
@@ -55,8 +56,7 @@ class RankLog:
         os.dup2(file, 1), os.dup2(file, 2)
         os.close(file)
         sys.stdout, sys.stderr = (self._stream(number) for number in (1, 2))
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.begun))
-        tell(f"======== {at}: {' '.join(sys.argv)}")
+        tell(first_line(self.begun))
 
     def _stream(self, descriptor: int) -> TextIO:
         raw: Any = _Forgiving(descriptor, self.path)

@@ -14,6 +14,12 @@ from train.files import heard, tell
 from train.record.run_folder import RunFolder
 
 
+def first_line(begun: float) -> str:
+    """Of what a start writes in a log: when it was, and its command."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun))
+    return f"======== {at}: {' '.join(sys.argv)}"
+
+
 class TrainLog:
     """with TrainLog(folder, expected) as log: ... log.open() ... : everything that is told meanwhile. An exception that
     ends the block is written with its traceback, unless it is of a type `expected`, which was told."""
@@ -38,9 +44,8 @@ class TrainLog:
     def open(self) -> None:
         """Write what was told so far, below a line that says when the start was and what its command."""
         self._is_open = True
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.begun))
         kept, self._kept = self._kept, []
-        self._hear("\n".join([f"======== {at}: {' '.join(sys.argv)}", *kept]), stamp="")
+        self._hear("\n".join([first_line(self.begun), *kept]), stamp="")
 
     def _hear(self, text: str, stamp: str | None = None) -> None:
         line = f"{time.strftime('%H:%M:%S ') if stamp is None else stamp}{text}"
