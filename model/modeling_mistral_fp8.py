@@ -18,6 +18,10 @@ from model.mistral_base import KVCache, MistralBase, causal_attention, project
 from model.variants import SpeedConfig
 
 
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
 def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:
     return precision.te.Linear(
         inputs, outputs, bias=False, params_dtype=precision.dtype, device=precision.device
@@ -64,23 +68,24 @@ class MistralAttention(nn.Module):
 class MistralMLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: MistralConfig, precision: Precision):
+    def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig):
         super().__init__()
+        self.swiglu = (precision.te.swiglu if speed.fused_swiglu else None) or _swiglu
         self.gate_proj = _linear(precision, config.hidden_size, config.intermediate_size)
         self.up_proj = _linear(precision, config.hidden_size, config.intermediate_size)
         self.down_proj = _linear(precision, config.intermediate_size, config.hidden_size)
 
     def forward(self, x_BTH: torch.Tensor, is_first: bool | None) -> torch.Tensor:
         gate, up = project(self.gate_proj, x_BTH, is_first), project(self.up_proj, x_BTH, is_first)
-        return project(self.down_proj, F.silu(gate) * up, is_first)
+        return project(self.down_proj, self.swiglu(gate, up), is_first)
 
 
 class MistralDecoderLayer(nn.Module):
-    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+    def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
         norm = {"eps": config.rms_norm_eps, "dtype": precision.dtype, "device": precision.device}
         self.self_attn = MistralAttention(config, precision, index)
-        self.mlp = MistralMLP(config, precision)
+        self.mlp = MistralMLP(config, precision, speed)
         self.input_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
         self.post_attention_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
 
@@ -104,4 +109,4 @@ class MistralForCausalLM(MistralBase):
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
     ) -> nn.Module:
-        return MistralDecoderLayer(config, precision, index)
+        return MistralDecoderLayer(config, precision, speed, index)

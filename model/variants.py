@@ -53,7 +53,8 @@ class SpeedConfig:
 
     fused_rope: bool = option("te_layer: one kernel splits q, k and v and rotates q and k", True)
     fused_swiglu: bool = option(
-        "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it",
+        "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it; te_linear: "
+        "SwiGLU in one kernel, its gradients in another",
         True,
     )
     fused_cross_entropy: bool = option(

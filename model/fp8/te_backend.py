@@ -42,7 +42,8 @@ class BackendError(UserError):
 def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
     CUDA device at all). `cross_entropy` is Transformer Engine's fused one, None in the reference; `fused_swiglu` the
-    name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one.
+    name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `swiglu` is
+    model/fused/swiglu.py's, None in the reference.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
     """
@@ -63,6 +64,7 @@ def _load_reference() -> SimpleNamespace:
         split_and_rotate=reference.split_and_rotate,
         cross_entropy=None,
         fused_swiglu="swiglu",
+        swiglu=None,
         recipe=reference.recipe,
     )
 
@@ -91,7 +93,8 @@ def _load_transformer_engine() -> SimpleNamespace:
         RotaryPositionEmbedding=rope.RotaryPositionEmbedding,
         apply_rotary_pos_emb=rope.apply_rotary_pos_emb,
         # Triton, which torch brings along only where there is CUDA
-        split_and_rotate=importlib.import_module("model.qkv_rope").split_and_rotate,
+        split_and_rotate=importlib.import_module("model.fused.qkv_rope").split_and_rotate,
+        swiglu=importlib.import_module("model.fused.swiglu").swiglu,
         cross_entropy=loss.parallel_cross_entropy,
         fused_swiglu=_register_fused_swiglu(),
         recipe=recipe,

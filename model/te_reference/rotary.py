@@ -88,8 +88,8 @@ def apply_rotary_pos_emb(
 def split_and_rotate(
     packed: Tensor, freqs: Tensor, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What model/qkv_rope.py computes in one kernel: [B, T, (N + 2 K) D] with rows [q; k; v] -> rotated q [B, T, N, D],
-    rotated k [B, T, K, D], v [B, T, K, D]; freqs float32 [>= T, 1, 1, D]."""
+    """What model/fused/qkv_rope.py computes in one kernel: [B, T, (N + 2 K) D] with rows [q; k; v] -> rotated q
+    [B, T, N, D], rotated k [B, T, K, D], v [B, T, K, D]; freqs float32 [>= T, 1, 1, D]."""
     heads = packed.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     rotated = (apply_rotary_pos_emb(x, freqs, "bshd", fused=True) for x in (q, k))

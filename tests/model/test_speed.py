@@ -69,13 +69,14 @@ def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
 @pytest.mark.parametrize("switch", [s for s in SWITCHES if s.startswith("fused")])
-def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict) -> None:
+def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict, variant: str) -> None:
     """Fused kernels round less often: losses agree within bf16's rounding of the logits, gradients within what FP8
     makes of a value that was rounded to the neighbouring one."""
-    losses, gradients, _ = passes(only(None), **compute)
-    others, other_gradients, model = passes(only(switch), **compute)
+    losses, gradients, _ = passes(only(None), variant, **compute)
+    others, other_gradients, model = passes(only(switch), variant, **compute)
     assert others == pytest.approx(losses, rel=2e-3)
     tolerance = 2e-2 if compute.get("compute") == "bf16" else 0.15
     errors = {name: relative(other_gradients[name], grad) for name, grad in gradients.items()}
@@ -83,7 +84,8 @@ def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict) ->
     with count_gemms(model, model.precision) as gemms:
         ids = random_ids(model.config, 2, 65).to(model.precision.device)
         model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
-    assert not gemms.problem() and len(gemms.ran) == (0 if compute.get("compute") == "bf16" else 6)
+    products = {"te_layer": 6, "te_linear": 14}[variant]
+    assert not gemms.problem() and len(gemms.ran) == (0 if compute.get("compute") == "bf16" else products)
 
 
 @pytest.mark.gpu
@@ -155,9 +157,41 @@ def test_the_arithmetic_of_split_and_rotate(
     monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, D: int, tokens: int
 ) -> None:
     use_stand_in(monkeypatch)
-    kernel = importlib.import_module("model.qkv_rope").split_and_rotate
-    monkeypatch.delitem(sys.modules, "model.qkv_rope")
+    kernel = importlib.import_module("model.fused.qkv_rope").split_and_rotate
+    monkeypatch.delitem(sys.modules, "model.fused.qkv_rope")
     check_split_and_rotate(kernel, heads, kv_heads, D, tokens)
+
+
+def check_swiglu(kernel: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
+    device = Precision(PrecisionConfig()).device
+    torch.manual_seed(0)
+    gate, up, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) * 3 for _ in range(3))
+    leaves = [t.clone().requires_grad_() for t in (gate.mT.contiguous().mT, up)]  # one that is not contiguous
+    exact = [t.float().requires_grad_() for t in (gate, up)]
+    out, wide = kernel(*leaves), nn.functional.silu(exact[0]) * exact[1]
+    results = [out, *torch.autograd.grad(out, leaves, dy)]
+    for ours, theirs in zip(results, [wide, *torch.autograd.grad(wide, exact, dy.float())], strict=True):
+        assert ours.shape == theirs.shape
+        # float32 up to the order of its roundings, then one to bf16
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-6)
+
+
+SHAPES = [(2, 33, 80), (1, 1024), (4, 257)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_swiglu_equals_torch(shape: tuple[int, ...]) -> None:
+    check_swiglu(te_backend.load().swiglu, shape)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_arithmetic_of_swiglu(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    use_stand_in(monkeypatch)
+    kernel = importlib.import_module("model.fused.swiglu").swiglu
+    monkeypatch.delitem(sys.modules, "model.fused.swiglu")
+    check_swiglu(kernel, shape)
 
 
 def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Triton's language on a CPU, as far as model/qkv_rope.py uses it: a kernel is a Python function, called once for each
+"""Triton's language on a CPU, as far as the kernels of model/ use it: a kernel is a Python function, called once a
 program; a pointer is a tensor with an offset."""
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(
         constexpr=int, int64=torch.int64, float32=torch.float32, program_id=lambda axis: Program(),
-        arange=torch.arange, cos=torch.cos, sin=torch.sin, where=torch.where, load=_load, store=_store,
+        arange=torch.arange, cos=torch.cos, sin=torch.sin, sigmoid=torch.sigmoid, where=torch.where,
+        load=_load, store=_store,
     )  # fmt: skip
     vars(triton).update(jit=Kernel, language=language, next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "model.qkv_rope", raising=False)
+    for module in ("model.fused.qkv_rope", "model.fused.swiglu"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
