@@ -48,6 +48,12 @@ if [[ "$mode" == gpu ]]; then
   files="$(grep -rlE 'pytest\.mark\.(multi_)?gpu\b' tests --include='test_*.py' | tr '\n' ' ')"
   # What ran is written down where all of it was asked for.
   if (($# == 0)); then set -- --results=test_fp8/results; fi
+  # A test waits for Python's imports more than for the GPU: a worker for each 40 GiB of memory.
+  if has_module xdist; then
+    workers="$("$PY" -c 'import torch; f = torch.cuda.get_device_properties
+print(sum(f(i).total_memory // (40 * 2**30) for i in range(torch.cuda.device_count())))')"
+    set -- -n "$((workers > 1 ? workers : 0))" "$@"
+  fi
   exec "$PY" -m pytest -p scripts.pytest_gpu_run -o "testpaths=$files" -m "$marks" -rs "$@"
 fi
 

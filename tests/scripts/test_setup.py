@@ -258,10 +258,14 @@ def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: boo
     (tmp_path / "scripts/setup_env.sh").write_text('setup_env() { PY="$ROOT/python"; }')
     for name, mark in (("a", "gpu"), ("b", "multi_gpu"), ("c", "slow")):
         executable(tmp_path / f"tests/test_{name}.py", f"@pytest.mark.{mark}")
-    executable(tmp_path / "python", 'case "$*" in *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac')
+    executable(
+        tmp_path / "python",
+        'case "$*" in *total_memory*) echo 6 ;; *device_count*) echo 2 ;; "-m pytest"*) echo "$*" ;; esac',
+    )
     command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("--results=test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
+    assert re.search(r" -n 6( |$)", run.stdout)  # by the memory of the GPUs
     # other files are not imported; what they need, a GPU node may lack
     assert set(re.findall(r"tests/test_\w+\.py", run.stdout)) == {"tests/test_a.py", "tests/test_b.py"}
 
