@@ -287,13 +287,15 @@ def state_parts_gib(
     world_size: int,
     compute: str = "bf16",
     float32_gradients: bool | None = None,
+    optimizer_bytes: float | None = None,
 ) -> dict[str, float]:
     """GiB a rank of "weights", "gradients" and "optimizer" (AdamW) under a ZeRO stage (Rajbhandari et al. 2020,
     table 1).
 
     compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
     (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments. float32_gradients: they are
-    accumulated in 4 bytes; None: at ZeRO 1, as the shipped DeepSpeed configuration has it.
+    accumulated in 4 bytes; None: at ZeRO 1, as the shipped DeepSpeed configuration has it. optimizer_bytes: of a
+    parameter's states, where they are not these (PrecisionConfig.optimizer_bytes).
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8
@@ -304,7 +306,7 @@ def state_parts_gib(
     return {
         "weights": parameters * weight / (world_size if zero_stage >= 3 else 1),
         "gradients": parameters * gradient / (world_size if zero_stage >= 2 else 1),
-        "optimizer": parameters * optimizer / (world_size if zero_stage >= 1 else 1),
+        "optimizer": parameters * (optimizer_bytes or optimizer) / (world_size if zero_stage >= 1 else 1),
     }
 
 

@@ -46,6 +46,11 @@ RECIPES = {
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
+# Bytes of a parameter that each of AdamW's states has of its own: what is left of the float32 weight, and two moments.
+FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+# A second moment changes by at most 1 - adam_beta2 in a step, and bf16 keeps changes of 1/256 or more.
+BF16_MOMENTS_MOST_BETA2 = 0.98
 
 
 @dataclass(config=STRICT)
@@ -83,6 +88,17 @@ class PrecisionConfig:
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
     )
+    optimizer_states: Literal["fp32", "bf16_remainder"] = option(
+        "what AdamW keeps; fp32: a float32 weight, two float32 moments; bf16_remainder: the same weight, as the bf16 "
+        "one and 16 bits more (ZeRO 1 with data_types.grad_accum_dtype fp32)",
+        "fp32",
+    )
+    optimizer_moments: Literal["bf16", "fp32"] = option("bf16_remainder: type of AdamW's two moments", "bf16")
+    gradient_communication: Literal["fp32", "bf16"] | None = option(
+        "type in which ranks add their gradients up; null: that of the weights, also where each rank adds up in "
+        "float32",
+        None,
+    )
     health_steps: int = option(
         "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
         0,
@@ -103,6 +119,27 @@ class PrecisionConfig:
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of a parameter, besides the weight that the model computes with."""
+        if self.compute == "fp32":
+            return 2 * MOMENT_BYTES["fp32"]
+        if self.optimizer_states == "fp32":
+            return FULL_STATES
+        return SPLIT_WEIGHT + 2 * MOMENT_BYTES[self.optimizer_moments]
+
+    def described_states(self) -> str | None:
+        """For the log: what AdamW keeps, and how gradients travel, where it is not the usual."""
+        parts = []
+        if self.optimizer_states != "fp32":
+            parts.append(
+                f"optimizer states: float32 weights as bf16 and 16 bits more, moments in {self.optimizer_moments}: "
+                f"{self.optimizer_bytes:.3g} bytes a parameter instead of {FULL_STATES}"
+            )
+        if self.gradient_communication:
+            parts.append(f"gradients are reduced in {self.gradient_communication}")
+        return "; ".join(parts) or None
 
     def problems(self) -> list[str]:
         """What does not go together in this section, as sentences; empty when everything does."""
@@ -129,4 +166,20 @@ class PrecisionConfig:
                 problems.append(
                     f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"
                 )
+        if self.compute in ("fp16", "fp32"):
+            if self.optimizer_states != "fp32":
+                problems.append(
+                    f"precision.optimizer_states {self.optimizer_states}: it is made of bf16 weights, and with compute "
+                    f"{self.compute} there are none; set it to fp32"
+                )
+            if self.gradient_communication == "bf16":
+                problems.append(
+                    f"precision.gradient_communication bf16: compute {self.compute} has gradients that bf16 would cut; "
+                    "remove it, or set it to fp32"
+                )
+        if self.optimizer_states == "fp32" and self.optimizer_moments != "bf16":
+            problems.append(
+                "precision.optimizer_moments: only optimizer_states bf16_remainder reads it; those of optimizer_states "
+                "fp32 are float32. Remove it"
+            )
         return problems

@@ -260,6 +260,7 @@ CONFIGURATIONS = [
     (BF16, zero(0)),
     (BF16, zero(1)),
     (BF16, zero(1, **FP32_GRADIENTS)),
+    (BF16 | {"optimizer_states": "bf16_remainder"}, zero(1, **FP32_GRADIENTS)),
     (BF16, zero(2)),
     (BF16, zero(3)),
     (DELAYED, zero(0)),

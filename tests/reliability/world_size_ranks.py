@@ -19,6 +19,7 @@ from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
+from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep, without_prints
 from train.guard.replicas import optimizer_tensors
 
@@ -38,9 +39,11 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
         if hasattr(optimizer, "_hp_optimizer_states_linked"):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
+        # the bf16 halves of its weights are the weights
+        moments = (*MOMENTS, "remainder") if isinstance(optimizer.optimizer, PackedAdamW) else MOMENTS
         for name, parameter in engine.module.named_parameters():
             found[f"optimizer {name}"] = safe_get_full_fp32_param(parameter)
-            for moment in MOMENTS:
+            for moment in moments:
                 found[f"optimizer {name} {moment}"] = safe_get_full_optimizer_state(parameter, moment)
     inner = getattr(optimizer, "optimizer", optimizer)
     found["step"] = torch.tensor(sorted({float(state["step"]) for state in inner.state.values()}))

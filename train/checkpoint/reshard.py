@@ -25,11 +25,13 @@ import torch.distributed as dist
 from train.checkpoint.files import CheckpointError, RunState, rank_file
 from train.engine import zero
 from train.engine.optimizer import parameter_groups
+from train.engine.states import MOMENTS, PackedAdamW, Stretch, stretches
 
-WEIGHT, MOMENTS = "float32 weight", ("exp_avg", "exp_avg_sq")
+WEIGHT = "float32 weight"
 # What a dynamic loss scale (float16) is made of; other attributes of DeepSpeed's scalers are its configuration.
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
+Tensors = dict[str, torch.Tensor] | dict[str, Stretch]  # by WEIGHT and MOMENTS
 Sizes = list[tuple[str, int]]  # name, elements; in the order in which a flat tensor has them
 
 
@@ -38,7 +40,7 @@ class Piece:
     """The elements from `start` on of a flattened parameter: 1-D tensors of equal length, by WEIGHT and MOMENTS."""
 
     start: int
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
 
     @property
     def end(self) -> int:
@@ -114,7 +116,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
 
 
 def flat_partition(
-    sizes: Sizes, paddings: list[int], rank: int, length: int, flats: dict[str, torch.Tensor]
+    sizes: Sizes, paddings: list[int], rank: int, length: int, flats: Tensors
 ) -> Iterator[tuple[str, Piece]]:
     """ZeRO 1 and 2: the parameters of a group one after another, paddings[i] elements after the i-th; rank r has the
     elements from r * `length` on. Without ZeRO: a group of one parameter, of which all are rank 0."""
@@ -127,9 +129,7 @@ def flat_partition(
         position += numel + padding
 
 
-def partition_of_each(
-    sizes: Sizes, rank: int, world: int, flats: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, Piece]]:
+def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> Iterator[tuple[str, Piece]]:
     """ZeRO 3: of each parameter rank r has the r-th of `world` parts, all as long as the first; the last ones are
     padded. Its parts lie one after another."""
     offset = 0
@@ -149,8 +149,13 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
     adamw, stage = zero.adamw(engine), engine.zero_optimization_stage()
     rank, world = dist.get_rank(), dist.get_world_size()
     for master in zero.masters(engine):
-        tensors = {WEIGHT: master.tensor.data.view(-1)}
-        if steps:
+        packed = adamw if isinstance(adamw, PackedAdamW) else None
+        if packed:
+            kinds = (WEIGHT, *MOMENTS) if steps else (WEIGHT,)
+            tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
+        else:
+            tensors = {WEIGHT: master.tensor.data.view(-1)}
+        if steps and not packed:
             state = adamw.state[master.tensor]
             for moment in MOMENTS:
                 if moment not in state:
@@ -165,6 +170,8 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
         else:
             length = master.tensor.numel()
             yield from flat_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
+        if packed:  # filled by whom they were yielded to
+            packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
 
 
 # ---------------------------------------------------------------- the files
@@ -236,16 +243,16 @@ def _read_shard(
             saved.pieces[name].append(piece)
 
 
-def _tensors(
-    master: torch.Tensor, adam: dict[int, dict[str, Any]], index: int, steps: set[float]
-) -> dict[str, torch.Tensor]:
+def _tensors(master: torch.Tensor, adam: dict[int, dict[str, Any]], index: int, steps: set[float]) -> Tensors:
     """The float32 weight, flat, with AdamW's state of number `index`, of which there is none before the first
     step."""
-    found = {WEIGHT: master.view(-1)}
-    if adam:
-        steps.add(float(adam[index]["step"]))
-        found |= {moment: adam[index][moment].view(-1) for moment in MOMENTS}
-    return found
+    if not adam:
+        return {WEIGHT: master.view(-1)}
+    steps.add(float(adam[index]["step"]))
+    if "remainder" in adam[index]:
+        weight, moments = stretches(master, adam[index])
+        return {WEIGHT: weight, **moments}
+    return {WEIGHT: master.view(-1)} | {moment: adam[index][moment].view(-1) for moment in MOMENTS}
 
 
 def _shard(path: Path, rank: int) -> Path:

@@ -15,8 +15,8 @@ from train.config.differences import Difference, differences, key_of, resume_dif
 
 ALLOW = "allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
-# Of DeepSpeed's configuration: what its files may be cut by.
-CUT_BY = ("deepspeed.zero_optimization.", "deepspeed.data_types.")
+# What DeepSpeed's files may be cut by, and what is in them.
+CUT_BY = ("deepspeed.zero_optimization.", "deepspeed.data_types.", "precision.optimizer_")
 # Of the model: what its weights have their shapes by.
 SIZES = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
 from train.config import command_line
@@ -302,6 +302,14 @@ class TrainingArguments:
             problems += self.precision.problems()
             if bad.isdisjoint(("model.variant", "model.compile")):
                 problems += variant_problems(self.model.variant, self.precision, self.model.compile)
+        check(
+            "precision.optimizer_states precision.optimizer_moments adam_beta2",
+            self.precision.optimizer_states != "bf16_remainder"
+            or self.precision.optimizer_moments == "fp32"
+            or self.adam_beta2 <= BF16_MOMENTS_MOST_BETA2,
+            f"second moments in bf16 would stand still with an adam_beta2 above {BF16_MOMENTS_MOST_BETA2}, as their "
+            "changes are rounded away; set optimizer_moments to fp32",
+        )
         variant = VARIANTS[self.model.variant]
         check(
             "data.document_mask model.variant",

@@ -62,6 +62,7 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str
             del config[key]  # so that the rest can be checked
     problems += _fill(config, _expected(arguments, world_size))
     problems += _take_optimizer(config, arguments)
+    problems += _state_problems(config, arguments)
     problems += _zero_problems(config, arguments)
     # unless the user turned it on: they wait for the device every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
@@ -198,6 +199,41 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
             f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
         )
     _fill_sizes(zero, arguments)
+    return problems
+
+
+def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
+    """What AdamW's states and the ranks' communication cannot be at this ZeRO stage; sets the latter."""
+    precision, problems = arguments.precision, []
+    zero, types = config.get("zero_optimization", {}), config.get("data_types", {})
+    stage, accumulate = zero.get("stage", 0), types.get("grad_accum_dtype")
+    if (states := precision.optimizer_states) != "fp32":
+        key = f"precision.optimizer_states {states}"
+        if stage != 1 or accumulate != "fp32":
+            why = {
+                0: "without ZeRO DeepSpeed keeps float32 weights, one a parameter, and float32 copies of gradients",
+                1: "without data_types.grad_accum_dtype fp32 ZeRO 1 keeps gradients and weights otherwise",
+                2: "ZeRO 2 cuts gradients while it adds them up, into the optimizer's own float32 weights",
+                3: "ZeRO 3 makes the weights anew from float32 ones that each rank has a part of",
+            }.get(stage, "there is no such stage")
+            problems.append(
+                f"{key}: {why}; it works at ZeRO 1 with data_types.grad_accum_dtype fp32 (deepspeed: "
+                "ds_config_zero1.json), on one rank too. Use that, or set it to fp32"
+            )
+        problems += [
+            f"bf16.{name}: {json.dumps(config['bf16'][name])} keeps other states than {key}; remove one of them"
+            for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+            if config.get("bf16", {}).get(name)
+        ]
+    if (asked := precision.gradient_communication) is not None:
+        given = config.setdefault("communication_data_type", asked)
+        if given == "auto":
+            config["communication_data_type"] = asked
+        elif given != asked:
+            problems.append(
+                f"communication_data_type: {json.dumps(given)} contradicts the training configuration, where "
+                f'precision.gradient_communication is {asked}; change one of them, or write "auto"'
+            )
     return problems
 
 

@@ -28,6 +28,7 @@ from train.engine.optimizer import build_optimizer
 from train.engine.zero import (
     GradientBuffer,
     gradient_buffers,
+    pack_states,
     skip_steps_that_are_not_finite,
     undo_initial_step,
 )
@@ -52,6 +53,8 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
         undo_initial_step(engine)
+        if arguments.precision.optimizer_states != "fp32":
+            pack_states(engine, arguments.precision.optimizer_moments)
     skip_steps_that_are_not_finite(engine)
     return engine
 
@@ -76,6 +79,7 @@ class MicroStep:
             if self.main_grads and self.main_grads.buffers
             else "weight gradients: in the parameters' type, accumulated by DeepSpeed",
             f"CUDA graphs: {'on' if self.capture else 'off'}",
+            *filter(None, [arguments.precision.described_states()]),
         ]
 
     def __call__(self, batch: Batch, index: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ uses of it without DeepSpeed promising it. A new version is read against these t
     ZeRO  optimizer                                   what AdamW steps (`masters`)
     0     torch's AdamW (float32)                     the weights
     0     a wrapper of it (bf16)                      a float32 tensor of each weight
-    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat
+    1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat; after `pack_states` it is
+                                                      the weights themselves, in bf16
     1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in an order of its own
     3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
 
@@ -22,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from train.engine.states import PackedAdamW
 
 # ---------------------------------------------------------------- parameters and what AdamW steps
 
@@ -37,8 +41,8 @@ def name_of(engine: Any, parameter: nn.Parameter) -> str:
     return engine.param_names[parameter]
 
 
-def adamw(engine: Any) -> torch.optim.AdamW:
-    """torch's optimizer, which DeepSpeed's may wrap."""
+def adamw(engine: Any) -> torch.optim.AdamW | PackedAdamW:
+    """torch's optimizer, or ours, which DeepSpeed's may wrap."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
@@ -129,6 +133,34 @@ def undo_initial_step(engine: Any) -> None:
     with torch.no_grad():
         for master in masters(engine):
             master.tensor.copy_(master.parameters[0])
+
+
+def pack_states(engine: Any, moments: str) -> None:
+    """Have a fresh engine's BF16_Optimizer keep of its float32 weights only what the bf16 ones lack, with `moments` of
+    that type (train/engine/states.py)."""
+    optimizer, plain = engine.optimizer, adamw(engine)
+    assert type(optimizer).__name__ == "BF16_Optimizer", type(optimizer)
+    groups = []
+    for index, group in enumerate(plain.param_groups):
+        rank = dist.get_rank(group=optimizer.real_dp_process_group[index])
+        weight = optimizer.bf16_partitioned_groups[index][rank].detach()
+        groups.append({**group, "params": [weight]})
+        optimizer.fp32_groups_flat_partition[index] = weight
+        group["params"] = []  # the float32 weights go
+    gradients = optimizer.fp32_groups_gradient_flat_partition
+    # of those that are left in this list a step makes `.grad` of the weights, in their type
+    optimizer.fp32_groups_gradient_flat_partition = []
+    packed = PackedAdamW(groups, gradients, moments)
+    optimizer.optimizer = engine.basic_optimizer = engine.client_optimizer = packed
+    optimizer._link_all_hp_params()
+    whole_state = optimizer.state_dict
+
+    def state_dict() -> dict[str, Any]:
+        # a file would have the whole tensor that a part is cut of
+        parts = [weight.clone() for weight in optimizer.fp32_groups_flat_partition]
+        return whole_state() | {"single_partition_of_fp32_groups": parts}
+
+    optimizer.state_dict = state_dict
 
 
 # ---------------------------------------------------------------- a step

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config import GIB, num_parameters, state_parts_gib
-from train.planning.setting import MOST_LIVE_PARAMETERS, Setting
+from model.fp8.recipes import FULL_STATES
+from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, Setting
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
 WORKSPACES_GIB = 2 * 32 / 1024
@@ -22,6 +23,8 @@ CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
 # Scales of block scaling: a float32 for 128 elements.
 BLOCK_SCALES = 1 + 4 / 128
 MOST_MICRO_BATCH = 2**24
+# A step of packed states: elements at a time and float32 tensors of so many (train/engine/states.py, CHUNK).
+CHUNK, STEP_TENSORS = 2**24, 6
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,14 @@ def _in_the_step(s: Setting) -> float:
         return 4 * s.parameters
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
-    if s.float32_gradients:  # reduced in 16 bits, all in one tensor
-        return 2 * s.parameters if s.ranks > 1 else 0
+    if s.float32_gradients:
+        # for their reduction, on one rank too, in one tensor: a cast, or what joins those of less than a bucket
+        joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
+        reduced = joined if s.reduces_in_float32 else 2 * s.parameters
+        decoded = (
+            STEP_TENSORS * 4 * min(CHUNK, s.parameters / s.ranks) if s.optimizer_bytes < FULL_STATES else 0
+        )
+        return max(reduced, decoded)
     return (4 + 2) * s.parameters / s.ranks
 
 
@@ -149,7 +158,7 @@ def memory_of(s: Setting) -> Memory:
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
     one_layer = max(fp8_layer if s.fp8_layers else 0, other_layer if s.fp8_layers < layers else 0)
-    state = state_parts_gib(s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients)
+    state = state_parts_gib(s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes)
     copies = 2 * s.layer_matrices * s.fp8_layers if s.te else 0
     if s.recompute:
         inputs = layers * s.element * s.widths[0]
@@ -179,7 +188,9 @@ def memory_of(s: Setting) -> Memory:
     of_passes, of_later = (max(sum(p.values()) for p in moments.values()) for moments in (passes, later))
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
-        moments_of_adamw = state["optimizer"] * 8 / (8 if s.compute == "fp32" else 12)
+        # all of the states but a whole float32 weight, which is there from the start
+        late = 8 if s.optimizer_bytes == FULL_STATES else s.optimizer_bytes
+        moments_of_adamw = state["optimizer"] * late / s.optimizer_bytes
         shown = max(of_passes - moments_of_adamw - s.element * _gradients_kept(s) / GIB, of_later)
         for parts in later.values():
             parts["CUDA graphs"] = of_passes - sum(after.values())
@@ -205,21 +216,26 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
     return low
 
 
-def least_memory_gib(sizes: Any, zero_stage: int, world_size: int, compute: str) -> float:
+def least_memory_gib(s: Setting) -> float:
     """GiB a rank that a run cannot do without: weights, gradients in the weights' type, AdamW's state. Of ZeRO 0 as if
     the optimizer were shared, which DeepSpeed does in 16 bits."""
-    return sum(state_parts_gib(sizes, max(zero_stage, 1), world_size, compute, False).values())
+    stage = max(s.zero_stage, 1)
+    return sum(state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes).values())
 
 
 def weight_bytes(compute: str) -> int:
     return 4 if compute == "fp32" else 2
 
 
-def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str) -> int:
+def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str, optimizer_bytes: float = FULL_STATES) -> int:
     """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
 
     12 bytes a parameter of float32 weights and moments, and the weights in their own type. ZeRO 3 saves the float32
-    ones alone, and float32 without ZeRO has no second copy.
+    ones alone, and float32 without ZeRO has no second copy. optimizer_bytes: of packed states (train/engine/states.py),
+    beside which the bf16 weights are saved once more.
     """
     once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
-    return num_parameters(sizes) * (12 + (0 if once else weight_bytes(compute)))
+    of_optimizer: float = FULL_STATES
+    if compute != "fp32" and optimizer_bytes < FULL_STATES:
+        of_optimizer = optimizer_bytes + weight_bytes(compute)
+    return int(num_parameters(sizes) * (of_optimizer + (0 if once else weight_bytes(compute))))

@@ -167,7 +167,7 @@ class Plan:
             "seq_length": s.seq_length,
             "tokens": self.tokens,
             "gpu": asdict(gpu),
-            "checkpoint_bytes": checkpoint_bytes(s.sizes, s.zero_stage, s.compute),
+            "checkpoint_bytes": checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes),
             "configured": self.configured.to_json(self.tokens),
             "recommended": self.recommended.to_json(self.tokens),
             "by_gpus": {n: p and p.to_json(self.tokens) for n, p in self.by_gpus.items()},
@@ -199,7 +199,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
 def lines(p: Plan) -> list[str]:
     """For people."""
     s, gpu = p.configured.setting, p.configured.gpu
-    size = checkpoint_bytes(s.sizes, s.zero_stage, s.compute)
+    size = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes)
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
         f"a token of {s.seq_length}; {_count(p.tokens)} tokens on {s.ranks} x {gpu.name} ({gpu.memory_gib:.1f} GiB); a "

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from model.config import head_dim, num_parameters
+from model.fp8.recipes import FULL_STATES
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
 
@@ -39,6 +40,10 @@ class Setting:
     ranks: int
     zero_stage: int
     float32_gradients: bool  # BF16_Optimizer's accumulation at ZeRO 1
+    packed_bytes: (
+        float  # of AdamW's states of a parameter (precision.optimizer_states), where they can be packed
+    )
+    reduces_in_float32: bool  # precision.gradient_communication
     reduce_bucket: int
     overlap_comm: bool
 
@@ -81,6 +86,8 @@ class Setting:
             ranks=ranks,
             zero_stage=stage,
             float32_gradients=float32,
+            packed_bytes=precision.optimizer_bytes,
+            reduces_in_float32=ds_config.get("communication_data_type") == "fp32",
             reduce_bucket=int(zero.get("reduce_bucket_size", REDUCE_BUCKET)),
             overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
         )
@@ -102,6 +109,13 @@ class Setting:
     def element(self) -> int:
         """Bytes of a weight and of an activation that is not FP8."""
         return 4 if self.compute == "fp32" else 2
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Of a parameter: AdamW's states."""
+        if self.compute == "fp32" or not self.float32_gradients:
+            return FULL_STATES - (4 if self.compute == "fp32" else 0)
+        return self.packed_bytes
 
     @property
     def parameters(self) -> int:
@@ -149,6 +163,10 @@ class Setting:
                 ("lm_head in FP8", self.fp8_head),
                 ("CUDA graphs", self.cuda_graphs),
                 ("recomputation", self.recompute),
+                (
+                    f"{self.optimizer_bytes:.3g} bytes of states a parameter",
+                    self.optimizer_bytes < FULL_STATES,
+                ),
             )
             if there
         ]

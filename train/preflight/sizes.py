@@ -26,7 +26,7 @@ from train.record.run_folder import RunFolder
 
 def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
     """(why it cannot fit into a GPU of so many bytes, what to know if it can); "" where there is nothing to say."""
-    there, least = device_bytes / GIB, least_memory_gib(s.sizes, s.zero_stage, s.ranks, s.compute)
+    there, least = device_bytes / GIB, least_memory_gib(s)
     ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
     of = f"{s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} on {ranks}"
     instead = "more ranks, a higher ZeRO stage (deepspeed: ds_config_zero3.json) or a smaller model.config"
@@ -87,7 +87,7 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
     exported = resumes and RunFolder(args.output_dir).hf.is_dir()
     compute = args.precision.compute
     return DiskNeed(
-        checkpoint_bytes(sizes, zero_stage, compute),
+        checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes),
         max(1, saves - kept),
         0 if exported else num_parameters(sizes) * weight_bytes(compute),
     )

@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "precision.compute": ({}, "bf16"),
     "precision.power_2_scales": ({"precision.recipe": "current"}, True),
     "precision.amax_epsilon": ({"precision.recipe": "current"}, 0.5),
+    "precision.optimizer_moments": ({"precision.optimizer_states": "bf16_remainder"}, "fp32"),
     "max_seq_length": ({}, 128),
     "per_device_eval_batch_size": ({}, 4),
     "gradient_accumulation_steps": ({}, 2),
@@ -167,6 +168,7 @@ def test_files_that_may_be_cut_otherwise_are_not_loaded_as_they_are() -> None:
     in_turns = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     assert is_cut_otherwise(zero2, state_of({"deepspeed": in_turns}))
     assert is_cut_otherwise(state_of({}), state_of({"deepspeed": {"zero_optimization": {"stage": 1}}}))
+    assert is_cut_otherwise(state_of({}), state_of({"precision.optimizer_states": "bf16_remainder"}))
     assert not is_cut_otherwise(zero2, zero2)
     assert not is_cut_otherwise(state_of({}), state_of({"learning_rate": 1e-4, "max_grad_norm": 0.5}))
 

@@ -186,6 +186,8 @@ NUMBERS = {
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
     "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},
+    "precision.optimizer_states": {"precision": {"optimizer_states": "bf16_remainder"}},
+    "precision.gradient_communication": {"precision": {"gradient_communication": "fp32"}},
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 1}}},
 }
 # without effect on a CPU, or with one rank, or in this model
@@ -198,8 +200,9 @@ ELSEWHERE = {
     "speed.main_grad": {"speed": {"main_grad": False}},
     "full_determinism": {"full_determinism": False},
 }
-# in test_resume.py and data/test_document_mask.py; below; on a GPU alone
+# in test_resume.py, data/test_document_mask.py and engine/test_states.py; below; on a GPU alone
 SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.config"} | {
+    "precision.optimizer_moments",
     "model.compile",
     "model.attention_backend",
 }

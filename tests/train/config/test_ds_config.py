@@ -66,6 +66,64 @@ def test_accumulation_comes_from_tokens_per_step():
     assert resolve_ds_config(a, 2)["gradient_accumulation_steps"] == 5
 
 
+def test_ranks_add_gradients_up_in_the_type_that_is_asked_for():
+    for asked in ("fp32", "bf16"):
+        precision = {"compute": "bf16", "gradient_communication": asked}
+        for given in ({}, {"communication_data_type": "auto"}, {"communication_data_type": asked}):
+            config = resolve_ds_config(arguments(precision=precision, deepspeed=given), 2)
+            assert config["communication_data_type"] == asked
+    assert "communication_data_type" not in resolve_ds_config(arguments(), 2)
+    with pytest.raises(ConfigurationError, match='communication_data_type: "bf16" contradicts .* is fp32'):
+        precision = {"compute": "bf16", "gradient_communication": "fp32"}
+        resolve_ds_config(arguments(precision=precision, deepspeed={"communication_data_type": "bf16"}), 2)
+
+
+PACKED = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "words"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "without ZeRO DeepSpeed keeps float32 weights"),
+        ({"zero_optimization": {"stage": 1}}, "without data_types.grad_accum_dtype fp32"),
+        ("ds_config_zero2.json", "ZeRO 2 cuts gradients"),
+        ("ds_config_zero3.json", "ZeRO 3 makes the weights anew"),
+        (
+            {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads: true keeps other states",
+        ),
+    ],
+)
+def test_packed_states_are_refused_where_they_cannot_be(deepspeed, words):
+    with pytest.raises(ConfigurationError, match=words) as refused:
+        resolve_ds_config(arguments(precision=PACKED, deepspeed=deepspeed), 1)
+    assert "precision.optimizer_states bf16_remainder" in str(refused.value)
+    resolve_ds_config(arguments(precision=PACKED, deepspeed="ds_config_zero1.json"), 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "words"),
+    [
+        ({**PACKED, "compute": "fp32"}, {}, "made of bf16 weights, and with compute fp32 there are none"),
+        (
+            {"compute": "fp32", "gradient_communication": "bf16"},
+            {},
+            "compute fp32 has gradients that bf16 would",
+        ),
+        ({"optimizer_moments": "fp32"}, {}, "only optimizer_states bf16_remainder reads it"),
+        (
+            PACKED,
+            {"adam_beta2": 0.99},
+            "second moments in bf16 would stand still with an adam_beta2 above 0.98",
+        ),
+    ],
+)
+def test_states_that_cannot_be_say_why(precision, changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        arguments(precision=precision, **changes)
+    arguments(precision={**PACKED, "optimizer_moments": "fp32"}, adam_beta2=0.99)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

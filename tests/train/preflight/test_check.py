@@ -110,6 +110,8 @@ def test_what_is_not_counted_is_not_refused(world: World) -> None:
 def test_what_a_checkpoint_has_of_each_parameter(compute: str, stage: int, bytes_per_parameter: int) -> None:
     tiny = load_sizes("tiny")
     assert checkpoint_bytes(tiny, stage, compute) == bytes_per_parameter * num_parameters(tiny)
+    if compute != "fp32":
+        assert checkpoint_bytes(tiny, 1, compute, 6) == (2 + 2 + 6) * num_parameters(tiny)
 
 
 def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, own_trained: Path) -> None:

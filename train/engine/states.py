@@ -1,0 +1,188 @@
+"""AdamW with less memory (precision.optimizer_states), by parts of what DeepSpeed's BF16_Optimizer shares out.
+
+    fp32             12 bytes a parameter: a float32 weight and two float32 moments. torch's AdamW, none of this file
+    bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 bits more; moments in bf16 (10: float32)
+
+A step decodes `CHUNK` elements at a time, has torch's AdamW step them in float32, and encodes them again. So a weight
+is float32 to the last bit; of what it was rounded to nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CHUNK = 2**24  # elements; in float32 a step needs some six times their 64 MiB
+
+State = dict[str, torch.Tensor]  # of a flat tensor of weights, as torch.optim.Optimizer.state has it
+
+
+# ---------------------------------------------------------------- float32 as bf16 and 16 bits more
+
+
+def split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Write float32 `master` as bf16 `weight` and int16 `remainder`, all 1-D and of one length.
+
+    The weight is the nearest; of two that are as near, the one farther from zero. (To the even one, as casts round,
+    would have 65,537 numbers in reach of a weight, one more than 16 bits can tell apart.)
+    """
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    remainder.copy_(bits - (high << 16))
+    weight.view(torch.int16).copy_(high)
+
+
+def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers that `split` was given."""
+    bits = weight.view(torch.int16).to(torch.int32) << 16
+    return bits.add_(remainder).view(torch.float32)
+
+
+# ---------------------------------------------------------------- moments
+
+
+def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
+    """Zeros, `length` of them, as `decoded` reads them."""
+    return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
+
+
+def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
+    """Float32, the elements from `start` to `end`; of a float32 moment they are its own memory."""
+    return state[moment][start:end].float()
+
+
+def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
+    """Write float32 `values` over the elements from `start` on."""
+    held = state[moment][start : start + len(values)]
+    if held.data_ptr() != values.data_ptr():
+        held.copy_(values)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+class PackedAdamW(torch.optim.Optimizer):
+    """torch's AdamW on weights that are bf16 and 1-D, with the other half of them in its state.
+
+    groups: as torch.optim.AdamW has them. gradients: of each of their weights, float32 and as long; `.grad`, which
+    would have to be bf16, is not read. moments: one of DTYPES.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor], moments: str):
+        super().__init__(groups, {})
+        self.moments = moments
+        self.gradients = dict(zip(self._weights(), gradients, strict=True))
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight] or self._begin(weight, group)
+                for start in range(0, len(weight), CHUNK):
+                    self._step(group, weight, state, start, min(start + CHUNK, len(weight)))
+                state["step"] += 1
+
+    def _step(self, group: dict[str, Any], weight: torch.Tensor, state: State, start: int, end: int) -> None:
+        half, remainder = weight[start:end], state["remainder"][start:end]
+        master = joined(half, remainder)
+        first, second = (decoded(state, moment, start, end) for moment in MOMENTS)
+        adamw(
+            [master],
+            [self.gradients[weight][start:end]],
+            [first],
+            [second],
+            [],
+            [state["step"].clone()],  # it counts on
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        split(master, half, remainder)
+        encode(first, state, MOMENTS[0], start)
+        encode(second, state, MOMENTS[1], start)
+
+    def _begin(self, weight: torch.Tensor, group: dict[str, Any], step: float = 0.0) -> State:
+        """The state of weights that are what bf16 has of them."""
+        state = self.state[weight]
+        # where torch's kernel reads it
+        state["step"] = torch.tensor(step, device=weight.device if group["fused"] else "cpu")
+        state["remainder"] = torch.zeros(len(weight), dtype=torch.int16, device=weight.device)
+        for moment in MOMENTS:
+            state |= new_moment(moment, len(weight), self.moments, weight.device)
+        return state
+
+    @torch.no_grad()
+    def put(self, weight: torch.Tensor, master: torch.Tensor, moments: State, step: float | None) -> None:
+        """Have float32 `master` as the weights, with `moments` after so many steps; 1-D, wherever they are. None:
+        before the first step, when weights are what bf16 has of them."""
+        if step is None:
+            weight.copy_(master)
+            return
+        (group,) = (g for g in self.param_groups if any(p is weight for p in g["params"]))
+        state = self._begin(weight, group, step)
+        for start in range(0, len(weight), CHUNK):
+            part = slice(start, start + CHUNK)
+            split(master[part].to(weight.device), weight[part], state["remainder"][part])
+            for moment in MOMENTS:
+                encode(moments[moment][part].to(weight.device), state, moment, start)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of this optimizer's `state_dict`, bit by bit: torch's would give all states the type of the weights."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        self.state.clear()
+        for index, weight in enumerate(self._weights()):
+            for key, value in state_dict["state"].get(index, {}).items():
+                own = self.state[weight]
+                on_host = key == "step" and not self.param_groups[0]["fused"]
+                own[key] = value.to("cpu" if on_host else weight.device, copy=True)
+
+
+# ---------------------------------------------------------------- in files
+
+
+@dataclass
+class Stretch:
+    """Elements of a packed tensor, decoded when they are asked for: what reading a checkpoint uses of a 1-D tensor."""
+
+    decode: Callable[[int, int], torch.Tensor]  # from, to -> float32
+    start: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def narrow(self, dim: int, start: int, length: int) -> Stretch:
+        return Stretch(self.decode, self.start + start, length)
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        first, last, _ = part.indices(self.length)
+        return self.decode(self.start + first, self.start + last)
+
+
+def stretches(weight: torch.Tensor, state: State) -> tuple[Stretch, dict[str, Stretch]]:
+    """The float32 weights and moments that `weight` and `state`, of a PackedAdamW, hold."""
+
+    def of(moment: str) -> Callable[[int, int], torch.Tensor]:
+        return lambda start, end: decoded(state, moment, start, end)
+
+    whole = Stretch(
+        lambda start, end: joined(weight[start:end], state["remainder"][start:end]), 0, len(weight)
+    )
+    return whole, {moment: Stretch(of(moment), 0, len(weight)) for moment in MOMENTS}
