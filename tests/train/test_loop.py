@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from train.checkpoint.files import committed, name_of
 from train.checkpoint.save import SaveError
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
-from train.guard.health import Health
+from train.guard.health import Health, Spike
 from train.loop import Loop, Step, TrainingError, evaluate, settle
 from train.record.run_folder import RunFolder
 
@@ -148,6 +149,37 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
     assert math.isnan(resumed.interval_loss())
 
 
+def test_only_steps_that_are_skipped_in_a_row_end_a_run(process_group: None, tmp_path: Path) -> None:
+    """A long run may skip one now and then."""
+    engine: Any = SimpleNamespace(
+        module=torch.nn.Linear(1, 1), skipped_steps=0, get_global_grad_norm=lambda: 1.0
+    )
+    loop: Any = object.__new__(Loop)
+    loop.health = Health(engine, SimpleNamespace(device="cpu", has_state=False), 16, 10.0)  # type: ignore[arg-type]
+    loop.args, loop.samples = SimpleNamespace(max_skipped_steps=3, learning_rate=0.1), 4
+    loop.run = SimpleNamespace(
+        arguments=loop.args,
+        folder=RunFolder(tmp_path),
+        metrics=SimpleNamespace(message=lambda text: None),
+        saver=SimpleNamespace(pending=False),
+        train_stream=SimpleNamespace(sample_ids=lambda first, count: []),
+        log=lambda record: None,
+    )
+
+    def step(number: int, skipped: bool) -> None:
+        loop.state = SimpleNamespace(step=number, consumed_samples=4 * number)
+        engine.skipped_steps += skipped
+        found = loop.health.after_step(number, 4 * number - 4, torch.tensor(1.0), None)
+        loop._judge_skip(
+            Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=found, gemms=None)
+        )
+
+    for number, skipped in enumerate([1, 1, 0, 1, 1, 0, 0, 1, 1], start=1):
+        step(number, bool(skipped))
+    with pytest.raises(TrainingError, match="of the last 3 steps, to step 10, were not finite"):
+        step(10, True)
+
+
 @pytest.mark.parametrize(
     ("step", "last"), [({}, False), ({"last": True}, True), ({"stops": True}, True)], ids=str
 )
@@ -216,6 +248,29 @@ def test_mfu_is_of_one_of_the_gpus() -> None:
     assert step.record["mfu"] == pytest.approx(step.record["tokens_per_second"] / 4 * 1e9 / 10e12)
 
 
+@pytest.mark.parametrize("what", ["evaluation", "save", "rollback"])
+def test_what_comes_between_steps_is_not_in_their_speed(
+    process_group: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    loop: Any = object.__new__(Loop)
+    loop.args = SimpleNamespace(save_async=True, on_spike="rollback")
+    loop.state, loop.samples, loop.tokens = SimpleNamespace(step=30), 4, 40
+    loop.clock_step, loop.clock = 20, 0.0
+    watchdog = SimpleNamespace(met=lambda what: None)
+    saver = SimpleNamespace(pending=False, begin=lambda state, background: None)
+    stream = SimpleNamespace(unigram_loss=6.0, sample_ids=lambda first, count: [])
+    metrics = SimpleNamespace(message=lambda text: None)
+    loop.run = SimpleNamespace(watchdog=watchdog, saver=saver, train_stream=stream, metrics=metrics)
+    spikes = [Spike(30, 0, "loss", 9.0, 1.0, 2.0)]
+    loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True, state_dict=lambda: {})
+    loop.rollback = SimpleNamespace(after=lambda spikes, samples: True)
+    monkeypatch.setattr("train.loop.evaluate", lambda run: {"eval_loss": 1.0})
+    step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
+    before = time.perf_counter()
+    {"evaluation": loop._evaluate, "save": loop._save, "rollback": loop._goes_back}[what](step)
+    assert loop.clock_step == 30 and loop.clock >= before
+
+
 class Evaluated:
     """A run of which only `evaluate` is called; the loss of a token is its id, and sample n has n for all ids."""
 
@@ -228,7 +283,8 @@ class Evaluated:
         self.precision, self.state = SimpleNamespace(has_state=False), SimpleNamespace(step=1)
         self.stop_vote = SimpleNamespace(ask=lambda: (False, False, False))
         self.watchdog = SimpleNamespace(met=lambda what: None)
-        self.eval = self.train = lambda: None
+        self.modes: list[str] = []
+        self.eval, self.train = (partial(self.modes.append, mode) for mode in ("eval", "train"))
 
     def _batch(self, start: int, count: int) -> Batch:
         ids = torch.arange(start, start + count)[:, None].expand(-1, 4)
@@ -280,6 +336,8 @@ def test_each_held_out_set_is_evaluated_by_itself(
         "eval_loss/same": 8 / 3,
     }
     assert scale == 1
+    # or no step after it would recompute activations, or replay a CUDA graph
+    assert of_run.modes == ["eval", "train"]
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])
@@ -288,3 +346,4 @@ def test_an_evaluation_that_is_left_has_no_loss_of_any_set(process_group: None, 
     of_run.eval_streams["eval_loss/other"] = of_run.eval_streams["eval_loss"]
     of_run.stop_vote.ask = lambda: (of_run.forwards == batches, False, False)
     assert evaluate(of_run) is None and of_run.forwards == batches
+    assert of_run.modes == ["eval", "train"]

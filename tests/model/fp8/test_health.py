@@ -183,6 +183,16 @@ def test_saturation_is_what_rounding_would_not_do(dtype: torch.dtype) -> None:
     assert found["range"] == pytest.approx(1.1 * BEYOND[dtype] / LARGEST[dtype], rel=1e-6)
 
 
+@pytest.mark.parametrize("mean", [0.0, 0.7, -2.0])
+def test_the_kurtosis_is_around_the_mean(mean: float) -> None:
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(1)).exp() + mean
+    codes, scale_inv = quantize_blocks(x, (1, 128), E4M3)
+    central = x.double() - x.double().mean()
+    expected = float(central.pow(4).mean() / central.square().mean() ** 2)
+    found = statistics(measure(x.__getitem__, codes, scale_inv, True))
+    assert float(found[KURTOSIS]) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("tiles", ["1x128", "128x1", "128x128"])
 def test_tiles_and_chunks(monkeypatch: pytest.MonkeyPatch, tiles: str) -> None:
     """Tiles at the edges are partial; what is looked at together makes no difference."""

@@ -144,7 +144,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     message = refusal(monkeypatch, capsys, tmp_path, *option)
     assert f"--tokenizer {folder} has a vocabulary of 5, the model one of 4: it is another model's" in message
-    state.model_config["vocab_size"] = 5
+    state.model_config["vocab_size"] = 8  # ids that the tokenizer has not, as of a padded vocabulary, may be
     message = refusal(monkeypatch, capsys, tmp_path)
     assert f"{folder} is not the tokenizer that the model was trained with" in message
     (tmp_path.parent / "out").mkdir(

@@ -27,13 +27,14 @@ def arguments(**changes):
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 def test_a_plain_optimizer_skips_what_is_not_finite(clipping: float) -> None:
-    """torch's own, as DeepSpeed calls it at ZeRO 0 in float32; it clips before the step, or not at all."""
+    """torch's own, as DeepSpeed calls it at ZeRO 0 in float32; it clips before the step, or not at all. The norm is
+    that of before the clipping."""
     model = nn.Linear(4, 2, bias=False)
     engine: Any = SimpleNamespace(
         module=model,
         optimizer=torch.optim.AdamW(model.parameters()),
         gradient_clipping=lambda: clipping,
-        clip_fp32_gradients=lambda: None,
+        clip_fp32_gradients=lambda: nn.utils.clip_grad_norm_(model.parameters(), clipping),
     )
     skip_steps_that_are_not_finite(engine)
     for value in (3.0, math.inf, math.nan, 2.0):

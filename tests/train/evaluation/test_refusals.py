@@ -118,6 +118,14 @@ def test_a_vocabulary_beyond_the_models(
     )
 
 
+def test_a_model_may_have_ids_that_the_tokenizer_has_not(
+    trained: Path, shards: Path, evaluated: Callable[..., dict]
+) -> None:
+    assert read_manifest(shards).vocab_size == 400  # of 512
+    options = "--tokenizer", shards / "tokenizer", "--max_samples", 1
+    assert evaluated(trained, shards, *options)["all"]["tokens"] > 0
+
+
 def test_a_folder_without_tokenizer(
     own_hf: Path,
     data: Path,

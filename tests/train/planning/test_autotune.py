@@ -14,7 +14,7 @@ from model.autotune import measure
 from model.autotune.choice import Choice, Record
 from model.autotune.measure import autotune
 from model.autotune.task import Task
-from model.config import load_config
+from model.config import GIB, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.scripted_timer import Script
 from train import train
@@ -131,15 +131,25 @@ def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, meas
 
 
 @pytest.mark.parametrize(
-    ("stage", "main_grad", "graphs", "accumulation"),
-    [(0, False, True, 2), (1, True, True, 2), (2, False, True, 2), (3, False, False, 1)],
+    ("stage", "main_grad", "graphs", "accumulation", "beside"),
+    [
+        (0, False, True, 2, 2 + 12),
+        (1, True, True, 2, 12 / 4),
+        (2, False, True, 2, (2 + 12) / 4),
+        (3, False, False, 1, (2 + 2 + 12) / 4 - 2),
+    ],
 )
 def test_what_is_measured_is_what_the_zero_stage_runs(
-    settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int
+    settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int, beside: float
 ) -> None:
+    """beside: bytes a parameter on 4 ranks that the measurement does not hold itself, as it does the whole weights and,
+    with main_grad, float32 gradients."""
     args = arguments(settings, deepspeed=f"ds_config_zero{stage}.json")
     task = glue.task_of(args, resolve_ds_config(args, 1), 1)
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
+    args = TrainingArguments.from_dict({**settings, "deepspeed": f"ds_config_zero{stage}.json"}).resolve(4)
+    task = glue.task_of(args, resolve_ds_config(args, 4), 4)
+    assert task.other_memory_gib == pytest.approx(beside * num_parameters(task.config) / GIB)
 
 
 @pytest.mark.parametrize("changes", [{}, {"reduce_amax": False}, {"recipe": "block"}])
