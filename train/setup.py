@@ -51,6 +51,7 @@ from train.checkpoint.load import (
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.checkpoint.rollback import left_out_since, past_skipped
+from train.config import msamp
 from train.config.arguments import TrainingArguments
 from train.config.display import differing, table
 from train.data.source import check_fit
@@ -244,6 +245,9 @@ def _report(
         )
     if args.save_strategy == "no":
         lines.append("save_strategy is no: nothing of the trained model will be saved")
+    assert isinstance(args.deepspeed, dict)
+    if said := msamp.described(args.deepspeed):
+        lines.append(said)
     if precision.emulated:
         lines.append(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"

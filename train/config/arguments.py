@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
-from train.config import command_line
+from train.config import command_line, msamp
 from train.config.schema import parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
 
@@ -338,10 +338,10 @@ class TrainingArguments:
     def resolve(self, world_size: int) -> TrainingArguments:
         """A copy in which all that follows from the rest is filled in, for `world_size` ranks.
 
-        Sets gradient_accumulation_steps, train_batch_size_tokens, per_device_eval_batch_size, and `deepspeed`
-        to the object that its file holds. Resolving twice changes nothing.
+        Sets gradient_accumulation_steps, train_batch_size_tokens, per_device_eval_batch_size, `deepspeed` to the
+        object that its file holds, and what a section "msamp" there asks for. Resolving twice changes nothing.
 
-        Raises ConfigurationError: a batch that does not divide, or whose two statements disagree.
+        Raises ConfigurationError: a batch that does not divide, or whose two statements disagree; as msamp.apply.
         """
         out = copy.deepcopy(self)
         micro_tokens = self.per_device_train_batch_size * self.max_seq_length * world_size
@@ -365,6 +365,9 @@ class TrainingArguments:
         out.train_batch_size_tokens = micro_tokens * out.gradient_accumulation_steps
         out.per_device_eval_batch_size = self.per_device_eval_batch_size or self.per_device_train_batch_size
         out.deepspeed = load_deepspeed(self.deepspeed)
+        problems = msamp.apply(out.deepspeed, out.precision)
+        if problems or (msamp.asked(out.deepspeed) and (problems := out._problems_across_keys(set()))):
+            raise ConfigurationError("\n  ".join(["the DeepSpeed configuration has a problem:", *problems]))
         return out
 
 

@@ -64,7 +64,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
 # Of DeepSpeed's configuration what only repeats keys of the training configuration (ds_config.py sees to that).
 _REPEATED = (
     "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16.enabled "
-    "fp16.enabled".split()
+    "fp16.enabled msamp.enabled msamp.opt_level msamp.use_te".split()
 )
 
 

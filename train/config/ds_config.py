@@ -55,6 +55,7 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str
     """
     arguments = arguments.resolve(world_size)
     config = load_deepspeed(arguments.deepspeed)
+    config.pop("msamp", None)  # resolved
     problems = _key_problems(config)
     for key in ("bf16", "fp16", "zero_optimization", "optimizer", *SECTION_KEYS):
         if key in config and not isinstance(config[key], dict):

@@ -8,7 +8,15 @@ import sys
 import pytest
 
 from tests import programs
-from train.config.arguments import CONFIG_FOLDER, REPOSITORY, ConfigurationError, TrainingArguments
+from train.config import msamp
+from train.config.arguments import (
+    CONFIG_FOLDER,
+    REPOSITORY,
+    ConfigurationError,
+    TrainingArguments,
+    load_deepspeed,
+)
+from train.config.differences import resume_differences
 from train.config.ds_config import INSTEAD, KNOWN_KEYS, SECTION_KEYS, resolve_ds_config
 
 
@@ -76,6 +84,70 @@ def test_ranks_add_gradients_up_in_the_type_that_is_asked_for():
     with pytest.raises(ConfigurationError, match='communication_data_type: "bf16" contradicts .* is fp32'):
         precision = {"compute": "bf16", "gradient_communication": "fp32"}
         resolve_ds_config(arguments(precision=precision, deepspeed={"communication_data_type": "bf16"}), 2)
+
+
+def with_msamp(level, precision=(), **section):
+    """Resolved, of a configuration that is otherwise the shipped one."""
+    deepspeed = load_deepspeed("ds_config_zero1.json")
+    deepspeed["msamp"] = {"enabled": True, "opt_level": level, **section}
+    return arguments(deepspeed, precision={"compute": "bf16", **dict(precision)})
+
+
+@pytest.mark.parametrize(
+    ("level", "states", "words"),
+    [
+        (
+            "O1",
+            "fp32",
+            "in FP8; stock DeepSpeed ignores the section): the nearest here is precision.gradient_com",
+        ),
+        (
+            "O2",
+            "bf16_remainder",
+            "precision.optimizer_states bf16_remainder (float32 weights are kept exactly)",
+        ),
+        ("O3", "bf16_remainder", "weights in FP8 are precision.compute fp8's copies"),
+    ],
+)
+def test_a_section_for_ms_amp_becomes_the_nearest_here_and_says_so(level, states, words):
+    given = with_msamp(level, use_te=True)
+    resolved = given.resolve(2)
+    assert (resolved.precision.optimizer_states, resolved.precision.gradient_communication) == (
+        states,
+        "bf16",
+    )
+    assert given.precision.optimizer_states == "fp32" and resolved.resolve(2) == resolved
+    assert words in msamp.described(resolved.deepspeed)
+    config = resolve_ds_config(given, 2)
+    assert config["communication_data_type"] == "bf16" and "msamp" not in config
+    # the same in this configuration's own keys goes on from it
+    own = {"optimizer_states": states, "gradient_communication": "bf16"}
+    same = arguments("ds_config_zero1.json", precision={"compute": "bf16", **own}).resolve(2)
+    assert resume_differences(resolved.to_dict(), same.to_dict()) == []
+
+
+def test_a_section_for_ms_amp_that_is_off_does_nothing():
+    off = with_msamp("O2", enabled=False)
+    assert off.resolve(2).precision == off.precision and msamp.described(off.resolve(2).deepspeed) is None
+    assert resolve_ds_config(off, 2) == resolve_ds_config(arguments(), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"level": "O4"}, 'msamp.opt_level: "O4" is given, O1, O2 or O3'),
+        ({"level": "O1", "enabled": "yes"}, 'msamp.enabled: "yes" is given, true or false'),
+        ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel: no such key.*did you mean opt_level"),
+        (
+            {"level": "O1", "precision": {"gradient_communication": "fp32"}},
+            "asks for .* bf16, and fp32 is given",
+        ),
+        ({"level": "O2", "precision": {"compute": "fp32"}}, "cannot have: .*made of bf16 weights"),
+    ],
+)
+def test_a_section_for_ms_amp_that_cannot_be_is_an_error(changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        with_msamp(**changes).resolve(1)
 
 
 PACKED = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
