@@ -101,7 +101,7 @@ def _write_model(path: Path, out: Path, form: str) -> list[str]:
 
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
-    dtype = DTYPES[state.train_config["precision"]["compute"]]
+    dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config)
     weights = {name: tensor.to(dtype) for name, tensor in read_hf_weights(path, config).items()}
@@ -126,7 +126,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     from model.fp8 import hf_fp8, serving
     from model.fp8.recipes import PrecisionConfig
 
-    precision = PrecisionConfig(**state.train_config["precision"])
+    precision = PrecisionConfig(**state.precision)
     variant = state.train_config["model"]["variant"]
     fp8_state = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)["fp8"]
     trained = None

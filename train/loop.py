@@ -21,14 +21,15 @@ from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
-from model.fp8.state import fp8_state, snapshot_fp8_state
 from model.proof import check_attention
-from train.checkpoint.files import RunState, committed, name_of, step_of
+from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.resume import at_half_the_rate
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
-from train.data.stream import NO_LABEL, MicroBatches, SampleStream, held_out_batches
+from train.config.schedule import stage_at, stage_text
+from train.data.stream import MicroBatches, SampleStream
+from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
 from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
@@ -37,6 +38,7 @@ from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
 from train.record.fp8_health import FP8_HEALTH, health_record
+from train.record.history import typical_speed
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
 from train.record.run_folder import RunFolder
 
@@ -54,6 +56,7 @@ class Run:
     engine: Any  # deepspeed.DeepSpeedEngine
     micro_step: MicroStep
     precision: Precision
+    stage: int  # of precision.schedule
     attention: str  # that was proven
     train_stream: SampleStream
     eval_streams: dict[str, SampleStream]  # by the name of the loss
@@ -79,8 +82,8 @@ class Run:
 
 
 def train(run: Run) -> Path | None:
-    """Train from `run.state.step` to max_steps, if there are steps left; returns the checkpoint of the last step, None
-    with save_strategy no.
+    """Train from `run.state.step` to max_steps, if there are steps left, or to the end of its stage of
+    precision.schedule; returns the checkpoint of the last step, None with save_strategy no.
 
     Raises Stopped: by a signal, after the step and its checkpoint. TrainingError: max_skipped_steps skipped in a row, a
     loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
@@ -114,6 +117,7 @@ class Step:
     check: HealthCheck | None = None  # of FP8, where one was due
     record: dict[str, Any] = field(default_factory=dict)  # for the metrics
     last: bool = False
+    ends_stage: bool = False  # the next one has another precision
     stops: bool = False
     logs: bool = False
     saves: bool = False
@@ -146,14 +150,14 @@ class Loop:
             run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
         self.last_save = time.monotonic()  # or the begin of this loop
-        self.advised = False
+        self.lines = len(run.speeds)  # before this stage
         self._start_clock()
         self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
 
     def to_the_end(self) -> Path | None:
         run, state = self.run, self.state
         first = state.step + 1
-        while state.step < self.args.max_steps:
+        while state.step < self.args.max_steps and self._stage() == run.stage:
             step = self._take_step()
             if state.step == first:
                 check_attention(self.engine.module, run.precision, run.attention)
@@ -179,6 +183,10 @@ class Loop:
                 raise Stopped(state.step, run.checkpoint)
         self.batches.close()
         return run.checkpoint
+
+    def _stage(self) -> int:
+        """The stage of precision.schedule that the next step belongs to."""
+        return stage_at(self.args, self.state.step, self.state.consumed_tokens)
 
     def _logs(self, number: int) -> bool:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
@@ -245,10 +253,12 @@ class Loop:
             settle(run)
         self.slow_ranks.step(number, run.metrics.message)
         step.last, step.logs = number == args.max_steps, self._logs(number)
+        step.ends_stage = not step.last and self._stage() != run.stage
         step.saves, step.evaluates = (
             step.last or bool(n and number % n == 0) for n in (args.save_steps, args.eval_steps)
         )
-        step.saves |= by_time
+        step.saves |= by_time or step.ends_stage
+        step.logs |= step.ends_stage
         if args.replica_check_steps and number % args.replica_check_steps == 0:
             check_replicas(self.engine, run.precision, number)
 
@@ -273,7 +283,7 @@ class Loop:
         step.record["spikes_found"] = found
         run.watchdog.met(f"looked at the numbers to step {self.state.step}")
         if self.args.on_spike != "rollback":
-            self._advise_after(spikes[0].step)
+            self.rollback.advise(spikes[0].step)
             return False
         settle(run)
         if not self.rollback.after(spikes, self.samples):
@@ -282,17 +292,6 @@ class Loop:
         self._start_clock()
         return True
 
-    def _advise_after(self, step: int) -> None:
-        """Say once what there is to do about spikes, of which the first is in `step`."""
-        before = [path for path in committed(self.run.folder.checkpoints) if step_of(path) < step]
-        if before and not self.advised:
-            self.advised = True
-            self.run.metrics.message(
-                "if the loss does not come back, stop this run and start it again from before the spike with a lower "
-                "learning_rate: the same command with "
-                + at_half_the_rate(before[-1], self.args.learning_rate)
-            )
-
     def _mean_loss(self, step: Step) -> float:
         """The loss of the step over all ranks; waits for the GPU. Raises TrainingError: see `train`."""
         loss = _mean_over_ranks(step.loss)
@@ -300,9 +299,8 @@ class Loop:
             loss /= _mean_over_ranks(step.share)
         run, number = self.run, self.state.step
         if not (step.skipped or math.isfinite(loss)):
-            raise TrainingError(
-                f"the loss of step {number} is {loss} and the step was not skipped; {_advice(run)}"
-            )
+            told = f"the loss of step {number} is {loss} and the step was not skipped"
+            raise TrainingError(f"{told}; {_advice(run)}")
         if step.gemms is not None and (problem := step.gemms.problem(self.accumulation)):
             raise TrainingError(f"step {number}: {problem}")
         return loss
@@ -326,6 +324,11 @@ class Loop:
                 f"step {state.step}: {bad} amaxes in the histories of delayed scaling were not finite; they were "
                 "taken out, for their scales could not have moved while they are in"
             )
+        if (step.last or step.ends_stage) and self.args.precision.schedule:
+            what, speed = stage_text(self.args.precision, run.stage), typical_speed(run.speeds[self.lines :])
+            run.metrics.message(f"step {state.step}: {what} is over, at {speed:,.0f} tokens/s")
+            how = {key: state.precision[key] for key in ("compute", "recipe")}
+            record["precision_stage"] = {"number": run.stage + 1, "tokens_per_second": speed, **how}
         self._start_clock()
 
     def _evaluate(self, step: Step) -> None:
@@ -338,8 +341,8 @@ class Loop:
         self._start_clock()
 
     def _save(self, step: Step) -> None:
-        """In the background, unless it is the last save of this process. Raises SaveError as `settle`."""
-        run, last = self.run, step.last or step.stops
+        """In the background, unless it is the last save of this engine. Raises SaveError as `settle`."""
+        run, last = self.run, step.last or step.stops or step.ends_stage
         self.state.health = self.health.state_dict()
         run.watchdog.met(f"saves step {self.state.step}")
         settle(run)
@@ -356,47 +359,18 @@ class Loop:
         self.clock, self.clock_step = time.perf_counter(), self.state.step
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> dict[str, float] | None:
-    """Mean loss in nats a token over the samples of each held-out set (at most max_eval_samples), by the loss' name,
-    in the precision of training.
+    """held_out_losses of the run's sets; None, on every rank: the run was asked to stop meanwhile."""
+    args = run.arguments
 
-    The FP8 scales and histories are put back after each set: evaluating changes nothing in training, nor does one set
-    in another. None, on every rank, if the run was asked to stop meanwhile: the evaluation is left.
-    """
-    engine = run.engine
-    before = snapshot_fp8_state(engine.module, run.precision)
-    losses: dict[str, float] = {}
-    engine.eval()
-    for name, stream in run.eval_streams.items():
-        total = _held_out_loss(run, stream)
-        for key, tensor in fp8_state(engine.module, run.precision).items():
-            tensor.copy_(before[key])
-        if total is None:
-            break
-        dist.all_reduce(total)
-        losses[name] = float(total[0] / total[1])
-    engine.train()
-    return losses if len(losses) == len(run.eval_streams) else None
-
-
-def _held_out_loss(run: Run, stream: SampleStream) -> torch.Tensor | None:
-    """(sum of the losses, tokens) of this rank's part of a held-out set; None, on every rank: asked to stop."""
-    args, engine = run.arguments, run.engine
-    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
-    samples = min(args.max_eval_samples, stream.num_samples)
-    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for *_, batch in held_out_batches(stream, samples, size, dist.get_rank(), dist.get_world_size()):
-        tokens = int((batch.labels != NO_LABEL).sum())
-        input_ids, labels, documents = batch.to(engine.device)
-        loss = engine(input_ids, labels=labels, documents=documents).loss
-        if tokens:  # the mean over no label is nan
-            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+    def asked_to_stop() -> bool:
         stops, _, _ = run.stop_vote.ask()
         run.watchdog.met(f"evaluates step {run.state.step}")
-        if stops:
-            return None
-    return total
+        return stops
+
+    size = args.per_device_eval_batch_size or args.per_device_train_batch_size
+    of_run = run.engine, run.precision, run.eval_streams
+    return held_out_losses(*of_run, size, args.max_eval_samples, asked_to_stop)
 
 
 def evaluate_late(run: Run) -> None:

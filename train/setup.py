@@ -7,6 +7,7 @@ Every rank calls all of it alike: some of it asks the other ranks.
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import random
@@ -39,7 +40,7 @@ from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
 from model.fp8.modules import fp8_modules
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, PrecisionError
 from model.proof import attention_of, backend_of, prove
 from train.checkpoint.files import RunState, is_of, name_of, origin, read_state, size_text
 from train.checkpoint.load import (
@@ -54,6 +55,7 @@ from train.checkpoint.rollback import left_out_since, past_skipped
 from train.config import msamp
 from train.config.arguments import TrainingArguments
 from train.config.display import differing, table
+from train.config.schedule import precisions_of, stage_text
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
@@ -191,11 +193,23 @@ def announce(
     stream: SampleStream,
     state: RunState,
 ) -> Proven:
-    """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run."""
+    """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run;
+    PrecisionError: a later stage of precision.schedule could not."""
     if dist.get_rank() == 0:
         note(table(args))
         tell(differing(args))
     say(*_report(args, model, precision, stream, state))
+    for number, section in enumerate(precisions_of(args.precision) if args.precision.schedule else ()):
+        try:
+            if (later := Precision(section, precision.device)).fp8:
+                later.check(model)
+        except PrecisionError as error:
+            raise PrecisionError(f"{stage_text(args.precision, number)}: {error}") from error
+    return prove_all(args, model, precision)
+
+
+def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -> Proven:
+    """Show what runs, and say it. Raises ProofError: something else would run."""
     lines = prove(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
     say(*lines)
     every: list[Any] = [None] * dist.get_world_size()
@@ -305,6 +319,13 @@ def engine_for(
         begins = f"resumed from {resume_from}: step {state.step}, {state.consumed_tokens:,} tokens"
     say("; ".join(micro_step.notes), begins)
     return engine, micro_step
+
+
+def clear_memory() -> None:
+    """Give back what a model and an engine held that nobody has any more."""
+    gc.collect()  # they are cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def rehearse(

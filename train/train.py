@@ -152,6 +152,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     from train import setup
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
+    from train.config.schedule import at_stage, stage_at
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
     from train.planning.autotune import resolve_auto
@@ -166,14 +167,20 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     train_stream, eval_streams = setup.streams_for(args, config)
     ds_config = resolve_ds_config(args, world)
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
-    model, precision = setup.model_for(args, resume_from)
+    stage = stage_at(args, state.step, state.consumed_tokens)
+    staged = at_stage(args, stage)
+    model, precision = setup.model_for(staged, resume_from)
     proven = setup.announce(args, model, precision, train_stream, state)
-    planned = setup.planned_for(args, ds_config, config, bool(eval_streams))
-    engine, micro_step = setup.engine_for(args, model, precision, train_stream, ds_config, state, resume_from)
+    planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
+    engine, micro_step = setup.engine_for(
+        staged, model, precision, train_stream, ds_config, state, resume_from
+    )
+    state.precision = staged.to_dict()["precision"]
     if args.dry_run:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
     start = setup.start_of(args, model, proven, train_stream, state, resume_from)
+    del model  # the engine has it, and a change of the precision takes both apart
     log.open()
     if main and world > 1:
         name_rank_0(folder)
@@ -183,6 +190,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         engine=engine,
         micro_step=micro_step,
         precision=precision,
+        stage=stage,
         attention=proven.attention,
         train_stream=train_stream,
         eval_streams=eval_streams,
@@ -193,13 +201,18 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         stop_vote=signals.StopVote(args.hang_timeout_s),
         watchdog=Watchdog(args.hang_timeout_s),
     )
+    del engine, micro_step
     start["time"] = round(log.begun, 1)
     start["plan"] = planned and planned.to_json()
+    start["stages"] = []  # of precision.schedule, that began in this start
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
         with record if main else contextlib.nullcontext(), beside, signals.taking_steps():
             last = train(run)
+            while state.step < args.max_steps:
+                start["stages"].append(enter_stage(run, ds_config))
+                last = train(run)
     except signals.Stopped as stopped:
         if main:
             signals.write_stopped(folder.path, stopped)
@@ -211,6 +224,32 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         export_last(run, last)
     metrics.close()
     dist.barrier()
+
+
+def enter_stage(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Change to the precision of the stage of precision.schedule that begins, as a stop would and a start from the
+    checkpoint of this step with the changed keys; what run.json says of it."""
+    from train import setup
+    from train.config.schedule import at_stage, stage_at, stage_text
+    from train.engine.step import release
+    from train.guard.watchdog import Watchdog
+
+    began, state = time.monotonic(), run.state
+    run.stage = stage_at(run.arguments, state.step, state.consumed_tokens)
+    args, what = at_stage(run.arguments, run.stage), stage_text(run.arguments.precision, run.stage)
+    run.metrics.message(f"step {state.step + 1}: {what} begins; model and engine are built anew")
+    release(run.engine)
+    del run.engine, run.micro_step, run.saver.engine
+    setup.clear_memory()
+    model, run.precision = setup.model_for(args, run.checkpoint)
+    proven = setup.prove_all(args, model, run.precision)
+    of_run = run.train_stream, ds_config, state, run.checkpoint
+    run.engine, run.micro_step = setup.engine_for(args, model, run.precision, *of_run)
+    run.attention, state.precision = proven.attention, args.to_dict()["precision"]
+    run.saver.engine, run.saver.precision = run.engine, run.precision
+    run.watchdog = Watchdog(args.hang_timeout_s)
+    run.metrics.message(f"the change took {time.monotonic() - began:.1f} s")
+    return {"step": state.step, "stage": what, "fp8": proven.fp8, "proof": proven.lines}
 
 
 @contextlib.contextmanager

@@ -130,24 +130,32 @@ class Precision:
         return self.te.autocast(enabled=True, recipe=self.recipe)
 
     def apply(self, model: nn.Module) -> None:
-        """Keep the modules that match `bf16_modules` out of FP8 and check the dimensions of all others; with torchao,
-        swap those for FP8 ones.
-
-        Raises PrecisionError: a pattern that matches no module; a GEMM whose features are no multiple of 16; no module
-        left to run FP8.
-        """
+        """Keep the modules that match `bf16_modules` out of FP8; with torchao, swap the others for FP8 ones. Raises
+        PrecisionError: as `check`."""
         if not self.fp8:
+            return
+        planned = self.check(model)
+        if self.torchao:
+            torchao_fp8.convert(model, planned, self.recipe)
             return
         names = [name for name, _ in model.named_modules() if name]
         for pattern in self.config.bf16_modules:
-            matches = fnmatch.filter(names, pattern)
-            if not matches:
+            for name in fnmatch.filter(names, pattern):
+                keep_out_of_fp8(model.get_submodule(name), self.te)
+
+    def check(self, model: nn.Module) -> list[str]:
+        """The names of the modules of `model` that would run FP8. Nothing is changed.
+
+        Raises PrecisionError: a pattern of `bf16_modules` that matches no module; a GEMM whose features are no multiple
+        of 16; no module left to run FP8.
+        """
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in self.config.bf16_modules:
+            if not fnmatch.filter(names, pattern):
                 examples = ", ".join(names[:3] + names[-1:])
                 raise PrecisionError(
                     f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
                 )
-            for name in () if self.torchao else matches:
-                keep_out_of_fp8(model.get_submodule(name), self.te)
         report = fp8_modules(model, self)
         if not report.planned:
             raise PrecisionError(
@@ -162,5 +170,4 @@ class Precision:
                         f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "
                         f"{name!r} to precision.bf16_modules"
                     )
-        if self.torchao:
-            torchao_fp8.convert(model, report.planned, self.recipe)
+        return report.planned

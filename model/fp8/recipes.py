@@ -4,10 +4,11 @@ it."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict
 
 from model.keys import STRICT, option
 
@@ -54,16 +55,13 @@ BF16_MOMENTS_MOST_BETA2 = 0.98
 
 
 @dataclass(config=STRICT)
-class PrecisionConfig:
-    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
+class PrecisionSettings:
+    """What of the "precision" section a stage of its schedule may have otherwise."""
 
     compute: Compute = option("arithmetic of the matrix products", "fp8", resume="fp8 <-> bf16")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
         "FP8 scaling recipe; tensorwise and rowwise are variant torchao's, the others te_linear's and te_layer's",
         "delayed",
-    )
-    backend: Literal["auto", "transformer_engine", "reference"] = option(
-        "auto takes the reference only without CUDA", "auto"
     )
     fp8_format: Literal["e4m3", "hybrid"] = option(
         "hybrid: gradients in e5m2, of more range and half the precision", "e4m3"
@@ -88,6 +86,44 @@ class PrecisionConfig:
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
     )
+    health_steps: int = option(
+        "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
+        0,
+        ge=0,
+        resume="free",
+    )
+
+
+# A stage begins where the one before it ends; the last one runs to the end of the run.
+ENDS = {
+    "until_step": Annotated[int, Field(gt=0, description="steps of the run after which the stage is over")],
+    "until_tokens": Annotated[int, Field(gt=0, description="tokens of the run after which it is over")],
+    "until_share": Annotated[
+        float, Field(gt=0, lt=1, description="share of max_steps after which it is over")
+    ],
+}
+if TYPE_CHECKING:
+    PrecisionStage = dict[str, Any]
+else:
+    PrecisionStage = TypedDict(
+        "PrecisionStage",
+        ENDS
+        | {
+            name: Annotated[(field.annotation, *field.metadata, Field(description=field.description))]
+            for name, field in PrecisionSettings.__pydantic_fields__.items()
+        },
+        total=False,
+    )
+    PrecisionStage.__pydantic_config__ = STRICT
+
+
+@dataclass(config=STRICT)
+class PrecisionConfig(PrecisionSettings):
+    """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""
+
+    backend: Literal["auto", "transformer_engine", "reference"] = option(
+        "auto takes the reference only without CUDA", "auto"
+    )
     optimizer_states: Literal["fp32", "bf16_remainder"] = option(
         "what AdamW keeps; fp32: a float32 weight, two float32 moments; bf16_remainder: the same weight, as the bf16 "
         "one and 16 bits more (ZeRO 1 with data_types.grad_accum_dtype fp32)",
@@ -99,11 +135,12 @@ class PrecisionConfig:
         "float32",
         None,
     )
-    health_steps: int = option(
-        "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
-        0,
-        ge=0,
-        resume="free",
+    schedule: list[PrecisionStage] | None = option(
+        "stages of the run, each with keys of this section that it has otherwise, and (but for the last) its end: "
+        "until_step, until_tokens or until_share; at each change the run saves, and goes on as a resume would",
+        None,
+        min_length=1,
+        example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
     # free, as what it chooses is compared
     auto: bool | Annotated[str, Field(min_length=1)] = option(

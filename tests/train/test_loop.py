@@ -20,6 +20,7 @@ from model.fp8 import te_backend
 from model.proof import ProofError
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
+from train.checkpoint.rollback import Rollback
 from train.checkpoint.save import SaveError
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
@@ -216,17 +217,18 @@ def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, l
 
 def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
     """That of a checkpoint before it, at half the learning rate; none where there is none."""
-    loop: Any = object.__new__(Loop)
     said: list[str] = []
-    loop.args, loop.advised = SimpleNamespace(learning_rate=3e-4), False
-    loop.run = SimpleNamespace(folder=RunFolder(tmp_path), metrics=SimpleNamespace(message=said.append))
+    state: Any = SimpleNamespace(train_config={"learning_rate": 3e-4})
+    metrics: Any = SimpleNamespace(message=said.append)
+    nothing: Any = None
+    rollback = Rollback(tmp_path / "checkpoints", nothing, nothing, state, nothing, metrics, nothing)
     for step in (10, 20):
         (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
         (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
-    loop._advise_after(10)
+    rollback.advise(10)
     assert not said
-    loop._advise_after(20)
-    loop._advise_after(25)
+    rollback.advise(20)
+    rollback.advise(25)
     assert len(said) == 1 and said[0].endswith(
         f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000010 --learning_rate 0.00015 "
         "--allow_changes_on_resume '[\"learning_rate\"]'"
@@ -318,8 +320,8 @@ def test_each_held_out_set_is_evaluated_by_itself(
 ) -> None:
     """From the FP8 state that training left, which is there again afterwards."""
     scale = torch.ones(1)
-    monkeypatch.setattr("train.loop.fp8_state", lambda *_: {"scale": scale})
-    monkeypatch.setattr("train.loop.snapshot_fp8_state", lambda *_: {"scale": scale.clone()})
+    monkeypatch.setattr("train.engine.held_out.fp8_state", lambda *_: {"scale": scale})
+    monkeypatch.setattr("train.engine.held_out.snapshot_fp8_state", lambda *_: {"scale": scale.clone()})
 
     class Scaled(Evaluated):
         def __call__(self, ids: torch.Tensor, labels: torch.Tensor, documents: None) -> Any:

@@ -61,6 +61,12 @@ class RunState:
     changes: list[dict[str, Any]] = field(default_factory=list)
     # the checkpoint of another run that this one began at: path, manifest_sha256
     began_at: dict[str, str] = field(default_factory=dict)
+    # the section "precision" that the last step was computed with, as a stage of its schedule has it
+    precision: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.precision:  # of a version without schedules
+            self.precision = dict(self.train_config.get("precision", {}))
 
 
 def name_of(step: int) -> str:

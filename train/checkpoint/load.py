@@ -152,8 +152,8 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
 
 def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
     """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
-    before = saved.train_config.get("precision")
-    return before is None or all(before.get(key) == getattr(precision.config, key) for key in FP8_STATE_OF)
+    before = saved.precision
+    return not before or all(before.get(key) == getattr(precision.config, key) for key in FP8_STATE_OF)
 
 
 def _set_random_state(rank_state: dict[str, Any]) -> None:

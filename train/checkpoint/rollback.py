@@ -19,9 +19,11 @@ from train.checkpoint.files import (
     ROLLBACK,
     CheckpointError,
     RunState,
+    committed,
     note_rollback,
     read_state,
     rolled_back,
+    step_of,
 )
 from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, load_checkpoint, set_aside
 from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise
@@ -32,7 +34,15 @@ from train.record.metrics import MetricsLogger
 # From one checkpoint. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3
 # What of a run's state a rollback leaves as it is.
-OF_THIS_START = ("train_config", "world_size", "zero_stage", "model_config", "changes", "began_at")
+OF_THIS_START = (
+    "train_config",
+    "world_size",
+    "zero_stage",
+    "model_config",
+    "changes",
+    "began_at",
+    "precision",
+)
 
 
 def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
@@ -74,6 +84,7 @@ class Rollback:
     stream: SampleStream
     # by step of a checkpoint: how often it was gone back to
     taken: Counter[int] = field(default_factory=Counter)
+    advised: bool = False
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
         """Go back; False where it cannot be done, which is said.
@@ -97,8 +108,8 @@ class Rollback:
             return False
         if not has_fp8_state_of(saved, self.precision):
             self.metrics.message(
-                f"on_spike rollback: {path.name} was saved before the precision changed (allow_changes_on_resume), the "
-                "run goes on"
+                f"on_spike rollback: {path.name} was saved before the precision changed (precision.schedule, "
+                "allow_changes_on_resume), the run goes on"
             )
             return False
         if self.taken[saved.step] >= MOST_ROLLBACKS:
@@ -120,6 +131,17 @@ class Rollback:
         back = {"from_step": spikes[-1].step, **record}
         self.metrics.log({"step": saved.step, "tokens": saved.consumed_tokens, "rollback": back})
         return True
+
+    def advise(self, step: int) -> None:
+        """Say once what there is to do about spikes, of which the first is in `step`."""
+        before = [path for path in committed(self.root) if step_of(path) < step]
+        if before and not self.advised:
+            self.advised = True
+            self.metrics.message(
+                "if the loss does not come back, stop this run and start it again from before the spike with a lower "
+                "learning_rate: the same command with "
+                + at_half_the_rate(before[-1], self.state.train_config["learning_rate"])
+            )
 
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         if dist.get_rank() == 0:

@@ -23,6 +23,7 @@ from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE, P
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
 from train.config import command_line, msamp
+from train.config.schedule import order_problems, precisions_of, stage_problems
 from train.config.schema import parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
 
@@ -302,6 +303,8 @@ class TrainingArguments:
             problems += self.precision.problems()
             if bad.isdisjoint(("model.variant", "model.compile")):
                 problems += variant_problems(self.model.variant, self.precision, self.model.compile)
+                if "precision.schedule" not in bad:
+                    problems += stage_problems(self)
         check(
             "precision.optimizer_states precision.optimizer_moments adam_beta2",
             self.precision.optimizer_states != "bf16_remainder"
@@ -322,11 +325,12 @@ class TrainingArguments:
             no_graphs is None or not self.speed.cuda_graphs,
             no_graphs or "",
         )
+        fp8 = any(own.compute == "fp8" for own in precisions_of(self.precision))
         for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             rows = (getattr(self, key) or 0) * self.max_seq_length
             check(
                 f"{key} max_seq_length precision.compute",
-                self.precision.compute != "fp8" or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
+                not fp8 or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
                 f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
             )
         return problems
@@ -368,6 +372,8 @@ class TrainingArguments:
         problems = msamp.apply(out.deepspeed, out.precision)
         if problems or (msamp.asked(out.deepspeed) and (problems := out._problems_across_keys(set()))):
             raise ConfigurationError("\n  ".join(["the DeepSpeed configuration has a problem:", *problems]))
+        if problems := order_problems(out):
+            raise ConfigurationError("\n  ".join(problems))
         return out
 
 

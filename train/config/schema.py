@@ -22,6 +22,7 @@ Node = dict[str, Any]  # JSON schema of one value, without references
 Place = tuple[str | int, ...]  # names of keys, and the numbers of items in lists
 
 MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"  # pydantic's names
+OF_TYPED_DICT = {"extra_forbidden": UNKNOWN}  # where it has another name there
 
 WORDS = {
     "integer": "an integer",
@@ -201,7 +202,8 @@ def parse(cls: type, raw: dict[str, Any]) -> tuple[Any, list[str], set[str]]:
     try:
         return adapter.validate_json(json.dumps(given)), [], set()
     except ValidationError as error:
-        kinds = {_place(given, e): e["type"] for e in error.errors(include_url=False)}
+        found = error.errors(include_url=False)
+        kinds = {_place(given, e): OF_TYPED_DICT.get(e["type"], e["type"]) for e in found}
     # a key that allows several types has a complaint of each: the one from within the value says where the mistake is
     places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
     places.sort(key=lambda place: kinds[place] != UNKNOWN)  # first what others may follow from

@@ -18,6 +18,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from model.fp8 import te_backend
 from model.fp8.modules import gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
@@ -57,6 +58,18 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
             pack_states(engine, arguments.precision.optimizer_moments)
     skip_steps_that_are_not_finite(engine)
     return engine
+
+
+def release(engine: Any) -> None:
+    """Take an engine apart that nobody will use again, so that another can be built in its place once the caller has
+    let go of it and of its model."""
+    parameters = list(engine.module.parameters())
+    with without_prints():
+        engine.destroy()
+    for parameter in parameters:
+        # DeepSpeed gives them methods of their own, by which they would hold themselves: no garbage collector sees that
+        vars(parameter).clear()
+    te_backend.forget_models()
 
 
 class MicroStep:

@@ -192,7 +192,7 @@ def plan(path: Path, compute: str | None) -> Plan:
         return Plan(path, None, config, "hf", PrecisionConfig(compute=compute), length, BATCH_SIZE)  # type: ignore[arg-type]
     state = read_state(path)
     trained = state.train_config
-    precision, variant = PrecisionConfig(**trained["precision"]), trained["model"]["variant"]
+    precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
     precision.backend = "auto"  # this machine's
     if compute not in (None, precision.compute):
         keeps = VARIANTS[variant].te

@@ -37,14 +37,14 @@ def write_card(
 
 
 def _facts(trained: dict[str, Any], step: int, tokens: int, history: History | None) -> dict[str, str]:
-    precision = trained["precision"]
-    how = precision["compute"] + (f", {precision['recipe']} scaling" if precision["compute"] == "fp8" else "")
+    stages = [trained["precision"] | stage for stage in trained["precision"].get("schedule") or [{}]]
+    hows = (s["compute"] + (f", {s['recipe']} scaling" if s["compute"] == "fp8" else "") for s in stages)
     facts = {
         "model": f"{Path(trained['model']['config']).name}, trained as {trained['model']['variant']}",
         "data": ", ".join(trained["data"]["sources"]),
         "steps, tokens": f"{step:,}, {tokens:,}",
         "sequence length": f"{trained['max_seq_length']:,}",
-        "precision": how,
+        "precision": "; then ".join(hows),
     }
     if history is None:
         return facts

@@ -52,6 +52,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "precision.power_2_scales": ({"precision.recipe": "current"}, True),
     "precision.amax_epsilon": ({"precision.recipe": "current"}, 0.5),
     "precision.optimizer_moments": ({"precision.optimizer_states": "bf16_remainder"}, "fp32"),
+    "precision.schedule": ({}, [{"until_step": 50, "compute": "bf16"}, {}]),
     "max_seq_length": ({}, 128),
     "per_device_eval_batch_size": ({}, 4),
     "gradient_accumulation_steps": ({}, 2),

@@ -1,0 +1,253 @@
+"""precision.schedule: a change of the precision within a run is a stop and a resume with others, bit for bit."""
+
+import json
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from model.fp8.precision import PrecisionError
+from model.proof import ProofError
+from tests.reliability.launching import launch
+from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
+from train import setup
+from train.checkpoint.files import read_state
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.schedule import precisions_of, stage_at
+from train.engine.zero import masters
+from train.evaluation.models import plan
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
+
+START = "checkpoints/step-00000003"
+
+
+def tensors(folder: Path, step: int) -> list[Any]:
+    """All numbers in a checkpoint's files with weights, optimizer, FP8 state and random generators."""
+    files = sorted((folder / f"checkpoints/step-{step:08d}").glob("*.pt"))
+    found = tree_leaves([torch.load(file, weights_only=False) for file in files])
+    found = [leaf.flatten().tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+    return [leaf for leaf in found if isinstance(leaf, int | float | list)]
+
+
+def test_a_change_is_a_stop_and_a_resume(
+    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With its proof and its speed, and the checkpoint before it is one to go on from."""
+    first, second = PRECISIONS["bf16"], PRECISIONS["delayed"]
+    settings |= {"max_steps": 5, "logging_steps": 2}
+    scheduled = {"precision": {"schedule": [{"until_step": 3, **first}, second]}}
+    whole = run(settings, **scheduled)
+    out = capsys.readouterr().out
+    assert "step 4: stage 2 of 2 of precision.schedule" in out and "FP8: 6 of 7 GEMM modules ran FP8" in out
+    stages = {m["step"]: m["precision_stage"] for m in metrics(whole) if "precision_stage" in m}
+    assert {s: (v["number"], v["compute"]) for s, v in stages.items()} == {3: (1, "bf16"), 5: (2, "fp8")}
+    assert all(stage["tokens_per_second"] > 0 for stage in stages.values())
+    (start,) = read_starts(RunFolder(whole))
+    (noted,) = start["stages"]
+    assert start["fp8"] == "bf16" and noted["step"] == 3 and noted["fp8"].startswith("6/7 delayed")
+    assert any("ran FP8" in line for line in noted["proof"])
+    assert plan(whole / START, None).precision.compute == "bf16"
+    assert read_state(whole / "checkpoints/step-00000005").precision["amax_history_len"] == 4
+
+    two = tmp_path / "two"
+    changed = {"precision": second, "allow_changes_on_resume": True}
+    run(settings, **changed, output_dir=str(two), resume_from_checkpoint=str(whole / START))
+    again = tmp_path / "again"
+    run(settings, **scheduled, output_dir=str(again), resume_from_checkpoint=str(whole / START))
+    for folder in (two, again):
+        assert curve(folder) == curve(whole)[2:] and tensors(folder, 5) == tensors(whole, 5)
+
+
+PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed"), ("delayed", "bf16")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_each_recipe_is_begun_and_left_as_by_a_resume(
+    settings: dict, tmp_path: Path, first: str, second: str
+) -> None:
+    schedule = [{"until_share": 0.5, **PRECISIONS[first]}, PRECISIONS[second]]
+    whole = run(settings, precision={"schedule": schedule})
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    run(settings, output_dir=one, precision=PRECISIONS[first], save_steps=3)
+    changed = {"output_dir": two, "precision": PRECISIONS[second], "allow_changes_on_resume": True}
+    run(settings, **changed, resume_from_checkpoint=f"{one}/{START}")
+    assert curve(whole) == curve(Path(one))[:3] + curve(Path(two))
+    assert tensors(whole, 6) == tensors(Path(two), 6)
+
+
+THREE = [{"until_tokens": 512, "compute": "bf16"}, {"until_step": 4}, {"recipe": "current"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_goes_on_from_any_step_of_its_schedule(settings: dict, tmp_path: Path, stage: int) -> None:
+    settings |= {"precision": {"schedule": THREE}, "deepspeed": f"ds_config_zero{stage}.json"}
+    whole = run(settings, save_steps=1, save_total_limit=10)
+    for step in range(1, 6):
+        branch = {"output_dir": str(tmp_path / f"from-{step}"), "save_steps": 2}
+        start = str(whole / f"checkpoints/step-{step:08d}")
+        folder = run(settings, **branch, resume_from_checkpoint=start)
+        assert curve(folder) == curve(whole)[step:] and tensors(folder, 6) == tensors(whole, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_change_together_and_go_on_as_a_start_does(
+    settings: dict, tmp_path: Path, stage: int
+) -> None:
+    schedule = [{"until_step": 3, "compute": "bf16"}, {}]
+    settings |= {"precision": {"schedule": schedule}, "deepspeed": f"ds_config_zero{stage}.json"}
+    folders = [tmp_path / "whole", tmp_path / "again"]
+    start = ["never", str(folders[0] / START)]
+    for folder, resume_from in zip(folders, start, strict=True):
+        of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
+        (tmp_path / "config.json").write_text(json.dumps(settings | of_folder))
+        done = launch(2, "train/train.py", str(tmp_path / "config.json"))
+        assert done.returncode == 0, done.stdout[-3000:]
+    whole, again = folders
+    assert curve(again) == curve(whole)[3:] and tensors(again, 6) == tensors(whole, 6)
+
+
+def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
+    held: list[weakref.ref] = []
+    prove, engine_for = setup.prove, setup.engine_for
+
+    def proves(*of_run: Any) -> list[str]:
+        assert not [each for each in held if each() is not None]
+        return prove(*of_run)
+
+    def built(*of_run: Any) -> tuple:
+        engine, micro_step = engine_for(*of_run)
+        held[:] = map(
+            weakref.ref, (engine, *engine.module.parameters(), *(m.tensor for m in masters(engine)))
+        )
+        if len(of_run[1].precision.config.bf16_modules) == 2:
+            gradients_without_fp8(monkeypatch)
+        return engine, micro_step
+
+    monkeypatch.setattr(setup, "prove", proves)
+    monkeypatch.setattr(setup, "engine_for", built)
+    one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
+    with pytest.raises(ProofError, match="the backward of 6 FP8 modules ran 8 FP8 GEMMs, not 16"):
+        run(settings, max_steps=3, precision={"schedule": [one, two, {}]})
+    assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
+
+
+def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settings: dict) -> None:
+    schedule = [{"until_step": 3, "compute": "bf16"}, {"bf16_modules": ["no.such"]}]
+    with pytest.raises(
+        PrecisionError, match=r"stage 2 of 2 .*: precision\.bf16_modules: 'no\.such' matches no"
+    ):
+        run(settings, precision={"schedule": schedule})
+    assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
+
+
+def arguments(settings: dict, schedule: Any, **changes: Any) -> TrainingArguments:
+    precision = {"schedule": schedule, **changes.pop("precision", {})}
+    return TrainingArguments.from_dict({**settings, "precision": precision, **changes}).resolve(1)
+
+
+def test_a_stage_is_a_function_of_steps_and_tokens(settings: dict) -> None:
+    """A step has 256 tokens; after a resume with more of them what counts is those of the run."""
+    args = arguments(settings, [{"until_tokens": 500}, {"until_share": 0.7}, {"recipe": "current"}])
+    assert [stage_at(args, n, 256 * n) for n in range(7)] == [0, 0, 1, 1, 2, 2, 2]
+    assert stage_at(args, 1, 512) == 1 and stage_at(args, 1, 499) == 0
+    assert stage_at(TrainingArguments.from_dict(settings), 3, 700) == 0
+
+
+def test_a_stage_has_what_it_names_and_else_what_the_section_has(settings: dict) -> None:
+    """A knob of the section that another recipe does not read is no mistake in its stage."""
+    section = {"margin": 2, "health_steps": 5, "fast_accumulation_wgrad": True}
+    schedule = [{"until_step": 2, "margin": 0}, {"until_step": 4, "recipe": "block", "amax_epsilon": 1.0}]
+    args = arguments(settings, [*schedule, {}], precision=section)
+    found = precisions_of(args.precision)
+    assert [(p.recipe, p.margin, p.amax_epsilon) for p in found] == [
+        ("delayed", 0, 0.0),
+        ("block", 0, 1.0),
+        ("delayed", 2, 0.0),
+    ]
+    assert [p.fast_accumulation_wgrad for p in found] == [True, False, True]
+    assert all(p.health_steps == 5 and p.schedule is None for p in found)
+
+
+BAD = [
+    (
+        [{"until_step": 2}, {"until_step": 2, "recipe": "current"}, {}],
+        {},
+        "[1] (stage 2 of 3): until_step 2 is step 2",
+    ),
+    (
+        [{"until_share": 0.5}, {"until_tokens": 700}, {}],
+        {},
+        "until_tokens 700 is step 3, and the stage begins after",
+    ),
+    ([{"until_step": 6}, {}], {}, "[0] (stage 1 of 2): until_step 6 is step 6, and the run has max_steps 6"),
+    ([{"until_tokens": 10**9}, {}], {}, "is step 3906250, and the run has max_steps 6"),
+    ([{"until_share": 0.01}, {}], {}, "until_share 0.01 is step 0, and the stage begins after step 0"),
+    (
+        [{"compute": "bf16"}, {}],
+        {},
+        "[0] (stage 1 of 2): it has no end; give one of until_step, until_tokens",
+    ),
+    ([{"until_step": 2, "until_share": 0.5}, {}], {}, "it has until_step and until_share; give one of"),
+    (
+        [{"until_step": 2}, {"until_step": 4}],
+        {},
+        "the last stage runs to the end of the run; remove its until_step",
+    ),
+    (
+        [{"until_step": 2, "recipe": "block", "margin": 1}, {}],
+        {},
+        "(stage 1 of 2): precision.margin: only the recipe",
+    ),
+    (
+        [{"until_step": 2, "recipe": "rowwise"}, {}],
+        {},
+        "(stage 1 of 2): model.variant te_layer has no recipe rowwise",
+    ),
+    (
+        [{"until_step": 2, "compute": "fp32"}, {}],
+        {},
+        "compute is fp32 and fp8; only fp8 and bf16 keep weights",
+    ),
+    (
+        [{"until_step": 2}, {}],
+        {"save_strategy": "no"},
+        "goes on from a checkpoint; set save_strategy to steps",
+    ),
+    ([{"until_step": 2}, {}], {"precision": {"auto": True}}, "auto chooses one precision for the whole run"),
+    (
+        [{"until_step": 2}, {}],
+        {"max_seq_length": 33},
+        "FP8 needs batch size x sequence length divisible by 16",
+    ),
+    (
+        [{"until_step": 2, "recipee": "block"}, {}],
+        {},
+        "schedule[0].recipee: unknown key (did you mean recipe?)",
+    ),
+    ([{"until_step": 2, "backend": "auto"}, {}], {}, "schedule[0].backend: unknown key"),
+    ([{"until_step": 2, "margin": -1}, {}], {}, "schedule[0].margin: -1 is given, an integer of at least 0"),
+    ([{"until_share": 1.0}, {}], {}, "schedule[0].until_share: 1.0 is given, a number above 0 and below 1"),
+    ([], {}, "precision.schedule: [] is given"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "changes", "message"), BAD)
+def test_a_bad_schedule_is_one_error_that_says_what_to_do(
+    settings: dict, schedule: Any, changes: dict, message: str
+) -> None:
+    changes = {**changes, "precision": {"compute": "bf16"}} if "max_seq_length" in changes else changes
+    schedule = [{**schedule[0], "compute": "fp8"}, {}] if "max_seq_length" in changes else schedule
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        arguments(settings, schedule, **changes)

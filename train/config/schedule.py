@@ -1,0 +1,137 @@
+"""precision.schedule: stages of a run, each with keys of the section "precision" that it has otherwise.
+
+[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}]
+
+Which stage a step belongs to is a pure function of the steps and tokens before it, so that resuming needs no state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from model.fp8.recipes import ENDS, RECIPES, PrecisionConfig, PrecisionStage
+from model.variants import variant_problems
+
+if TYPE_CHECKING:
+    from train.config.arguments import TrainingArguments
+
+
+def stage_at(args: TrainingArguments, step: int, tokens: int) -> int:
+    """The number, from 0, of the stage of the step after so many steps and tokens: the first that is not over."""
+    stages = args.precision.schedule or [{}]
+    last = len(stages) - 1
+    return next((n for n in range(last) if not _is_over(stages[n], args.max_steps, step, tokens)), last)
+
+
+def _is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
+    if "until_tokens" in stage:
+        return tokens >= stage["until_tokens"]
+    return step >= stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+
+
+def precision_of(section: PrecisionConfig, number: int) -> PrecisionConfig:
+    """The section as it is in one stage, without a schedule. What another recipe does not read is left out."""
+    stages = section.schedule or [{}]
+    own = {key: value for key, value in stages[number].items() if key not in ENDS}
+    defaults, out = PrecisionConfig(), replace(section, schedule=None, **own)
+    if out.compute == "fp8" and out.recipe != section.recipe:
+        left_out = set(RECIPES[section.recipe].knobs) - set(RECIPES[out.recipe].knobs) - own.keys()
+        out = replace(out, **{key: getattr(defaults, key) for key in left_out})
+    return out
+
+
+def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
+    """The section as it is in each stage; without a schedule there is one."""
+    return [precision_of(section, number) for number in range(len(section.schedule or [{}]))]
+
+
+def at_stage(args: TrainingArguments, number: int) -> TrainingArguments:
+    """The arguments as they are in one stage."""
+    return replace(args, precision=precision_of(args.precision, number))
+
+
+def stage_text(section: PrecisionConfig, number: int) -> str:
+    """ "stage 2 of 3 of precision.schedule ({...})", with what is its own."""
+    stages = section.schedule or [{}]
+    own = {key: value for key, value in stages[number].items() if key not in ENDS}
+    how = json.dumps(own) if own else "as the section says"
+    return f"stage {number + 1} of {len(stages)} of precision.schedule ({how})"
+
+
+# ---------------------------------------------------------------- what is wrong with one
+
+
+def stage_problems(args: TrainingArguments) -> list[str]:
+    """What is wrong with the stages each by itself, a line a problem."""
+    section = args.precision
+    if not (stages := section.schedule):
+        return []
+    found = [
+        line for number, stage in enumerate(stages) for line in _end_problems(stage, number, len(stages))
+    ]
+    if section.auto:
+        found.append(
+            "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them"
+        )
+    if args.save_strategy == "no" and len(stages) > 1:
+        found.append(
+            "precision.schedule, save_strategy: at a change of the precision the run goes on from a checkpoint; set "
+            "save_strategy to steps, or remove the schedule"
+        )
+    each = [replace(own, auto=False) for own in precisions_of(section)]
+    computes = {section.compute, *(own.compute for own in each)}
+    if len(computes) > 1 and not computes <= {"fp8", "bf16"}:
+        found.append(
+            f"precision.schedule: compute is {' and '.join(sorted(computes))}; only fp8 and bf16 keep weights and "
+            "optimizer state in the same type"
+        )
+
+    def problems(own: PrecisionConfig) -> list[str]:
+        return own.problems() + variant_problems(args.model.variant, own, args.model.compile)
+
+    known = problems(section)
+    for number, own in enumerate(each):
+        wrong = (problem for problem in problems(own) if problem not in known)
+        found += [f"{_name(number, len(stages))}: {problem}" for problem in wrong]
+    return found
+
+
+def _name(number: int, count: int) -> str:
+    return f"precision.schedule[{number}] (stage {number + 1} of {count})"
+
+
+def _end_problems(stage: PrecisionStage, number: int, count: int) -> Iterator[str]:
+    given, name = [key for key in ENDS if key in stage], _name(number, count)
+    if number == count - 1 and given:
+        yield f"{name}: the last stage runs to the end of the run; remove its {' and '.join(given)}"
+    elif number < count - 1 and len(given) != 1:
+        has = f"has {' and '.join(given)}" if given else "has no end"
+        yield f"{name}: it {has}; give one of {', '.join(ENDS)}, as each stage but the last has"
+
+
+def order_problems(args: TrainingArguments) -> list[str]:
+    """What is wrong with the ends of the stages of resolved arguments, a line a problem."""
+    stages, begin, found = args.precision.schedule or [], 0, []
+    for number, stage in enumerate(stages[:-1]):
+        name, (key,) = _name(number, len(stages)), [key for key in ENDS if key in stage]
+        ends = {
+            "until_step": stage.get("until_step", 0),
+            "until_tokens": -(-stage.get("until_tokens", 0) // (args.train_batch_size_tokens or 1)),
+            "until_share": round(stage.get("until_share", 0) * args.max_steps),
+        }
+        end = ends[key]
+        if end >= args.max_steps:
+            found.append(
+                f"{name}: {key} {stage[key]} is step {end}, and the run has max_steps {args.max_steps}; let it end "
+                "earlier, or remove the stages after it"
+            )
+        elif end <= begin:
+            found.append(
+                f"{name}: {key} {stage[key]} is step {end}, and the stage begins after step {begin}; stages follow "
+                "each other, each of at least one step"
+            )
+        begin = max(begin, end)
+    return found

@@ -1,0 +1,59 @@
+"""Losses of held-out sets, with the engine of a run and in the precision of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.fp8.precision import Precision
+from model.fp8.state import fp8_state, snapshot_fp8_state
+from train.data.stream import NO_LABEL, SampleStream, held_out_batches
+
+
+@torch.no_grad()
+def held_out_losses(
+    engine: Any,
+    precision: Precision,
+    streams: Mapping[str, SampleStream],
+    batch_size: int,
+    max_samples: int,
+    asked_to_stop: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Mean loss in nats a token over the samples of each held-out set (at most max_samples), by the loss' name.
+
+    The FP8 scales and histories are put back after each set: evaluating changes nothing in training, nor does one set
+    in another. asked_to_stop: called after each batch, with the same answer on every rank; then None is returned.
+    """
+    before = snapshot_fp8_state(engine.module, precision)
+    losses: dict[str, float] = {}
+    engine.eval()
+    for name, stream in streams.items():
+        samples = min(max_samples, stream.num_samples)
+        total = _sums(engine, stream, samples, batch_size, asked_to_stop)
+        for key, tensor in fp8_state(engine.module, precision).items():
+            tensor.copy_(before[key])
+        if total is None:
+            break
+        dist.all_reduce(total)
+        losses[name] = float(total[0] / total[1])
+    engine.train()
+    return losses if len(losses) == len(streams) else None
+
+
+def _sums(
+    engine: Any, stream: SampleStream, samples: int, batch_size: int, asked_to_stop: Callable[[], bool]
+) -> torch.Tensor | None:
+    """(sum of the losses, tokens) of this rank's part of a held-out set; None, on every rank: asked to stop."""
+    total = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    for *_, batch in held_out_batches(stream, samples, batch_size, dist.get_rank(), dist.get_world_size()):
+        tokens = int((batch.labels != NO_LABEL).sum())
+        input_ids, labels, documents = batch.to(engine.device)
+        loss = engine(input_ids, labels=labels, documents=documents).loss
+        if tokens:  # the mean over no label is nan
+            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+        if asked_to_stop():
+            return None
+    return total
