@@ -156,6 +156,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
     from train.planning.autotune import resolve_auto
+    from train.preflight.together import check_gradients, is_on
     from train.record.provenance import RunRecord
     from train.record.rank_log import name_rank_0
 
@@ -176,6 +177,8 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         staged, model, precision, train_stream, ds_config, state, resume_from
     )
     state.precision = staged.to_dict()["precision"]
+    if is_on(args) and state.step < args.max_steps:
+        check_gradients(staged, engine, micro_step, precision, train_stream, state, planned, setup.say)
     if args.dry_run:
         return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)

@@ -145,7 +145,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
     if rank < saved.world_size:
         rank_state = torch.load(path / rank_file(rank), weights_only=True)
         fp8 = fp8 or rank_state["fp8"]
-        _set_random_state(rank_state)
+        set_random_state(rank_state)
     if keeps_fp8:
         load_fp8_state(engine.module, precision, fp8 or {})
 
@@ -156,7 +156,7 @@ def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
     return not before or all(before.get(key) == getattr(precision.config, key) for key in FP8_STATE_OF)
 
 
-def _set_random_state(rank_state: dict[str, Any]) -> None:
+def set_random_state(rank_state: dict[str, Any]) -> None:
     torch.set_rng_state(rank_state["torch_rng"])
     if rank_state["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(rank_state["cuda_rng"])

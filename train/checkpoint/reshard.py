@@ -28,8 +28,6 @@ from train.engine.optimizer import parameter_groups
 from train.engine.states import MOMENTS, PackedAdamW, Stretch, stretches
 
 WEIGHT = "float32 weight"
-# What a dynamic loss scale (float16) is made of; other attributes of DeepSpeed's scalers are its configuration.
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 Tensors = dict[str, torch.Tensor] | dict[str, Stretch]  # by WEIGHT and MOMENTS
 Sizes = list[tuple[str, int]]  # name, elements; in the order in which a flat tensor has them
@@ -87,7 +85,7 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     for name, value in saved.counters.items():
         setattr(engine, name, value)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for name in LOSS_SCALE:
+    for name in zero.LOSS_SCALE:
         if hasattr(scaler, name) and saved.loss_scale.get(name) is not None:
             setattr(scaler, name, saved.loss_scale[name])
 
@@ -146,8 +144,7 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 
 def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
     """What this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
-    adamw, stage = zero.adamw(engine), engine.zero_optimization_stage()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    adamw = zero.adamw(engine)
     for master in zero.masters(engine):
         packed = adamw if isinstance(adamw, PackedAdamW) else None
         if packed:
@@ -164,14 +161,22 @@ def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Pie
             # as torch.optim.AdamW makes it: where its kernel reads it
             device = master.tensor.device if adamw.defaults.get("fused") else "cpu"
             state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
-        sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
-        if stage == 3:
-            yield from partition_of_each(sizes, rank, world, tensors)
-        else:
-            length = master.tensor.numel()
-            yield from flat_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
+        yield from pieces_of_master(engine, master, tensors)
         if packed:  # filled by whom they were yielded to
             packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
+
+
+def pieces_of_master(
+    engine: Any, master: zero.Master, tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, Piece]]:
+    """(name, piece) of each parameter of which this rank has a stretch in `master`; 1-D `tensors` are cut as it is."""
+    rank, world, stage = dist.get_rank(), dist.get_world_size(), engine.zero_optimization_stage()
+    sizes = [(zero.name_of(engine, p), zero.shape_of(p).numel()) for p in master.parameters]
+    if stage == 3:
+        yield from partition_of_each(sizes, rank, world, tensors)
+    else:
+        length = master.tensor.numel()
+        yield from flat_partition(sizes, master.paddings, rank if stage else 0, length, tensors)
 
 
 # ---------------------------------------------------------------- the files
@@ -219,7 +224,7 @@ def _read_shard(
 ) -> None:
     """A rank's part. ZeRO 1 and 2: a flat tensor for each group; ZeRO 3: one for each sub-group."""
     scaler = content.get("loss_scaler")
-    saved.loss_scale = {name: getattr(scaler, name, None) for name in LOSS_SCALE}
+    saved.loss_scale = {name: getattr(scaler, name, None) for name in zero.LOSS_SCALE}
     if state.zero_stage == 3:
         flats, adam = content["fp32_flat_groups"], content["optimizer_state_dict"]["state"]
     else:

@@ -186,6 +186,12 @@ class TrainingArguments:
         False,
         resume="free",
     )
+    preflight: bool | None = option(
+        "before the first step all ranks check together whether they are alike and see the same folders, how fast GPUs "
+        "and links are, and whether a step's gradients are reduced right; null: where ranks are on several nodes",
+        None,
+        resume="free",
+    )
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
     max_eval_samples: int = option(

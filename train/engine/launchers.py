@@ -116,6 +116,12 @@ def local_world_size(environment: Mapping[str, str] = os.environ) -> int:
     return _number(told, 1) or 1
 
 
+def several_nodes(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the ranks are on more nodes than this one, as far as that is said."""
+    told = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE")
+    return bool(told) and local_world_size(environment) < world_size(environment)
+
+
 def first_host(nodes: str) -> str:
     """The first host of a Slurm list such as "gpu[007-012,20],login1", as `scontrol show hostnames` has it."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)

@@ -87,6 +87,7 @@ class MicroStep:
         no_graphs = why_no_graphs(arguments.model.variant, zero_stage=stage, emulated=precision.emulated)
         self.capture = speed.cuda_graphs and no_graphs is None
         self.health = precision.health_steps > 0
+        self.plain = not (self.capture or self.main_grads and self.main_grads.buffers)
         self.notes = [
             f"weight gradients: {len(self.main_grads.buffers)} GEMMs add into the float32 accumulation buffer"
             if self.main_grads and self.main_grads.buffers
@@ -122,6 +123,18 @@ class MicroStep:
         engine.step()  # acts at the last micro-batch
         return loss.detach()
 
+    @contextlib.contextmanager
+    def through_autograd(self) -> Iterator[None]:
+        """Within it, before the first step, all gradients pass hooks of parameters: no GEMM adds one into a buffer, and
+        nothing is captured. `plain`: it is so anyway."""
+        capture, main_grads, self.capture, self.main_grads = self.capture, self.main_grads, False, None
+        if main_grads:
+            main_grads.switch(False)
+        yield
+        if main_grads:
+            main_grads.switch(True)
+        self.capture, self.main_grads = capture, main_grads
+
 
 class MainGrads:
     """Lets Transformer Engine's weight-gradient GEMMs add straight into DeepSpeed's float32 gradients.
@@ -135,12 +148,19 @@ class MainGrads:
     def __init__(self, engine: Any, precision: Precision):
         found = gradient_buffers(engine)
         self.buffers: list[GradientBuffer] = []
+        self.modules: list[nn.Module] = []
         for module in gemm_modules(engine.module, precision).values() if found else ():
             for weight in matrices(module):
                 buffer = found[id(weight)]
                 weight.main_grad = buffer.tensor.view(weight.shape)
                 self.buffers.append(buffer)
-            module.fuse_wgrad_accumulation = True
+            self.modules.append(module)
+        self.switch(True)
+
+    def switch(self, on: bool) -> None:
+        """Whether the GEMMs add into the buffers."""
+        for module in self.modules:
+            module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
         """The gradients of a micro-batch have been added."""

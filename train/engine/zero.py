@@ -36,6 +36,11 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
+def held_of(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of it also between steps: of ZeRO 3 its part, 1-D."""
+    return getattr(parameter, "ds_tensor", parameter).data
+
+
 def name_of(engine: Any, parameter: nn.Parameter) -> str:
     """The name of a parameter of `engine.module`."""
     return engine.param_names[parameter]
@@ -44,6 +49,11 @@ def name_of(engine: Any, parameter: nn.Parameter) -> str:
 def adamw(engine: Any) -> torch.optim.AdamW | PackedAdamW:
     """torch's optimizer, or ours, which DeepSpeed's may wrap."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def gradient_of(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `adamw` is about to step a tensor of its groups by; None: it leaves it out."""
+    return optimizer.gradients[tensor] if isinstance(optimizer, PackedAdamW) else tensor.grad
 
 
 @dataclass
@@ -164,6 +174,25 @@ def pack_states(engine: Any, moments: str) -> None:
 
 
 # ---------------------------------------------------------------- a step
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@contextlib.contextmanager
+def uncounted(engine: Any) -> Iterator[None]:
+    """Within it whole steps may be taken; neither the engine counts them, nor the loss scale of float16."""
+    holders = [(engine, COUNTERS)]
+    for name in ("loss_scaler", "loss_scale_config"):
+        holders.append((getattr(engine.optimizer, name, None), LOSS_SCALE))
+    saved = [
+        (holder, n, getattr(holder, n)) for holder, names in holders for n in names if hasattr(holder, n)
+    ]
+    try:
+        yield
+    finally:
+        for holder, name, value in saved:
+            setattr(holder, name, value)
 
 
 def skip_steps_that_are_not_finite(engine: Any) -> None:

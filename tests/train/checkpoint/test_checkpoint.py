@@ -443,5 +443,5 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
 
     first, second = draw(), draw()
     assert all(a != b for a, b in zip(first, second, strict=True))
-    load._set_random_state(torch.load(tmp_path / "rank_00000.pt", weights_only=True))
+    load.set_random_state(torch.load(tmp_path / "rank_00000.pt", weights_only=True))
     assert [draw(), draw()] == [first, second]

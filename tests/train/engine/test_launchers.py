@@ -242,3 +242,10 @@ def test_arguments_that_are_refused_are_told_by_rank_0_alone(monkeypatch: pytest
     monkeypatch.setattr(train, "fail", lambda message, _: told.append((launchers.rank(), message)))
     train.main(["no_such_configuration.json"])
     assert len(told) == 1 and told[0][0] == 9 and "no_such_configuration.json" in told[0][1]
+
+
+def test_ranks_are_on_several_nodes_only_where_something_says_so() -> None:
+    assert launchers.several_nodes({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    assert launchers.several_nodes({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
+    for here in ({}, {"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_SIZE": ""}):
+        assert not launchers.several_nodes({"WORLD_SIZE": "4"} | here)

@@ -1,0 +1,112 @@
+"""What ranks do in a preflight that finds something: functions of tests/reliability/ranks.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from model.build import build_model
+from model.config import load_config
+from model.fp8.precision import Precision
+from tests.reliability.number_ranks import digests, spoil
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
+from train.engine.step import MicroStep, build_engine
+from train.preflight.check import PreflightError
+from train.preflight.together import check_gradients
+
+ACCUMULATION, SAMPLES, TOKENS = 3, 2, 16
+
+
+def loses(engine: Any, micro_batch: int, factor: float, of: str = "") -> None:
+    """From the next forward on DeepSpeed gets `factor` times the gradient of one micro-batch of the last rank, or with
+    -1 of all; of parameters whose names end in `of`. After what looks at the right ones has set its hooks."""
+    current, done = -1, False
+
+    def begins(module: nn.Module, inputs: Any) -> None:
+        nonlocal current, done
+        current = (current + 1) % ACCUMULATION
+        if not done:
+            for name, parameter in module.named_parameters():
+                if name.endswith(of):
+                    parameter.register_hook(lambda g: g * factor if micro_batch in (-1, current) else g)
+        done = True
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        engine.module.register_forward_pre_hook(begins)
+
+
+def gradients(
+    stage: int,
+    fault: str,
+    config: str,
+    precision: dict | None = None,
+    data_types: dict | None = None,
+    clipping: float = 1.0,
+) -> dict[str, Any]:
+    """What the check of the gradients says, in a run whose second step is about to begin; and what it changed."""
+    raw = {
+        "model": {"config": config},
+        "data": {"sources": {"none": "none"}},
+        "precision": precision or {},
+        "max_steps": 100,
+        "max_seq_length": TOKENS,
+        "per_device_train_batch_size": SAMPLES,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_grad_norm": clipping,
+        "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types or {}},
+    }
+    world, rank = dist.get_world_size(), dist.get_rank()
+    args = TrainingArguments.from_dict(raw).resolve(world)
+    model_config, how = load_config(config), Precision(args.precision)
+    engine = build_engine(
+        build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, world)
+    )
+    micro_step = MicroStep(engine, how, args)
+
+    def batch(start: int, size: int) -> Batch:
+        ids = torch.randint(
+            model_config.vocab_size, (size, TOKENS), generator=torch.Generator().manual_seed(start)
+        )
+        return Batch(ids, ids)
+
+    for index in range(ACCUMULATION):
+        micro_step(batch(1000 * rank + index, SAMPLES), index)
+    right_backward = engine.backward
+    match fault:
+        case "left_out":
+            loses(engine, 1, 0.0)
+        case "twice":
+            loses(engine, ACCUMULATION - 1, 2.0)
+        case "one_parameter":
+            loses(engine, -1, 0.0, "layernorm_qkv.layer_norm_weight")
+        case "factor":
+            engine.backward = lambda loss: right_backward(loss * ACCUMULATION)
+        case "norm":
+            right_norm = engine.get_global_grad_norm
+            engine.get_global_grad_norm = lambda: 2 * right_norm()
+        case "not_finite":
+            spoil("nan_loss" if rank else None)
+    said: list[str] = []
+    before, error = digests(engine, how), None
+    random_state = torch.get_rng_state()
+    try:
+        stream, state = SimpleNamespace(batch=batch), SimpleNamespace(consumed_samples=0, skipped_samples=[])
+        check_gradients(args, engine, micro_step, how, stream, state, None, lambda *lines: said.extend(lines))  # type: ignore[arg-type]
+    except PreflightError as found:
+        error = str(found)
+    spoil(None)
+    after = digests(engine, how)
+    changed = [name for name in before if before[name] != after[name]]
+    return {
+        "error": error,
+        "said": said,
+        "changed": changed,
+        "counters": [engine.global_steps, engine.micro_steps, engine.skipped_steps],
+        "random": torch.equal(random_state, torch.get_rng_state()),
+    }

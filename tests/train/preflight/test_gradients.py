@@ -1,0 +1,206 @@
+"""The preflight's check of the gradients: right ones pass and leave no trace, wrong ones are found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import small_config
+from tests.reliability.launching import run_cases
+from tests.train.preflight.preflight_ranks import ACCUMULATION
+from tests.train.runs import curve, run
+from train.preflight.gradients import Comparison, problems, wrong_shares
+
+FLOAT32_GRADIENTS = {"grad_accum_dtype": "fp32"}
+FP32, BF16 = {"compute": "fp32"}, {"compute": "bf16"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    small = small_config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=2
+    )
+    small.num_key_value_heads = 1
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small.to_dict()))
+    return str(path)
+
+
+def check_cases(folder: Path, cases: list[dict[str, Any]], ranks: int = 2) -> list[list[str | None]]:
+    """The error of each rank, of each case; the check has changed nothing."""
+    reports = run_cases(folder, [(ranks, "gradients", case) for case in cases])
+    for case, of_ranks in zip(cases, reports, strict=True):
+        for its in of_ranks:
+            assert its["changed"] == [] and its["random"], case
+            assert its["counters"] == [1, ACCUMULATION, 0], case
+            assert (its["error"] is None) == (case["fault"] in ("none", "not_finite")), (case, its)
+            if case["fault"] == "not_finite":
+                assert "the gradients of the first step are not finite" in its["said"][0]
+            if case["fault"] == "none":
+                assert (
+                    "those that AdamW is given are a plain all-reduce of the micro-batches'" in its["said"][0]
+                )
+                assert (
+                    f"gradients of 3 micro-batches x {ranks} ranks at ZeRO {case['stage']}" in its["said"][0]
+                )
+    return [[its["error"] for its in of_ranks] for of_ranks in reports]
+
+
+OF_STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stage", OF_STAGES)
+def test_a_wrong_reduction_is_found_and_a_right_one_passes(tmp_path: Path, config: str, stage: int) -> None:
+    """A micro-batch that DeepSpeed leaves out, and a division that it forgets, with the rank's host; both ranks end by
+    the same."""
+    types = FLOAT32_GRADIENTS if stage == 1 else {}
+    cases = [
+        {"stage": stage, "fault": fault, "config": config, "data_types": types}
+        for fault in ("none", "left_out", "factor")
+    ]
+    errors = check_cases(tmp_path / "cases", cases)
+    for case, of_ranks in zip(cases, errors, strict=True):
+        if case["fault"] == "none":
+            continue
+        (error,) = set(of_ranks)
+        assert (
+            f"3 micro-batches x 2 ranks at ZeRO {case['stage']}: DeepSpeed does not give AdamW the gradients"
+            in error
+        )
+        if case["fault"] == "left_out":
+            name = f"micro-batch 2 of 3 of rank 1 ({socket.gethostname()})"
+            assert f"{name} is 0.00 times in the reduced gradient, not once" in error, error
+            assert error.count("micro-batch 2 of 3") == error.count("not once") == 1, error
+        else:
+            assert f"the reduced gradient is {ACCUMULATION} times the plain one" in error, error
+        assert f"ds_config_zero{0 if case['stage'] else 1}.json" in error
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_other_faults_and_types(tmp_path: Path, config: str) -> None:
+    rows: list[tuple[int, str, dict, dict, float]] = [
+        (stage, "none", precision, types, clipping)
+        for stage, precision, types in [
+            (0, FP32, {}),
+            (0, BF16, {}),
+            (1, {}, {}),
+            (1, FP32, {}),
+            (2, BF16, {}),
+            (3, FP32, {}),
+        ]
+        for clipping in (0.0, 1.0)
+    ]
+    rows += [
+        (stage, fault, {}, {}, 0.0) for stage in range(4) for fault in ("twice", "one_parameter", "norm")
+    ]
+    rows += [(1, "not_finite", BF16, FLOAT32_GRADIENTS, 1.0), (0, "not_finite", FP32, {}, 1.0)]
+    keys = ("stage", "fault", "precision", "data_types", "clipping")
+    cases = [{"config": config} | dict(zip(keys, row, strict=True)) for row in rows]
+    expected = {
+        "twice": "micro-batch 3 of 3 of rank 1 (",
+        "one_parameter": "of 1 parameters differ from the plain ones, model.layers.0.self_attention.layernorm_qkv",
+        "norm": "and DeepSpeed, which clips by it, has ",
+    }
+    for case, errors in zip(cases, check_cases(tmp_path / "cases", cases), strict=True):
+        if case["fault"] in expected:
+            (error,) = set(errors)
+            assert error is not None and expected[case["fault"]] in error, (case, error)
+            if case["fault"] == "twice":
+                assert "is 2.00 times in the reduced gradient" in error
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Any]:
+    """What the files of DeepSpeed and of each rank hold."""
+    found = {}
+    for path in sorted(checkpoint.glob("*.pt")):
+        stack = [(path.name, torch.load(path, weights_only=False))]
+        while stack:
+            name, value = stack.pop()
+            if isinstance(value, dict):
+                stack += [(f"{name}.{key}", inner) for key, inner in value.items()]
+            elif isinstance(value, list | tuple):
+                stack += [(f"{name}.{i}", inner) for i, inner in enumerate(value)]
+            else:
+                found[name] = value
+    return found
+
+
+def check_same(one: Path, other: Path) -> None:
+    assert curve(one) == curve(other)
+    a, b = (tensors_of(path / "checkpoints/step-00000006") for path in (one, other))
+    assert a.keys() == b.keys() and len(a) > 40
+    for name, value in a.items():
+        same = torch.equal(value, b[name]) if torch.is_tensor(value) else str(value) == str(b[name])
+        assert same or "config" in name, name
+
+
+def test_a_run_has_the_same_numbers_with_a_preflight(
+    trained: Path, settings: dict, capsys: pytest.CaptureFixture
+) -> None:
+    """From its beginning, and resumed; the checkpoint after it holds the same, to the last counter."""
+    output_dir = run(settings, save_steps=3, preflight=True)
+    assert "preflight: gradients of 2 micro-batches x 1 rank at ZeRO 1" in capsys.readouterr().out
+    check_same(output_dir, trained)
+    shutil.rmtree(output_dir / "checkpoints/step-00000006")
+    run(settings, save_steps=3, preflight=True)
+    assert "preflight: gradients" in capsys.readouterr().out
+    check_same(output_dir, trained)
+    run(settings, save_steps=3, preflight=True)  # nothing is left to train
+    assert "preflight: gradients" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, {}), (0, BF16), (2, {}), (2, BF16), (3, {}), (3, BF16), (1, {"optimizer_states": "bf16_remainder"})],
+)
+def test_the_same_numbers_at_each_stage(settings: dict, tmp_path: Path, stage: int, precision: dict) -> None:
+    settings |= {"deepspeed": f"ds_config_zero{stage}.json", "precision": precision}
+    without = run(settings)
+    check_same(run(settings, preflight=True, output_dir=str(tmp_path / "with")), without)
+
+
+def test_with_documents_each_micro_batch_counts_by_its_labels(
+    settings: dict, capsys: pytest.CaptureFixture
+) -> None:
+    run(settings, max_steps=2, data={**settings["data"], "document_mask": True}, preflight=True, dry_run=True)
+    assert "preflight: gradients of 2 micro-batches" in capsys.readouterr().out
+
+
+def test_one_missing_among_hundreds_is_found_and_rounding_is_not() -> None:
+    """Gradients that have most in common, as those at the begin of a training; rounded as bf16 sums are."""
+    generator, count, length = torch.Generator().manual_seed(0), 512, 20_000
+    common = torch.randn(length, generator=generator)
+    rows = (common + torch.randn(count, length, generator=generator)) / count
+    plain = rows.sum(0)
+    rounded = plain * (1 + 2**-8 * torch.randn(length, generator=generator))
+
+    def found(reduced: torch.Tensor) -> dict[int, float]:
+        return wrong_shares(rows, plain, reduced - float(reduced @ plain) / float(plain @ plain) * plain)
+
+    assert found(rounded) == {}
+    left_out = found(rounded - rows[77])
+    assert list(left_out) == [77] and abs(left_out[77]) < 0.2
+    alike = rows[:1].repeat(4, 1)
+    assert wrong_shares(alike, alike.sum(0), alike[0]) == {}, "none has anything of its own"
+
+
+def test_what_only_one_rank_has_otherwise_names_it() -> None:
+    right = Comparison(1.0, {}, [("a", 0.01)], 0, 0.01, 0.03, None)
+    wrong = Comparison(1.0, {}, [("a", 0.5), ("b", 0.01)], 1, 0.2, 0.03, (4.0, 2.0))
+    where = ["rank 0 (one)", "rank 1 (two)"]
+    assert problems([right, right], where, 2) == []
+    first, second = problems([right, wrong], where, 2)
+    assert (
+        first
+        == "the reduced gradients of 1 parameters differ from the plain ones on rank 1 (two), a by 50 % (allowed 3 %)"
+    )
+    assert second == "the gradients' norm is 4 and DeepSpeed, which clips by it, has 2"

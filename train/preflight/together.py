@@ -1,0 +1,106 @@
+"""What all ranks check together before the first step (the key "preflight"); each finding names host and rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from model.config import GIB
+from model.fp8.precision import Precision
+from train.checkpoint.files import RunState
+from train.checkpoint.rollback import past_skipped
+from train.config.arguments import TrainingArguments
+from train.data.stream import MicroBatches, SampleStream
+from train.engine import launchers
+from train.engine.step import MicroStep
+from train.planning.plan import Prediction
+from train.preflight.as_before import as_before
+from train.preflight.check import PreflightError
+from train.preflight.gradients import Comparison, Sample, compare_gradients, problems
+
+Say = Callable[..., None]
+
+
+def is_on(args: TrainingArguments) -> bool:
+    """By the key, or where ranks are on several nodes."""
+    return launchers.several_nodes() if args.preflight is None else args.preflight
+
+
+def hosts_of_ranks() -> list[str]:
+    """Each rank in words; every rank calls it."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, socket.gethostname())
+    return [f"rank {rank} ({host})" for rank, host in enumerate(found)]
+
+
+def check_gradients(
+    args: TrainingArguments,
+    engine: Any,
+    micro_step: MicroStep,
+    precision: Precision,
+    stream: SampleStream,
+    state: RunState,
+    planned: Prediction | None,
+    say: Say,
+) -> None:
+    """One step of the run that is about to begin, on the data of its first, after which all is as it was: its
+    gradients, and its memory beside what was `planned` (on rank 0). Every rank calls it.
+
+    Raises PreflightError: the gradients that AdamW was given are not those of the micro-batches; ChangedError."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
+    first = past_skipped(state.consumed_samples, size * accumulation * world, state.skipped_samples)
+    reader = MicroBatches(stream, size, rank, world)
+    batches = [reader.get(first, index) for index in range(accumulation)]
+    reader.close()
+    engine.train()
+    with as_before(engine, precision):
+        found = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
+    if found is None:
+        return say(
+            "warning: preflight: the gradients of the first step are not finite, so that they are not compared; the "
+            "run is going to skip that step"
+        )
+    mine, peak_bytes = found
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, (mine, peak_bytes))
+    where, stage = hosts_of_ranks(), engine.zero_optimization_stage()
+    what = f"{accumulation} micro-batch{'es' * (accumulation > 1)} x {world} rank{'s' * (world > 1)} at ZeRO {stage}"
+    stride = Sample.of(engine, accumulation).stride
+    for kind, of_ranks in enumerate(zip(*(comparisons for comparisons, _ in every), strict=True)):
+        how = ", with speed.main_grad and speed.cuda_graphs as they will run" if kind else ""
+        if wrong := problems(list(of_ranks), where, accumulation):
+            lines = "\n  ".join(
+                [f"preflight: {what}{how}: DeepSpeed does not give AdamW the gradients:", *wrong]
+            )
+            raise PreflightError(f"{lines}\n{advice(stage, bool(kind))}")
+        worst: Comparison = max(of_ranks, key=lambda its: its.error)
+        say(
+            f"preflight: gradients of {what}{how}: those that AdamW is given are a plain all-reduce of the "
+            f"micro-batches' within {worst.error:.1e} (allowed {worst.allowed:.1e})"
+            + (f", at every {stride}th element" if stride > 1 else "")
+        )
+    if torch.cuda.is_available():
+        tell_memory([peak for _, peak in every], where, planned, say)
+
+
+def advice(stage: int, fused: bool) -> str:
+    if fused:
+        return "Set speed.main_grad and speed.cuda_graphs to false; without them the gradients are right. And report it"
+    return (
+        f"Do not train so. Another stage (deepspeed: ds_config_zero{0 if stage else 1}.json), "
+        "gradient_accumulation_steps 1 or another version of DeepSpeed may be right; look at settings of communication "
+        "in the key deepspeed first"
+    )
+
+
+def tell_memory(peaks: list[int], where: list[str], planned: Prediction | None, say: Say) -> None:
+    most = max(peaks)
+    at = where[peaks.index(most)]
+    say(f"preflight: memory of a step: {most / GIB:,.2f} GiB at the peak, the most on {at}")
+    if planned is not None:
+        say(f"preflight: {planned.beside(most / GIB, None)}")
