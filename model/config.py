@@ -235,6 +235,11 @@ def matmul_parameters(config: MistralConfig) -> int:
     return config.num_hidden_layers * (attention + mlp) + config.vocab_size * config.hidden_size
 
 
+def layer_matrix_parameters(config: MistralConfig) -> int:
+    """Weights of the matrices of the decoder layers, which optim "muon" orthogonalizes."""
+    return matmul_parameters(config) - config.vocab_size * config.hidden_size
+
+
 def weight_shapes(config: MistralConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's tensors of a model by name, with their shapes. Tied embeddings appear once, as embed_tokens."""
     H, I = config.hidden_size, config.intermediate_size  # noqa: E741
@@ -288,14 +293,16 @@ def state_parts_gib(
     compute: str = "bf16",
     float32_gradients: bool | None = None,
     optimizer_bytes: float | None = None,
+    optim: str = "adamw",
 ) -> dict[str, float]:
-    """GiB a rank of "weights", "gradients" and "optimizer" (AdamW) under a ZeRO stage (Rajbhandari et al. 2020,
+    """GiB a rank of "weights", "gradients" and "optimizer" under a ZeRO stage (Rajbhandari et al. 2020,
     table 1).
 
     compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
     (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments. float32_gradients: they are
     accumulated in 4 bytes; None: at ZeRO 1, as the shipped DeepSpeed configuration has it. optimizer_bytes: of a
-    parameter's states, where they are not these (PrecisionConfig.optimizer_bytes).
+    parameter's states, where they are not these (PrecisionConfig.optimizer_bytes). optim: Muon has one moment, AdamW
+    two.
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8
@@ -303,14 +310,19 @@ def state_parts_gib(
         in_float32 = zero_stage == 1 if float32_gradients is None else float32_gradients
         weight, gradient, optimizer = 2, 4 if in_float32 else 2, 12
     parameters = num_parameters(config) / GIB
+    of_optimizer = parameters * (optimizer_bytes or optimizer) - (
+        4 * layer_matrix_parameters(config) / GIB if optim == "muon" else 0
+    )
     return {
         "weights": parameters * weight / (world_size if zero_stage >= 3 else 1),
         "gradients": parameters * gradient / (world_size if zero_stage >= 2 else 1),
-        "optimizer": parameters * (optimizer_bytes or optimizer) / (world_size if zero_stage >= 1 else 1),
+        "optimizer": of_optimizer / (world_size if zero_stage >= 1 else 1),
     }
 
 
-def state_memory_gib(config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16") -> float:
+def state_memory_gib(
+    config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16", optim: str = "adamw"
+) -> float:
     """The sum of `state_parts_gib`; activations, buckets and FP8 copies of weights come on top:
     train/planning/memory.py has them."""
-    return sum(state_parts_gib(config, zero_stage, world_size, compute).values())
+    return sum(state_parts_gib(config, zero_stage, world_size, compute, optim=optim).values())

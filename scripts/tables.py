@@ -29,7 +29,7 @@ GB = 1e9
 # First key of each part of docs/configuration.md, in the order of the configuration's fields.
 PARTS = {
     "max_steps": "Length and batch",
-    "learning_rate": "Learning rate and optimizer",
+    "optim": "Learning rate and optimizer",
     "seed": "The same numbers again",
     "max_skipped_steps": "When numbers or ranks go wrong",
     "output_dir": "What a run writes, and when",

@@ -19,6 +19,7 @@ measure "step"   a whole optimizer step as train/train.py makes it (train/engine
                  Where weight-gradient GEMMs add into DeepSpeed's float32 buffer (speed.main_grad) they do so in the
                  passes too; elsewhere adding up gradients counts as DeepSpeed's. The optimizer is plain torch on
                  parameters of the same sizes: norm, clipping, AdamW on float32 masters, copy to bf16, zeroed gradients.
+                 In rows muon_* what Muon takes besides counts as DeepSpeed's: its cost is the difference of the steps.
 
 Each row must be the model that transformers' in bf16 is: the same weights, bit for bit; as many parameters; logits and
 loss of the same random tokens within the tolerances that are printed; FP8 where it says FP8 and nowhere else; an

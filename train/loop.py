@@ -196,7 +196,7 @@ class Loop:
         run, state, engine = self.run, self.state, self.engine
         learning_rate = learning_rate_at(state.step, self.args)
         for group in engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon's
         state.consumed_samples = past_skipped(state.consumed_samples, self.samples, state.skipped_samples)
         if stage := run.train_stream.stage_that_begins(state.consumed_samples, self.samples):
             run.metrics.message(f"step {state.step + 1}: {stage}")

@@ -18,7 +18,7 @@ MEASURES = ("bare", "step")
 COMPUTED = ("bf16", "fp8")  # what same_model.py has tolerances for
 # What a row may change: how the same model is computed, and nothing else. --row takes these keys.
 ROW_KEYS = (
-    "model.variant model.compile model.attention_backend precision speed gradient_checkpointing".split()
+    "model.variant model.compile model.attention_backend precision speed gradient_checkpointing optim".split()
 )
 
 BASELINE = "hf_bf16"
@@ -72,6 +72,12 @@ def _presets() -> dict[str, Row]:
             how = {"model.variant": variant, **kinds[kind], "data.document_mask": True}
             settings[f"documents_{variant}_{kind}"] = {**how, **EAGER}
             settings[f"documents_{variant}_{kind}_graph"] = {**how, **GRAPH}
+        if variant == "te_layer":  # beside the row without "muon_": what its step costs
+            for kind in ("bf16", "fp8_delayed"):
+                settings[f"muon_te_layer_{kind}_graph"] = {
+                    **settings[f"te_layer_{kind}_graph"],
+                    "optim": "muon",
+                }
     settings["te_layer_fp8_delayed_off"] = {"model.variant": "te_layer", **_fp8("delayed"), **ALL_OFF}
     return {name: Row(name, how) for name, how in settings.items()} | _megatron_presets()
 

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -308,11 +308,11 @@ def optimizer_ms(weights: Mapping[str, Tensor], arguments: TrainingArguments, sa
     float32 gradients, clipping, AdamW on float32 masters (fused on a GPU), the copy back to bf16, zeroed gradients."""
     free_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parameters = [weight.to(device) for weight in weights.values()]
+    parameters = [weight.to(device, copy=True) for weight in weights.values()]  # they are stepped
     masters = nn.ParameterList(nn.Parameter(weight.float()) for weight in parameters)
     for master in masters:
         master.grad = torch.randn_like(master)
-    optimizer = build_optimizer(masters, arguments)
+    optimizer = build_optimizer(masters, replace(arguments, optim="adamw"))
     gradients = [master.grad for master in masters]
 
     @torch.no_grad()

@@ -104,6 +104,7 @@ def skip(
     config: str,
     speed: dict | None = None,
     sizes: tuple[int, int] = (2, 16),
+    optim: str = "adamw",
 ) -> dict[str, Any]:
     """Two good steps, a bad one of each kind on the last rank, a good one; what changed in each. sizes: samples of a
     micro-batch, tokens of a sample. With speed.cuda_graphs only what a graph reads can be bad."""
@@ -118,6 +119,7 @@ def skip(
         "per_device_train_batch_size": samples,
         "gradient_accumulation_steps": 2,
         "max_grad_norm": clipping,
+        "optim": optim,
         "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types},
     }
     world, rank = dist.get_world_size(), dist.get_rank()

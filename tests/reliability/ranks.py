@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from model.fp8 import te_backend
 from tests.reliability.number_ranks import reduce_amaxes, skip, whole_run
+from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
 from tests.train.preflight.preflight_ranks import gradients
 from train.engine.distributed import init_distributed
@@ -37,7 +38,7 @@ from train.guard import signals
 from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes, gradients)
+    f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes, gradients, muon_against_plain)
 }
 
 

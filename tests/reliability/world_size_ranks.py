@@ -21,9 +21,8 @@ from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep, without_prints
+from train.engine.zero import masters
 from train.guard.replicas import optimizer_tensors
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
@@ -39,14 +38,17 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
         if hasattr(optimizer, "_hp_optimizer_states_linked"):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
-        # the bf16 halves of its weights are the weights
-        moments = (*MOMENTS, "remainder") if isinstance(optimizer.optimizer, PackedAdamW) else MOMENTS
+        # the bf16 halves of packed weights are the weights
+        more = ("remainder",) if isinstance(optimizer.optimizer, PackedAdamW) else ()
+        moments = {id(p): (*master.moments, *more) for master in masters(engine) for p in master.parameters}
         for name, parameter in engine.module.named_parameters():
             found[f"optimizer {name}"] = safe_get_full_fp32_param(parameter)
-            for moment in moments:
+            for moment in moments[id(parameter)]:
                 found[f"optimizer {name} {moment}"] = safe_get_full_optimizer_state(parameter, moment)
     inner = getattr(optimizer, "optimizer", optimizer)
-    found["step"] = torch.tensor(sorted({float(state["step"]) for state in inner.state.values()}))
+    found["step"] = torch.tensor(
+        sorted({float(state["step"]) for state in inner.state.values() if "step" in state})
+    )
     found["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
     return found | {
         f"FP8 {key}": tensor.clone() for key, tensor in fp8_state(engine.module, precision).items()

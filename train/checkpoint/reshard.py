@@ -1,8 +1,9 @@
 """Load a checkpoint of another number of ranks, or of another ZeRO stage, than the engine's.
 
-DeepSpeed cuts the float32 weights and AdamW's two moments by ZeRO stage and number of ranks. Each such cut, of the
-files or of the engine, is described alike: for each parameter the stretches (`Piece`) with the tensors that hold them.
-What overlaps is copied: in place, since CUDA graphs and Transformer Engine's FP8 copies rely on where the weights are.
+DeepSpeed cuts the float32 weights and AdamW's two moments, or Muon's one, by ZeRO stage and number of ranks. Each such
+cut, of the files or of the engine, is described alike: for each parameter the stretches (`Piece`) with the tensors that
+hold them. What overlaps is copied: in place, since CUDA graphs and Transformer Engine's FP8 copies rely on where the
+weights are.
 Files are mapped, not read: the ranks of a node share their pages.
 
 What DeepSpeed's files hold is known here (checked against 0.19.8), how its engine looks in train/engine/zero.py.
@@ -35,7 +36,8 @@ Sizes = list[tuple[str, int]]  # name, elements; in the order in which a flat te
 
 @dataclass
 class Piece:
-    """The elements from `start` on of a flattened parameter: 1-D tensors of equal length, by WEIGHT and MOMENTS."""
+    """The elements from `start` on of a flattened parameter: 1-D tensors of equal length, by WEIGHT and the names of
+    moments (train/engine/zero.py)."""
 
     start: int
     tensors: Tensors
@@ -69,11 +71,12 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """
     sizes = {zero.name_of(engine, p): zero.shape_of(p).numel() for p in engine.module.parameters()}
     # the order in which an optimizer without ZeRO has them
-    ordered = [p for group in parameter_groups(engine.module, 0.0) for p in group["params"]]
+    groups = parameter_groups(engine.module, 0.0, state.train_config.get("optim", "adamw"))
+    ordered = [p for group in groups for p in group["params"]]
     saved = read(path, state, [zero.name_of(engine, p) for p in ordered])
     check(saved, sizes, path)
     if not saved.steps:
-        zero.adamw(engine).state.clear()
+        zero.base_optimizer(engine).state.clear()
     with zero.rewritten_masters(engine):
         for name, piece in _pieces_of_engine(engine, saved.steps):
             for old in saved.pieces[name]:
@@ -144,23 +147,24 @@ def partition_of_each(sizes: Sizes, rank: int, world: int, flats: Tensors) -> It
 
 def _pieces_of_engine(engine: Any, steps: set[float]) -> Iterator[tuple[str, Piece]]:
     """What this rank holds of each parameter, with moments where there are `steps`: AdamW's one count."""
-    adamw = zero.adamw(engine)
+    optimizer = zero.base_optimizer(engine)
     for master in zero.masters(engine):
-        packed = adamw if isinstance(adamw, PackedAdamW) else None
+        packed = optimizer if isinstance(optimizer, PackedAdamW) else None
         if packed:
             kinds = (WEIGHT, *MOMENTS) if steps else (WEIGHT,)
             tensors = {what: torch.zeros(master.tensor.numel()) for what in kinds}
         else:
             tensors = {WEIGHT: master.tensor.data.view(-1)}
         if steps and not packed:
-            state = adamw.state[master.tensor]
-            for moment in MOMENTS:
+            state = optimizer.state[master.tensor]
+            for moment in master.moments:
                 if moment not in state:
                     state[moment] = torch.zeros_like(master.tensor.data)
                 tensors[moment] = state[moment].view(-1)
-            # as torch.optim.AdamW makes it: where its kernel reads it
-            device = master.tensor.device if adamw.defaults.get("fused") else "cpu"
-            state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
+            if master.moments == MOMENTS:
+                # as torch.optim.AdamW makes it: where its kernel reads it
+                device = master.tensor.device if zero.adamw_is_fused(engine) else "cpu"
+                state["step"] = torch.tensor(next(iter(steps)), dtype=torch.float32, device=device)
         yield from pieces_of_master(engine, master, tensors)
         if packed:  # filled by whom they were yielded to
             packed.put(master.tensor, tensors[WEIGHT], tensors, next(iter(steps), None))
@@ -208,7 +212,7 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
-    """Without ZeRO: torch's AdamW, or DeepSpeed's wrapper for bf16 with its float32 weights."""
+    """Without ZeRO: the optimizer itself, or DeepSpeed's wrapper for bf16 with its float32 weights."""
     optimizer = model["optimizer"]
     if "fp32_groups" in optimizer:
         masters = list(itertools.chain(*optimizer["fp32_groups"]))
@@ -248,16 +252,21 @@ def _read_shard(
             saved.pieces[name].append(piece)
 
 
-def _tensors(master: torch.Tensor, adam: dict[int, dict[str, Any]], index: int, steps: set[float]) -> Tensors:
-    """The float32 weight, flat, with AdamW's state of number `index`, of which there is none before the first
-    step."""
-    if not adam:
+def _tensors(
+    master: torch.Tensor, of_optimizer: dict[int, dict[str, Any]], index: int, steps: set[float]
+) -> Tensors:
+    """The float32 weight, flat, with the optimizer's state of number `index`, of which there is none before the first
+    step. Muon's has no count of steps."""
+    if not of_optimizer:
         return {WEIGHT: master.view(-1)}
-    steps.add(float(adam[index]["step"]))
-    if "remainder" in adam[index]:
-        weight, moments = stretches(master, adam[index])
+    state = of_optimizer[index]
+    if zero.MOMENTUM[0] in state:
+        return {WEIGHT: master.view(-1)} | {name: state[name].view(-1) for name in zero.MOMENTUM}
+    steps.add(float(state["step"]))
+    if "remainder" in state:
+        weight, moments = stretches(master, state)
         return {WEIGHT: weight, **moments}
-    return {WEIGHT: master.view(-1)} | {moment: adam[index][moment].view(-1) for moment in MOMENTS}
+    return {WEIGHT: master.view(-1)} | {moment: state[moment].view(-1) for moment in MOMENTS}
 
 
 def _shard(path: Path, rank: int) -> Path:

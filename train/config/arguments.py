@@ -118,6 +118,13 @@ class TrainingArguments:
         "tokens of a step over all ranks; null: what gradient_accumulation_steps (or 1) gives", None, gt=0
     )
 
+    optim: Literal["adamw", "muon"] = option(
+        "muon: DeepSpeed's Muon for the matrices of the decoder layers, scaled to AdamW's learning rate and decay, and "
+        "AdamW for all else; at ZeRO 1 with float32 accumulation, or 0",
+        "adamw",
+        resume="never",
+        why="what the optimizer keeps of its steps is of another kind; model.init_from takes an export",
+    )
     learning_rate: float = option("peak of the schedule", 3e-4, gt=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
         "how the learning rate goes on after the warmup", "cosine"
@@ -127,7 +134,8 @@ class TrainingArguments:
         "warmup_stable_decay: the last steps, in which the rate decays", None, gt=0
     )
     min_lr_ratio: float = option("what decay ends at, as a fraction of learning_rate", 0.1, ge=0, le=1)
-    weight_decay: float = option("AdamW's decay of matrices; norms and biases have none", 0.1, ge=0)
+    weight_decay: float = option("the optimizer's decay of matrices; norms and biases have none", 0.1, ge=0)
+    muon_momentum: float = option("decay of Muon's momentum a step", 0.95, ge=0, lt=1)
     adam_beta1: float = option("decay of AdamW's first moment a step", 0.9, ge=0, lt=1)
     adam_beta2: float = option("decay of AdamW's second moment a step", 0.95, ge=0, lt=1)
     adam_epsilon: float = option("AdamW's epsilon", 1e-8, gt=0)

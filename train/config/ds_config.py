@@ -136,12 +136,17 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 
 
 def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Remove the optimizer section: AdamW is built from the arguments; problems where it says something else."""
+    """Remove the optimizer section: it is built from the arguments; problems where this says something else."""
     optimizer = config.pop("optimizer", None)
     if optimizer is None:
         return []
     problems = []
     kind, params = optimizer.get("type"), optimizer.get("params", {})
+    if arguments.optim == "muon" or str(kind).lower() == "muon":
+        return [
+            f"optimizer: the section has the type {json.dumps(kind)}, and Muon is asked for, and set, in the training "
+            'configuration alone: optim "muon"; remove the section'
+        ]
     if str(kind).lower() not in ("adam", "adamw") or params.get("adam_w_mode") is False:
         problems.append(
             f"optimizer.type: {json.dumps(kind)} is not supported, only AdamW is; remove the section"
@@ -199,6 +204,13 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
             f"data_types.grad_accum_dtype: ZeRO 0 accumulates in the parameters' {dtype}, not in "
             f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
         )
+    if arguments.optim == "muon":
+        if no_muon := _why_no_muon(stage, dtype, accumulate):
+            problems.append(no_muon)
+        if (states := arguments.precision.optimizer_states) != "fp32":
+            problems.append(
+                f'precision.optimizer_states {states}: it packs what AdamW keeps; with optim "muon" set it to fp32'
+            )
     _fill_sizes(zero, arguments)
     return problems
 
@@ -236,6 +248,24 @@ def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> lis
                 f'precision.gradient_communication is {asked}; change one of them, or write "auto"'
             )
     return problems
+
+
+def _why_no_muon(stage: int, dtype: str, accumulate: str | None) -> str | None:
+    """Where DeepSpeed 0.19.8's Muon is none, as a problem; None: it is one."""
+    if dtype == "fp16":
+        return 'precision.compute: with optim "muon" fp16 is not supported; use bf16 or fp8'
+    if stage == 0 or (stage == 1 and dtype == "bf16" and accumulate == "fp32"):
+        return None
+    what, instead = f"ZeRO {stage}", "stage 1 with data_types.grad_accum_dtype fp32 (ds_config_zero1.json)"
+    if dtype == "fp32":
+        what, instead = f"ZeRO {stage} in float32", "stage 0, or precision.compute bf16"
+    elif stage == 1:
+        what = "ZeRO 1 without float32 accumulation"
+    return (
+        f'zero_optimization.stage: with optim "muon" {what} is not supported: DeepSpeed 0.19.8 orthogonalizes fused '
+        "matrices there as one, and clips the orthogonalized update, whose norm is the one that is logged, instead of "
+        f"the gradient; use {instead}"
+    )
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:

@@ -1,4 +1,4 @@
-"""The room of the engine: DeepSpeed around a model, AdamW and its schedule, one micro-batch, the process group.
+"""The room of the engine: DeepSpeed around a model, its optimizer and schedule, one micro-batch, the process group.
 
 May import model, train.data and train.config. `step` gives the others build_engine and MicroStep, `optimizer`
 learning_rate_at, `held_out` the losses of evaluation sets, `distributed` init_distributed, `launchers` which rank this

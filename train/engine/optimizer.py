@@ -1,45 +1,97 @@
-"""AdamW's parameter groups and the learning-rate schedules."""
+"""AdamW and Muon, their parameter groups, and the learning-rate schedules."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
-from train.engine.zero import shape_of
+from train.engine.zero import name_of, shape_of, step_parts_apart
+
+# Its functions are compiled by a decorator, which would import torch's whole compiler: a second of each start. Their
+# time is that of matrix products, with the compiler and without.
+with mock.patch.object(torch, "compile", lambda function, **_: function):
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+# Of Muon's update in units of AdamW's, whose elements have a root mean square of 0.2 to 0.4.
+MUON_RMS = 0.2
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for AdamW: matrices (embeddings too) with decay, vectors (norms, biases) without.
+def parameter_groups(model: nn.Module, weight_decay: float, optim: str = "adamw") -> list[dict[str, Any]]:
+    """AdamW's two groups: matrices (embeddings too) with decay, vectors (norms, biases) without. With `optim` "muon"
+    before these, from which they are then taken, the matrices of the decoder layers, a group for each number of
+    columns, with a factor `lr_scale` of the learning rate.
 
-    By dimension, never by name, so that fused weights decay like the ones they are made of. A tied weight is
+    By dimension and place, never by name, so that fused weights decay like the ones they are made of. A tied weight is
     there once; parameters that need no gradient are left out, and so is an empty group.
     """
+    hidden: list[nn.Parameter] = list(model.model.layers.parameters()) if optim == "muon" else []
+    of_muon = {id(p) for p in hidden if p.requires_grad and len(shape_of(p)) == 2}
+    by_columns: dict[int, list[nn.Parameter]] = {}
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            (matrices if len(shape_of(parameter)) >= 2 else vectors).append(parameter)
+        shape = shape_of(parameter)
+        if id(parameter) in of_muon:
+            by_columns.setdefault(shape[1], []).append(parameter)
+        elif parameter.requires_grad:
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if optim == "muon":
+        groups = [_muon_group(*item, weight_decay) for item in sorted(by_columns.items())] + [
+            group | {"use_muon": False} for group in groups
+        ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.AdamW:
-    """torch's AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused where the parameters are on CUDA.
-
-    Exactly this class is what DeepSpeed's ZeRO accepts without `zero_allow_untested_optimizer`.
+def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: float) -> dict[str, Any]:
+    """DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale` it comes to
+    0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" of torch.optim.Muon): its
+    elements are then as large as AdamW's, and learning rate and decay are those of AdamW. The decay is multiplied by
+    the group's rate too, and has no such factor.
     """
-    groups = parameter_groups(model, arguments.weight_decay)
-    return torch.optim.AdamW(
-        groups,
-        lr=arguments.learning_rate,
-        betas=(arguments.adam_beta1, arguments.adam_beta2),
-        eps=arguments.adam_epsilon,
-        fused=all(parameter.is_cuda for group in groups for parameter in group["params"]),
-    )
+    scale = MUON_RMS * math.sqrt(columns)
+    # the order into which it puts them
+    ordered = sorted(parameters, key=shape_of, reverse=True)
+    return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
+
+
+def build_optimizer(model: nn.Module, arguments: TrainingArguments) -> torch.optim.Optimizer:
+    """torch's AdamW (Loshchilov and Hutter, arXiv:1711.05101), fused where the parameters are on CUDA; or DeepSpeed's
+    Muon (Jordan et al., kellerjordan.github.io/posts/muon) with that AdamW for what is no matrix of a layer.
+
+    Exactly these classes are what DeepSpeed's ZeRO accepts without `zero_allow_untested_optimizer`.
+    """
+    groups = parameter_groups(model, arguments.weight_decay, arguments.optim)
+    adamw = {
+        "lr": arguments.learning_rate,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "eps": arguments.adam_epsilon,
+        "fused": all(parameter.is_cuda for group in groups for parameter in group["params"]),
+    }
+    if arguments.optim == "adamw":
+        return torch.optim.AdamW(groups, **adamw)
+    for group in groups:
+        of_adamw = {key: adamw[key] for key in ("betas", "eps")}
+        own = {"momentum": arguments.muon_momentum} if group["use_muon"] else of_adamw
+        group.update(own, lr=arguments.learning_rate * group.get("lr_scale", 1.0))
+    return MuonWithAuxAdam(groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs=adamw)
+
+
+def orthogonalize_each_matrix(engine: Any) -> None:
+    """Let Muon step each matrix as itself where a variant has fused several into one parameter: q, k and v; gate and
+    up. Of a fresh engine; without Muon nothing changes."""
+    config = engine.module.config
+
+    def rows(parameter: nn.Parameter) -> list[int]:
+        return [n for _, n in hf_parts(name_of(engine, parameter), shape_of(parameter), config)]
+
+    step_parts_apart(engine, rows)
 
 
 def learning_rate_at(step: int, arguments: TrainingArguments) -> float:

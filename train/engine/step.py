@@ -12,7 +12,6 @@ import io
 import math
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -25,7 +24,7 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, why_no_graphs
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine.optimizer import build_optimizer
+from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.zero import (
     GradientBuffer,
     gradient_buffers,
@@ -33,11 +32,6 @@ from train.engine.zero import (
     skip_steps_that_are_not_finite,
     undo_initial_step,
 )
-
-# DeepSpeed asks of every optimizer whether it is its Muon, which nothing here offers. The import of that compiles a
-# function by a decorator, which would import torch's whole compiler: a second of each start.
-with mock.patch.object(torch, "compile", lambda function, **_: function):
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -48,7 +42,7 @@ def without_prints() -> Iterator[None]:
 
 
 def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict[str, Any]) -> Any:
-    """deepspeed.initialize with AdamW, before its first step. `ds_config`: of `resolve_ds_config`."""
+    """deepspeed.initialize with AdamW or Muon, before its first step. `ds_config`: of `resolve_ds_config`."""
     with without_prints():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
@@ -56,6 +50,7 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         undo_initial_step(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.optimizer_moments)
+    orthogonalize_each_matrix(engine)
     skip_steps_that_are_not_finite(engine)
     return engine
 

@@ -1,15 +1,16 @@
 """How DeepSpeed 0.19.8 looks inside: here, and for the files in train/checkpoint/reshard.py, stands all that this code
 uses of it without DeepSpeed promising it. A new version is read against these two files.
 
-    ZeRO  optimizer                                   what AdamW steps (`masters`)
-    0     torch's AdamW (float32)                     the weights
+    ZeRO  optimizer                                   what AdamW or Muon steps (`masters`)
+    0     the optimizer itself (float32)              the weights
     0     a wrapper of it (bf16)                      a float32 tensor of each weight
     1     BF16_Optimizer (float32 accumulation)       this rank's part of each group, flat; after `pack_states` it is
                                                       the weights themselves, in bf16
     1, 2  DeepSpeedZeroOptimizer                      this rank's part of each group, flat, in an order of its own
     3     DeepSpeedZeroOptimizer_Stage3               this rank's part of each parameter of a sub-group, flat
 
-Sources: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py.
+Sources: runtime/engine.py, bf16_optimizer.py, fp16/unfused_optimizer.py, zero/stage_1_and_2.py, zero/stage3.py,
+zero/muon/.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.engine.states import PackedAdamW
+from train.engine.states import MOMENTS, PackedAdamW
 
-# ---------------------------------------------------------------- parameters and what AdamW steps
+# ---------------------------------------------------------------- parameters and what is stepped
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -46,19 +47,24 @@ def name_of(engine: Any, parameter: nn.Parameter) -> str:
     return engine.param_names[parameter]
 
 
-def adamw(engine: Any) -> torch.optim.AdamW | PackedAdamW:
-    """torch's optimizer, or ours, which DeepSpeed's may wrap."""
+def base_optimizer(engine: Any) -> torch.optim.Optimizer:
+    """AdamW, torch's or ours, or Muon with AdamW for the rest; an optimizer of DeepSpeed's may wrap it."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def gradient_of(optimizer: torch.optim.Optimizer, tensor: torch.Tensor) -> torch.Tensor | None:
-    """What `adamw` is about to step a tensor of its groups by; None: it leaves it out."""
-    return optimizer.gradients[tensor] if isinstance(optimizer, PackedAdamW) else tensor.grad
+def adamw_is_fused(engine: Any) -> bool:
+    """Whether AdamW is one kernel, which reads its count of steps on the GPU."""
+    optimizer = base_optimizer(engine)
+    return bool(getattr(optimizer, "aux_optimizer", optimizer).defaults.get("fused"))
+
+
+# What there is beside a float32 weight, element by element, of Muon; MOMENTS are AdamW's.
+MOMENTUM: tuple[str, ...] = ("momentum_buffer",)
 
 
 @dataclass
 class Master:
-    """A tensor that AdamW steps, whose moments are in `adamw(engine).state[tensor]`.
+    """A tensor that AdamW or Muon steps; its `moments` are in `base_optimizer(engine).state[tensor]`.
 
     Without ZeRO one parameter, whole and in its shape. Else 1-D, this rank's part of `parameters`: see `flat_partition`
     (ZeRO 1 and 2) and `partition_of_each` (ZeRO 3) in train/checkpoint/reshard.py.
@@ -67,10 +73,11 @@ class Master:
     tensor: torch.Tensor
     parameters: list[nn.Parameter]
     paddings: list[int]  # elements after each of them; ZeRO 1 and 2
+    moments: tuple[str, ...]  # MOMENTS or MOMENTUM
 
 
 def masters(engine: Any) -> Iterator[Master]:
-    """What this rank's AdamW steps, in its order."""
+    """What this rank's optimizer steps, in its order."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     paddings = None
     if stage == 3:
@@ -84,8 +91,10 @@ def masters(engine: Any) -> Iterator[Master]:
         weights = getattr(optimizer, "fp16_groups", None) or [g["params"] for g in optimizer.param_groups]
         groups = [[weight] for weight in itertools.chain(*weights)]
         tensors = list(itertools.chain(*getattr(optimizer, "fp32_groups", weights)))
+    muons = {id(tensor) for group in muon_groups(engine) for tensor in group["params"]}
     for index, (group, tensor) in enumerate(zip(groups, tensors, strict=True)):
-        yield Master(tensor, list(group), paddings[index] if paddings else [0] * len(group))
+        padding = paddings[index] if paddings else [0] * len(group)
+        yield Master(tensor, list(group), padding, MOMENTUM if id(tensor) in muons else MOMENTS)
 
 
 @contextlib.contextmanager
@@ -105,20 +114,22 @@ def rewritten_masters(engine: Any) -> Iterator[None]:
         optimizer.checkpoint_event_epilogue()
     elif stage:
         optimizer.update_lp_params()
-    elif adamw(engine) is not optimizer:
+    elif base_optimizer(engine) is not optimizer:
         for master in masters(engine):
             master.parameters[0].data.copy_(master.tensor)
 
 
 @contextlib.contextmanager
 def own_settings(engine: Any) -> Iterator[None]:
-    """Within it a checkpoint may be loaded; afterwards AdamW's settings and the norm of clipping are again what they
-    were. DeepSpeed loads those of the checkpoint without a word."""
-    keys = ("lr", "betas", "eps", "weight_decay")
-    settings = [{key: group[key] for key in keys} for group in adamw(engine).param_groups]
+    """Within it a checkpoint may be loaded; afterwards the optimizer's settings and the norm of clipping are again what
+    they were. DeepSpeed loads those of the checkpoint without a word."""
+    keys = {"lr", "betas", "eps", "weight_decay", "momentum"}
+    settings = [
+        {key: group[key] for key in keys & group.keys()} for group in base_optimizer(engine).param_groups
+    ]
     clipping = getattr(engine.optimizer, "clip_grad", None)
     yield
-    for group, own in zip(adamw(engine).param_groups, settings, strict=True):
+    for group, own in zip(base_optimizer(engine).param_groups, settings, strict=True):
         group.update(own)
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
@@ -137,9 +148,9 @@ def undo_initial_step(engine: Any) -> None:
     Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by a step with zero gradients. That step decays the
     weights and advances the bias correction, so that the first real step is 27 % too short.
     """
-    if engine.zero_optimization_stage() or adamw(engine) is engine.optimizer:
+    if engine.zero_optimization_stage() or base_optimizer(engine) is engine.optimizer:
         return  # ZeRO, or float32: no such step
-    adamw(engine).state.clear()
+    base_optimizer(engine).state.clear()
     with torch.no_grad():
         for master in masters(engine):
             master.tensor.copy_(master.parameters[0])
@@ -148,7 +159,7 @@ def undo_initial_step(engine: Any) -> None:
 def pack_states(engine: Any, moments: str) -> None:
     """Have a fresh engine's BF16_Optimizer keep of its float32 weights only what the bf16 ones lack, with `moments` of
     that type (train/engine/states.py)."""
-    optimizer, plain = engine.optimizer, adamw(engine)
+    optimizer, plain = engine.optimizer, base_optimizer(engine)
     assert type(optimizer).__name__ == "BF16_Optimizer", type(optimizer)
     groups = []
     for index, group in enumerate(plain.param_groups):
@@ -193,6 +204,127 @@ def uncounted(engine: Any) -> Iterator[None]:
     finally:
         for holder, name, value in saved:
             setattr(holder, name, value)
+
+
+def muon_groups(engine: Any) -> list[dict[str, Any]]:
+    """The parameter groups that Muon steps."""
+    return [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
+
+
+@contextlib.contextmanager
+def watching_gradients(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
+    """Within it `take` gets all that is stepped, with its gradient: reduced, clipped, and not yet Muon's update."""
+    optimizer, its = base_optimizer(engine), {id(master.tensor): master for master in masters(engine)}
+    muon = bool(muon_groups(engine))
+
+    def look(*_: Any) -> None:
+        # Muon steps parts of these, all in one step; AdamW what DeepSpeed gives it, at times a group alone
+        groups = [] if muon else optimizer.param_groups
+        stepped = [its[id(tensor)] for group in groups for tensor in group["params"]]
+        for master in its.values() if muon else stepped:
+            packed = isinstance(optimizer, PackedAdamW)
+            gradient = optimizer.gradients[master.tensor] if packed else master.tensor.grad
+            if gradient is not None:
+                take(master, gradient)
+
+    if not (muon and hasattr(engine.optimizer, "bf16_groups")):
+        hook = optimizer.register_step_pre_hook(look)
+        try:
+            yield
+        finally:
+            hook.remove()
+        return
+    prepare = engine.optimizer._prepare_muon_updates
+
+    def looked() -> None:
+        look()
+        prepare()
+
+    engine.optimizer._prepare_muon_updates = looked
+    try:
+        yield
+    finally:
+        engine.optimizer._prepare_muon_updates = prepare
+
+
+def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
+    """Give Muon in each step, in place of each matrix, its parts of so many `rows` each, as views: they lie one after
+    another, in the parameter as in flat tensors. What is saved stays by parameter."""
+    if not muon_groups(engine):
+        return
+    if hasattr(engine.optimizer, "bf16_groups"):
+        _orthogonalize_parts(engine.optimizer, rows)
+    else:
+        _step_parts(engine, rows)
+
+
+def _orthogonalize_parts(optimizer: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
+    """Of BF16_Optimizer: it orthogonalizes before the step, by lists of parameters, of their float32 gradients and of
+    what ranks have to exchange of those that two of them have in part."""
+    names = "bf16_groups", "fp32_groups_gradients", "_muon_exchange_layouts"
+    whole = [getattr(optimizer, name) for name in names]
+    apart = [list(each) for each in whole]
+    parameters, gradients, layouts = apart
+    for index, group in enumerate(optimizer.param_groups):
+        if not group.get("use_muon"):
+            continue
+        pairs = [
+            (parameter.detach().split(rows(parameter)), gradient.view(parameter.shape).split(rows(parameter)))
+            for parameter, gradient in zip(parameters[index], gradients[index], strict=True)
+        ]
+        parameters[index] = [part for of_parameter, _ in pairs for part in of_parameter]
+        gradients[index] = [part for _, of_gradient in pairs for part in of_gradient]
+        process_group = optimizer.real_dp_process_group[index]
+        layouts[index] = optimizer._build_muon_exchange_layout(
+            [part.numel() for part in parameters[index]],
+            optimizer.fp32_groups_flat_partition[index].numel(),
+            dist.get_world_size(process_group),
+            dist.get_rank(process_group),
+        )
+    prepare = optimizer._prepare_muon_updates
+
+    def prepare_apart() -> None:
+        for name, lists in zip(names, apart, strict=True):
+            setattr(optimizer, name, lists)
+        try:
+            prepare()
+        finally:
+            for name, lists in zip(names, whole, strict=True):
+                setattr(optimizer, name, lists)
+
+    optimizer._prepare_muon_updates = prepare_apart
+
+
+def _step_parts(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
+    """Without ZeRO: Muon itself orthogonalizes what it steps, which is whole."""
+    optimizer = base_optimizer(engine)
+    step = optimizer.step
+    of_each = {id(master.tensor): rows(master.parameters[0]) for master in masters(engine)}
+
+    def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        parts, own = of_each[id(tensor)], optimizer.state[tensor]
+        if MOMENTUM[0] not in own:
+            own[MOMENTUM[0]] = torch.zeros_like(tensor.data)
+        pieces = (each.split(parts) for each in (tensor.detach(), tensor.grad, own[MOMENTUM[0]]))
+        for part, gradient, momentum in zip(*pieces, strict=True):
+            part.grad = gradient
+            optimizer.state[part] = {MOMENTUM[0]: momentum}
+            yield part
+
+    def step_apart(closure: Any = None) -> None:
+        groups = muon_groups(engine)  # a checkpoint brings others
+        whole = [group["params"] for group in groups]
+        for group, tensors in zip(groups, whole, strict=True):
+            group["params"] = [part for tensor in tensors for part in parts_of(tensor)]
+        try:
+            step(closure)
+        finally:
+            for group, tensors in zip(groups, whole, strict=True):
+                for part in group["params"]:
+                    del optimizer.state[part]
+                group["params"] = tensors
+
+    optimizer.step = step_apart
 
 
 def skip_steps_that_are_not_finite(engine: Any) -> None:

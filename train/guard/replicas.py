@@ -81,8 +81,8 @@ def replicated_tensors(engine: Any, precision: Precision) -> dict[str, torch.Ten
 
 
 def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Float32 weights and AdamW's moments of an optimizer that no ZeRO partitions, named after the weights."""
-    every_state = zero.adamw(engine).state
+    """Float32 weights and moments of an optimizer that no ZeRO partitions, named after the weights."""
+    every_state = zero.base_optimizer(engine).state
     found: dict[str, torch.Tensor] = {}
     for master in zero.masters(engine):
         (weight,) = master.parameters
@@ -90,7 +90,7 @@ def optimizer_tensors(engine: Any) -> dict[str, torch.Tensor]:
         if master.tensor is not weight:
             found[name] = master.tensor.data
         state = every_state.get(master.tensor, {})  # empty before the first step
-        found |= {f"{name} {key}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+        found |= {f"{name} {key}": state[key] for key in master.moments if key in state}
     return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model.config import GIB, num_parameters, state_parts_gib
+from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
 from model.fp8.recipes import FULL_STATES
 from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, Setting
 
@@ -22,6 +22,8 @@ WORKSPACES_GIB = 2 * 32 / 1024
 CONTEXT_GIB, NCCL_GIB, FRAGMENTATION = 1.0, 0.8, 0.04
 # Scales of block scaling: a float32 for 128 elements.
 BLOCK_SCALES = 1 + 4 / 128
+# Of an element of the matrix that Muon orthogonalizes: gradient, two of momentum, the update in float32 and in halves.
+MUON_BYTES = 4 * 4 + 3 * 2
 MOST_MICRO_BATCH = 2**24
 # A step of packed states: elements at a time and float32 tensors of so many (train/engine/states.py, CHUNK).
 CHUNK, STEP_TENSORS = 2**24, 6
@@ -127,10 +129,12 @@ def _buckets(s: Setting) -> float:
 
 def _in_the_step(s: Setting) -> float:
     """Bytes of the optimizer's step itself, when no activation is left."""
+    H, I, q, _, _ = s.widths  # noqa: E741
+    muon = MUON_BYTES * H * max(q, I) if s.optim == "muon" else 0
     if s.compute == "fp32":
-        return 0
+        return muon
     if s.zero_stage == 0:
-        return 4 * s.parameters
+        return 4 * s.parameters + muon
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.float32_gradients:
@@ -140,7 +144,8 @@ def _in_the_step(s: Setting) -> float:
         decoded = (
             STEP_TENSORS * 4 * min(CHUNK, s.parameters / s.ranks) if s.optimizer_bytes < FULL_STATES else 0
         )
-        return max(reduced, decoded)
+        # what ranks exchange of matrices that two of them have in part is less, and follows it
+        return max(reduced, decoded, muon)
     return (4 + 2) * s.parameters / s.ranks
 
 
@@ -151,14 +156,16 @@ def memory_of(s: Setting) -> Memory:
     """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer; or that
     of an evaluation, which small models have.
 
-    CUDA graphs are captured before AdamW has its moments and there are gradients in 16 bits, and what they hold later
-    is not what torch calls allocated.
+    CUDA graphs are captured before the optimizer has its moments and there are gradients in 16 bits, and what they hold
+    later is not what torch calls allocated.
     """
     layers, per_token = s.sizes.num_hidden_layers, s.tokens / GIB
     fp8_layer, other_layer = saved_by_layer(s, True), saved_by_layer(s, False)
     of_layers = s.fp8_layers * fp8_layer + (layers - s.fp8_layers) * other_layer
     one_layer = max(fp8_layer if s.fp8_layers else 0, other_layer if s.fp8_layers < layers else 0)
-    state = state_parts_gib(s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes)
+    state = state_parts_gib(
+        s.sizes, s.zero_stage, s.ranks, s.compute, s.float32_gradients, s.optimizer_bytes, s.optim
+    )
     copies = 2 * s.layer_matrices * s.fp8_layers if s.te else 0
     if s.recompute:
         inputs = layers * s.element * s.widths[0]
@@ -189,9 +196,10 @@ def memory_of(s: Setting) -> Memory:
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
         # all of the states but a whole float32 weight, which is there from the start
-        late = 8 if s.optimizer_bytes == FULL_STATES else s.optimizer_bytes
-        moments_of_adamw = state["optimizer"] * late / s.optimizer_bytes
-        shown = max(of_passes - moments_of_adamw - s.element * _gradients_kept(s) / GIB, of_later)
+        packed, shared = s.optimizer_bytes < FULL_STATES, s.ranks if s.zero_stage else 1
+        early = 0 if packed or s.compute == "fp32" else 4 * s.parameters / shared / GIB
+        late = state["optimizer"] - early
+        shown = max(of_passes - late - s.element * _gradients_kept(s) / GIB, of_later)
         for parts in later.values():
             parts["CUDA graphs"] = of_passes - sum(after.values())
     moment, parts = max((passes | later).items(), key=lambda item: sum(item[1].values()))
@@ -217,25 +225,30 @@ def largest_micro_batch(s: Setting, device_gib: float) -> int:
 
 
 def least_memory_gib(s: Setting) -> float:
-    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, AdamW's state. Of ZeRO 0 as if
-    the optimizer were shared, which DeepSpeed does in 16 bits."""
+    """GiB a rank that a run cannot do without: weights, gradients in the weights' type, the optimizer's state. Of
+    ZeRO 0 as if the optimizer were shared, which DeepSpeed does in 16 bits."""
     stage = max(s.zero_stage, 1)
-    return sum(state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes).values())
+    return sum(
+        state_parts_gib(s.sizes, stage, s.ranks, s.compute, False, s.optimizer_bytes, s.optim).values()
+    )
 
 
 def weight_bytes(compute: str) -> int:
     return 4 if compute == "fp32" else 2
 
 
-def checkpoint_bytes(sizes: Any, zero_stage: int, compute: str, optimizer_bytes: float = FULL_STATES) -> int:
+def checkpoint_bytes(
+    sizes: Any, zero_stage: int, compute: str, optimizer_bytes: float = FULL_STATES, optim: str = "adamw"
+) -> int:
     """What the files of a checkpoint hold of weights and optimizer; FP8 histories and the like come on top.
 
-    12 bytes a parameter of float32 weights and moments, and the weights in their own type. ZeRO 3 saves the float32
-    ones alone, and float32 without ZeRO has no second copy. optimizer_bytes: of packed states (train/engine/states.py),
-    beside which the bf16 weights are saved once more.
+    12 bytes a parameter of float32 weights and moments (8 of Muon's), and the weights in their own type. ZeRO 3 saves
+    the float32 ones alone, and float32 without ZeRO has no second copy. optimizer_bytes: of packed
+    states (train/engine/states.py), beside which the bf16 weights are saved once more.
     """
     once = zero_stage == 3 or (compute == "fp32" and zero_stage == 0)
     of_optimizer: float = FULL_STATES
     if compute != "fp32" and optimizer_bytes < FULL_STATES:
         of_optimizer = optimizer_bytes + weight_bytes(compute)
-    return int(num_parameters(sizes) * (of_optimizer + (0 if once else weight_bytes(compute))))
+    less = 4 * layer_matrix_parameters(sizes) if optim == "muon" else 0
+    return int(num_parameters(sizes) * (of_optimizer + (0 if once else weight_bytes(compute)))) - less

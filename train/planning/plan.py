@@ -122,7 +122,7 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
     itself = Planned.of(s, gpu, network_gbit_s)
     found = [itself] if ranks == s.ranks and itself.fits else []
     samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
-    for stage in (1, 2, 3):
+    for stage in s.zero_stages:
         if stage == 3 and s.compiled:  # DeepSpeed cannot
             continue
         for recompute in (False, True):
@@ -167,7 +167,9 @@ class Plan:
             "seq_length": s.seq_length,
             "tokens": self.tokens,
             "gpu": asdict(gpu),
-            "checkpoint_bytes": checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes),
+            "checkpoint_bytes": checkpoint_bytes(
+                s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.optim
+            ),
             "configured": self.configured.to_json(self.tokens),
             "recommended": self.recommended.to_json(self.tokens),
             "by_gpus": {n: p and p.to_json(self.tokens) for n, p in self.by_gpus.items()},
@@ -181,7 +183,8 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, batch_tokens, network_gbit_s)
     if recommended is None:
         fewest = next((n for n, p in by_gpus.items() if p), None)
-        least = memory_of(at(s, s.ranks, 1, 3, True, batch_tokens)).needed_gib(s.ranks)
+        stage = s.zero_stages[-1]
+        least = memory_of(at(s, s.ranks, 1, stage, True, batch_tokens)).needed_gib(s.ranks)
         there = next((g for g in GPUS if GPUS[g].memory_gib > least), None)
         advice = [
             *([f"--gpus {fewest}"] if fewest else []),
@@ -190,8 +193,8 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
         ]
         raise PlanError(
             f"{model}, {num_parameters(s.sizes) / 1e6:,.0f} M parameters, fits on {s.ranks} x {gpu.name} "
-            f"({gpu.memory_gib:.0f} GiB) in no way: ZeRO 3 with recomputation and micro-batch 1 of {s.seq_length} "
-            f"tokens needs {least:,.0f} GiB a GPU. Take {', or '.join(advice)}"
+            f"({gpu.memory_gib:.0f} GiB) in no way: ZeRO {stage} with recomputation and micro-batch 1 of "
+            f"{s.seq_length} tokens needs {least:,.0f} GiB a GPU. Take {', or '.join(advice)}"
         )
     return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus)
 
@@ -199,7 +202,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
 def lines(p: Plan) -> list[str]:
     """For people."""
     s, gpu = p.configured.setting, p.configured.gpu
-    size = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes)
+    size = checkpoint_bytes(s.sizes, s.zero_stage, s.compute, s.optimizer_bytes, s.optim)
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
         f"a token of {s.seq_length}; {_count(p.tokens)} tokens on {s.ranks} x {gpu.name} ({gpu.memory_gib:.1f} GiB); a "

@@ -194,10 +194,25 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """AdamW and clipping: what plain torch took for each parameter beside the rows of hare_1.1b."""
+    """AdamW and clipping: what plain torch took for each parameter beside the rows of hare_1.1b; and, never measured,
+    Muon's Newton-Schulz by its FLOPs, which ZeRO shares between ranks."""
     report = _report("hare_1.1b_step")
     each = min(report["optimizer_ms"]) / 1e3 / report["parameters"]
-    return each * s.parameters / (s.ranks if s.zero_stage else 1) * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
+    adamw = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
+    return (adamw + _newton_schulz_s(s)) / (s.ranks if s.zero_stage else 1)
+
+
+def _newton_schulz_s(s: Setting) -> float:
+    """Of m x n, m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) has 14 products of m x m by m x m and 4 with
+    m x n, or 15 where m = n."""
+    if s.optim != "muon":
+        return 0
+    H, I, q, kv, _ = s.widths  # noqa: E741
+    flops = 0.0
+    for rows, count in ((q, 2), (kv, 2), (I, 3)):
+        m, n = sorted((rows, H))
+        flops += count * (30 * m**3 if m == n else 28 * m**3 + 8 * m * m * n)
+    return s.sizes.num_hidden_layers * flops / BF16_FLOPS
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
@@ -267,6 +282,8 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400, without_model: s
     notes = []
     if gpu is not MEASURED_ON:
         notes, within = [f"{gpu.name} by its data sheet"], within + SURE_GPU
+    if s.optim == "muon":
+        notes.append("Muon by its FLOPs, never measured")
     if s.ranks > 1:
         notes.append("links between GPUs by data sheet")
         within += SURE_RANKS

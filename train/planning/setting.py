@@ -33,6 +33,7 @@ class Setting:
     recompute: bool
     flash: bool  # FlashAttention is named
     deterministic: bool
+    optim: str
     micro_batch: int
     eval_batch: int | None  # samples of an evaluation's; None: as micro_batch, 0: there is none
     seq_length: int
@@ -79,6 +80,7 @@ class Setting:
             recompute=args.gradient_checkpointing,
             flash=args.model.attention_backend == "flash",
             deterministic=args.full_determinism,
+            optim=args.optim,
             micro_batch=args.per_device_train_batch_size,
             eval_batch=None if evaluated == args.per_device_train_batch_size else evaluated,
             seq_length=args.max_seq_length,
@@ -150,6 +152,13 @@ class Setting:
         return H * (2 * q + 2 * kv) + 3 * H * I
 
     @property
+    def zero_stages(self) -> tuple[int, ...]:
+        """That are recommended: all that share the optimizer between ranks; with Muon the one that it has of them."""
+        if self.optim == "muon":
+            return (0,) if self.compute == "fp32" else (1,)
+        return 1, 2, 3
+
+    @property
     def keeps_fp8_weights(self) -> bool:
         """Whether an FP8 copy of all weights is kept over the micro-batches of a step (`MicroStep`)."""
         return self.fp8 and self.te and self.accumulation > 1 and self.zero_stage < 3
@@ -167,6 +176,7 @@ class Setting:
                     f"{self.optimizer_bytes:.3g} bytes of states a parameter",
                     self.optimizer_bytes < FULL_STATES,
                 ),
+                ("Muon", self.optim == "muon"),
             )
             if there
         ]

@@ -23,13 +23,13 @@ class ChangedError(UserError):
 
 @contextmanager
 def as_before(engine: Any, precision: Precision) -> Iterator[None]:
-    """Whole steps with a learning rate of 0 may be taken within it. Then random generators, FP8 state, AdamW's moments
-    and what counts steps are put back, in place. Of a run that goes on, the moments wait in host memory.
+    """Whole steps with a learning rate of 0 may be taken within it. Then random generators, FP8 state, the optimizer's
+    moments and what counts steps are put back, in place. Of a run that goes on, the moments wait in host memory.
 
     Raises ChangedError: weights or the optimizer are not what they were."""
     random_state = rank_state(engine.module, precision)
     fp8 = snapshot_fp8_state(engine.module, precision)
-    state = zero.adamw(engine).state
+    state = zero.base_optimizer(engine).state
     moments = {
         tensor: {key: value.cpu().clone() if torch.is_tensor(value) else value for key, value in its.items()}
         for tensor, its in state.items()

@@ -1,5 +1,5 @@
-"""Does DeepSpeed reduce the gradients right? Those that AdamW is given, against a plain all-reduce of those that
-autograd hands to the parameters, over all micro-batches of a step and all ranks.
+"""Does DeepSpeed reduce the gradients right? Those that the optimizer is given, against a plain all-reduce of those
+that autograd hands to the parameters, over all micro-batches of a step and all ranks.
 
 Releases of DeepSpeed have left out the last micro-batch, or divided by too much; nothing in training notices. Compared
 is a sample of the elements, which fits in memory for each micro-batch by itself: so that one that is missing among
@@ -63,8 +63,8 @@ def trained(engine: Any) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What AdamW was given in a step. values: the sample of it, 1-D float32. norm: of all of it; reported_norm: before
-    clipping, as DeepSpeed has it."""
+    """What the optimizer was given in a step. values: the sample of it, 1-D float32. norm: of all of it; reported_norm:
+    before clipping, as DeepSpeed has it."""
 
     values: torch.Tensor
     norm: float
@@ -82,7 +82,7 @@ class Comparison:
     off: int  # parameters that are off
     error: float
     allowed: float
-    norms: tuple[float, float] | None  # as AdamW was given it, as DeepSpeed said; where they differ
+    norms: tuple[float, float] | None  # as the optimizer was given it, as DeepSpeed said; where they differ
 
 
 def compare_gradients(
@@ -171,16 +171,11 @@ def local_gradients(engine: Any, sample: Sample, micro_batches: int) -> Iterator
 def take_step(
     engine: Any, micro_step: MicroStep, batches: list[Batch], sample: Sample, rows: torch.Tensor | None = None
 ) -> Reduced | None:
-    """What AdamW is given in it, None if it is skipped. rows: are weighted by documents here, as MicroStep's losses."""
+    """What the optimizer is given in it, None if it is skipped. rows: are weighted by documents here, as
+    MicroStep's losses."""
     values = torch.zeros(sample.length, device=engine.device)
     square = torch.zeros((), dtype=torch.float64, device=engine.device)
-    masters, steps = {id(master.tensor): master for master in zero.masters(engine)}, 0
-
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for tensor in group["params"]:
-                if (gradient := zero.gradient_of(optimizer, tensor)) is not None:
-                    take(masters[id(tensor)], gradient)
+    steps = 0
 
     def take(master: zero.Master, gradient: torch.Tensor) -> None:
         nonlocal steps
@@ -195,14 +190,11 @@ def take_step(
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    hook = zero.adamw(engine).register_step_pre_hook(look)
-    try:
+    with zero.watching_gradients(engine, take):
         for index, batch in enumerate(batches):
             micro_step(batch.to(engine.device), index)
             if rows is not None and batch.documents is not None:
                 rows[index] *= batch.labelled().to(rows)
-    finally:
-        hook.remove()
     if not steps:
         return None
     if engine.zero_optimization_stage():  # each rank has a part

@@ -29,7 +29,9 @@ def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
     there, least = device_bytes / GIB, least_memory_gib(s)
     ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
     of = f"{s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} on {ranks}"
-    instead = "more ranks, a higher ZeRO stage (deepspeed: ds_config_zero3.json) or a smaller model.config"
+    stage = "a higher ZeRO stage (deepspeed: ds_config_zero3.json)"
+    stage = f'optim "adamw" with {stage}' if s.optim == "muon" else stage
+    instead = f"more ranks, {stage} or a smaller model.config"
     if least > there:
         return (
             f"GPU memory: weights, gradients and optimizer of {of} need {least:,.1f} GiB a rank at least, and a GPU "
@@ -87,7 +89,7 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
     exported = resumes and RunFolder(args.output_dir).hf.is_dir()
     compute = args.precision.compute
     return DiskNeed(
-        checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes),
+        checkpoint_bytes(sizes, zero_stage, compute, args.precision.optimizer_bytes, args.optim),
         max(1, saves - kept),
         0 if exported else num_parameters(sizes) * weight_bytes(compute),
     )

@@ -50,7 +50,8 @@ def check_gradients(
     """One step of the run that is about to begin, on the data of its first, after which all is as it was: its
     gradients, and its memory beside what was `planned` (on rank 0). Every rank calls it.
 
-    Raises PreflightError: the gradients that AdamW was given are not those of the micro-batches; ChangedError."""
+    Raises PreflightError: the gradients that the optimizer was given are not those of the micro-batches;
+    ChangedError."""
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
     first = past_skipped(state.consumed_samples, size * accumulation * world, state.skipped_samples)
@@ -75,12 +76,12 @@ def check_gradients(
         how = ", with speed.main_grad and speed.cuda_graphs as they will run" if kind else ""
         if wrong := problems(list(of_ranks), where, accumulation):
             lines = "\n  ".join(
-                [f"preflight: {what}{how}: DeepSpeed does not give AdamW the gradients:", *wrong]
+                [f"preflight: {what}{how}: DeepSpeed does not give the optimizer the gradients:", *wrong]
             )
             raise PreflightError(f"{lines}\n{advice(stage, bool(kind))}")
         worst: Comparison = max(of_ranks, key=lambda its: its.error)
         say(
-            f"preflight: gradients of {what}{how}: those that AdamW is given are a plain all-reduce of the "
+            f"preflight: gradients of {what}{how}: those that the optimizer is given are a plain all-reduce of the "
             f"micro-batches' within {worst.error:.1e} (allowed {worst.allowed:.1e})"
             + (f", at every {stride}th element" if stride > 1 else "")
         )

@@ -23,7 +23,10 @@ FREE = set(
     "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
     "run_name wandb_project gradient_checkpointing dry_run preflight".split()
 )
-NEVER = {"model.variant": "weights and optimizer state are stored under the names of its modules"}
+NEVER = {
+    "model.variant": "weights and optimizer state are stored under the names of its modules",
+    "optim": "what the optimizer keeps of its steps is of another kind",
+}
 # what a change of the key has to be allowed by, where that is not the key alone
 BY = {
     "gradient_accumulation_steps": ["train_batch_size_tokens"],

@@ -18,7 +18,7 @@ from train.checkpoint.load import read_weights
 from train.config.arguments import TrainingArguments
 from train.data.stream import open_stream
 from train.engine.optimizer import learning_rate_at
-from train.engine.zero import adamw
+from train.engine.zero import base_optimizer
 from train.loop import Loop
 
 ALL_AT_ONCE = {
@@ -40,7 +40,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[tuple], 
 
     def found() -> tuple[list[tuple], float]:
         groups = [
-            tuple(g[key] for key in ("weight_decay", "betas", "eps")) for g in adamw(engines[-1]).param_groups
+            tuple(g[key] for key in ("weight_decay", "betas", "eps"))
+            for g in base_optimizer(engines[-1]).param_groups
         ]
         return groups, engines[-1].optimizer.clip_grad
 
@@ -201,9 +202,10 @@ ELSEWHERE = {
     "speed.main_grad": {"speed": {"main_grad": False}},
     "full_determinism": {"full_determinism": False},
 }
-# in test_resume.py, data/test_document_mask.py and engine/test_states.py; below; on a GPU alone
+# in test_resume.py, data/test_document_mask.py, engine/test_states.py and engine/test_muon.py; below; on a GPU alone
 SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.config"} | {
     "precision.optimizer_moments",
+    "muon_momentum",
     "model.compile",
     "model.attention_backend",
 }

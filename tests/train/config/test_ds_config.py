@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 
@@ -258,6 +259,43 @@ def test_fp16_excludes_zero_0():
         assert "use stage 1, 2 or 3, or set precision.compute to bf16" in refused(config, compute="fp16")
     for stage in (1, 2, 3):
         resolve_ds_config(arguments(f"ds_config_zero{stage}.json", compute="fp16"), 2)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "compute", "words"),
+    [
+        ("ds_config_zero2.json", "bf16", "ZeRO 2 is not supported: DeepSpeed 0.19.8 .* use stage 1 with"),
+        ("ds_config_zero3.json", "fp8", "ZeRO 3 is not supported: .* use stage 1 with"),
+        (
+            {"zero_optimization": {"stage": 1}},
+            "bf16",
+            "ZeRO 1 without float32 accumulation is not .*_zero1.json",
+        ),
+        (None, "fp32", "ZeRO 1 in float32 is not .* use stage 0, or precision.compute bf16"),
+        (None, "fp16", 'precision.compute: with optim "muon" fp16 is not supported'),
+        ({"optimizer": {"type": "AdamW"}}, "bf16", 'has the type "AdamW", and Muon is asked for'),
+    ],
+)
+def test_muon_is_refused_where_deepspeeds_is_none(deepspeed, compute, words):
+    assert re.search(words, refused(deepspeed, compute=compute, optim="muon"))
+    if not (isinstance(deepspeed, dict) and "optimizer" in deepspeed):
+        resolve_ds_config(arguments(deepspeed, compute=compute), 2)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "compute"), [(None, "fp8"), (None, "bf16"), ({}, "fp32"), ({}, "bf16")]
+)
+def test_muon_runs_at_zero_1_and_0(deepspeed, compute):
+    resolve_ds_config(arguments(deepspeed, compute=compute, optim="muon"), 2)
+
+
+def test_what_packs_adamws_states_does_not_pack_muons():
+    packed = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
+    assert "it packs what AdamW keeps" in refused(None, precision=packed, optim="muon")
+
+
+def test_deepspeeds_own_muon_is_named_by_its_key():
+    assert 'optim "muon"; remove the section' in refused({"optimizer": {"type": "Muon"}})
 
 
 def test_all_problems_come_at_once():

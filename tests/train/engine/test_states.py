@@ -103,7 +103,7 @@ class Trained:
 
     def whole(self) -> list[torch.Tensor]:
         """Float32 weights and moments, of each group, and the number of steps."""
-        adamw, found = zero.adamw(self.engine), []
+        adamw, found = zero.base_optimizer(self.engine), []
         for master in zero.masters(self.engine):
             state = adamw.state[master.tensor]
             weight = master.tensor.detach()

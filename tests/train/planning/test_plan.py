@@ -15,7 +15,7 @@ from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from tests.train.planning.settings import setting
 from train import plan as program
 from train.config.arguments import REPOSITORY
-from train.planning.memory import largest_micro_batch, memory_of
+from train.planning.memory import checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.plan import PlanError, at, gpu_called, parse_tokens, plan, recommend
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
 from train.planning.setting import Setting
@@ -90,6 +90,25 @@ def test_the_state_is_that_of_the_other_tables() -> None:
 def test_what_takes_less_takes_less(less: dict[str, Any], part: str) -> None:
     usual, other = (memory_of(setting(ranks=8, **keys)).parts for keys in ({}, less))
     assert other.get(part, 0) < 0.99 * usual[part]
+
+
+@pytest.mark.parametrize("stage, ranks", [(1, 1), (1, 8), (0, 8)])
+def test_muon_keeps_one_moment_of_the_matrices_of_the_layers(stage: int, ranks: int) -> None:
+    """And of the whole it knows what a GPU holds, what a checkpoint has and what can be recommended."""
+    usual, muon = (
+        setting(ranks=ranks, deepspeed=f"ds_config_zero{stage}.json", optim=optim)
+        for optim in ("adamw", "muon")
+    )
+    matrices = usual.sizes.num_hidden_layers * usual.layer_matrices
+    parts = [memory_of(s).parts["optimizer"] for s in (usual, muon)]
+    assert parts[0] - parts[1] == pytest.approx(4 * matrices / (ranks if stage else 1) / GIB)
+    assert memory_of(muon).peak_gib < memory_of(usual).peak_gib
+    saved = [checkpoint_bytes(s.sizes, stage, s.compute, optim=s.optim) for s in (usual, muon)]
+    assert saved[0] - saved[1] == 4 * matrices
+    assert estimate(muon, MEASURED_ON).step_s > estimate(usual, MEASURED_ON).step_s
+    recommended = recommend(muon, MEASURED_ON, ranks, muon.step_tokens, 400)
+    assert recommended is not None and recommended.setting.zero_stage == 1
+    assert recommended.setting.optim == "muon"
 
 
 def test_without_a_cache_of_fp8_weights_recomputation_holds_one_layer_of_them() -> None:

@@ -48,6 +48,7 @@ def gradients(
     precision: dict | None = None,
     data_types: dict | None = None,
     clipping: float = 1.0,
+    optim: str = "adamw",
 ) -> dict[str, Any]:
     """What the check of the gradients says, in a run whose second step is about to begin; and what it changed."""
     raw = {
@@ -59,6 +60,7 @@ def gradients(
         "per_device_train_batch_size": SAMPLES,
         "gradient_accumulation_steps": ACCUMULATION,
         "max_grad_norm": clipping,
+        "optim": optim,
         "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types or {}},
     }
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -44,7 +44,8 @@ def check_cases(folder: Path, cases: list[dict[str, Any]], ranks: int = 2) -> li
                 assert "the gradients of the first step are not finite" in its["said"][0]
             if case["fault"] == "none":
                 assert (
-                    "those that AdamW is given are a plain all-reduce of the micro-batches'" in its["said"][0]
+                    "those that the optimizer is given are a plain all-reduce of the micro-batches'"
+                    in its["said"][0]
                 )
                 assert (
                     f"gradients of 3 micro-batches x {ranks} ranks at ZeRO {case['stage']}" in its["said"][0]
@@ -71,7 +72,7 @@ def test_a_wrong_reduction_is_found_and_a_right_one_passes(tmp_path: Path, confi
             continue
         (error,) = set(of_ranks)
         assert (
-            f"3 micro-batches x 2 ranks at ZeRO {case['stage']}: DeepSpeed does not give AdamW the gradients"
+            f"3 micro-batches x 2 ranks at ZeRO {case['stage']}: DeepSpeed does not give the optimizer the gradients"
             in error
         )
         if case["fault"] == "left_out":
@@ -115,6 +116,20 @@ def test_other_faults_and_types(tmp_path: Path, config: str) -> None:
             assert error is not None and expected[case["fault"]] in error, (case, error)
             if case["fault"] == "twice":
                 assert "is 2.00 times in the reduced gradient" in error
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_muon_is_given_gradients_too(tmp_path: Path, config: str) -> None:
+    """They are looked at before they are orthogonalized."""
+    stages = [(0, FP32, {}), (0, BF16, {}), (1, BF16, FLOAT32_GRADIENTS)]
+    keys = ("stage", "precision", "data_types", "fault")
+    faults = ("none", "twice", "not_finite")
+    cases = [dict(zip(keys, (*stage, fault), strict=True)) for stage in stages for fault in faults]
+    common = {"config": config, "optim": "muon", "clipping": 0.5}
+    for case, errors in zip(cases, check_cases(tmp_path / "cases", [c | common for c in cases]), strict=True):
+        if case["fault"] == "twice":
+            assert all(error and "micro-batch 3 of 3 of rank 1 (" in error for error in errors)
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Any]:

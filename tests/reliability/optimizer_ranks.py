@@ -1,0 +1,150 @@
+"""What ranks do whose optimizer is compared with a plain one: a function of ranks.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+from model.build import build_model
+from model.config import load_config
+from model.conversion import to_hf
+from model.fp8.precision import Precision
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
+from train.data.stream import Batch
+from train.engine import zero
+from train.engine.step import MicroStep, build_engine
+
+Tensors = dict[str, torch.Tensor]  # by Hugging Face's names
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz of the post (kellerjordan.github.io/posts/muon), in float64."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.double()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.float()
+
+
+class PlainMuon:
+    """Of each matrix of the layers by itself, with AdamW for all else: one rank, all in float32."""
+
+    def __init__(self, weights: Tensors, args: TrainingArguments):
+        self.weights, self.args = {name: w.clone() for name, w in weights.items()}, args
+        self.momentum = {
+            n: torch.zeros_like(w) for n, w in weights.items() if w.dim() == 2 and ".layers." in n
+        }
+        rest = {n: nn.Parameter(w) for n, w in self.weights.items() if n not in self.momentum}
+        self.weights |= rest
+        groups = [
+            {"params": [p for p in rest.values() if p.dim() == d], "weight_decay": decay}
+            for d, decay in ((2, args.weight_decay), (1, 0.0))
+        ]
+        betas = args.adam_beta1, args.adam_beta2
+        self.rest, self.adamw = rest, torch.optim.AdamW(groups, args.learning_rate, betas, args.adam_epsilon)
+
+    @torch.no_grad()
+    def step(self, gradients: Tensors) -> None:
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        clip = min(1.0, self.args.max_grad_norm / norm)
+        for name, parameter in self.rest.items():
+            parameter.grad = gradients[name] * clip
+        self.adamw.step()
+        rate, mu = self.args.learning_rate, self.args.muon_momentum
+        for name, momentum in self.momentum.items():
+            gradient, weight = gradients[name] * clip, self.weights[name]
+            momentum.mul_(mu).add_(gradient, alpha=1 - mu)
+            update = orthogonalized(gradient * (1 - mu) + momentum * mu)
+            weight.mul_(1 - rate * self.args.weight_decay)
+            weight.sub_(rate * 0.2 * math.sqrt(max(weight.shape)) * update)
+
+
+def _full(engine: Any) -> Tensors:
+    """The float32 weights, whole."""
+    if engine.zero_optimization_stage():
+        found = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
+    else:
+        found = {zero.name_of(engine, m.parameters[0]): m.tensor for m in zero.masters(engine)}
+    return to_hf({n: t.float() for n, t in found.items()}, engine.module.config)
+
+
+def _gradients(engine: Any) -> Tensors:
+    """As the optimizer finds them: reduced."""
+    buffers = zero.gradient_buffers(engine)
+    found = {
+        name: (buffers[id(p)].tensor.view(p.shape) if buffers else p.grad).float()
+        for name, p in engine.module.named_parameters()
+    }
+    return to_hf(found, engine.module.config)
+
+
+def muon_against_plain(
+    config: str, variant: str, stage: int, compute: str, half: bool = False
+) -> dict[str, float]:
+    """See `two_steps`; the first of what it returns."""
+    return two_steps(config, variant, stage, compute, half)[0]
+
+
+def two_steps(
+    config: str, variant: str, stage: int, compute: str, half: bool
+) -> tuple[dict[str, float], Tensors]:
+    """By weight, of two steps the larger difference from PlainMuon's, relative to what that changed (Euclidean); and
+    the weights then. half: Newton-Schulz runs in float16 where the machine can, as in training, else in float32."""
+    raw = {
+        "model": {"config": config, "variant": variant},
+        "data": {"sources": {"none": "none"}},
+        "precision": {"compute": compute},
+        "max_steps": 100,
+        "max_seq_length": 16,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "weight_decay": 0.5,
+        "muon_momentum": 0.8,
+        "max_grad_norm": 0.3,
+        "optim": "muon",
+        "deepspeed": {
+            "zero_optimization": {"stage": stage},
+            "data_types": {"grad_accum_dtype": "fp32"} if stage else {},
+        },
+    }
+    args = TrainingArguments.from_dict(raw).resolve(dist.get_world_size())
+    model_config, how = load_config(config), Precision(args.precision)
+    model = build_model(model_config, variant, how, seed=1, speed=args.speed)
+    engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))
+    micro_step, plain = MicroStep(engine, how, args), PlainMuon(_full(engine), args)
+    gradients, step = Tensors(), engine.optimizer.step
+
+    def watched_step(*values: Any) -> None:
+        gradients.update(_gradients(engine))
+        step(*values)
+
+    engine.optimizer.step = watched_step
+    errors: dict[str, float] = {}
+    from deepspeed.runtime.zero.muon import (
+        original_muon,
+    )  # not before train.engine, which leaves it uncompiled
+
+    kept = original_muon.ns_compute_dtype
+    with mock.patch.object(original_muon, "ns_compute_dtype", kept if half else lambda *_: torch.float32):
+        for number in range(2):
+            before = {name: weight.detach().clone() for name, weight in plain.weights.items()}
+            for index in range(2):
+                generator = torch.Generator().manual_seed(number * 10 + index + 100 * dist.get_rank())
+                ids = torch.randint(model_config.vocab_size, (2, 16), generator=generator).to(engine.device)
+                micro_step(Batch(ids, ids), index)
+            plain.step(gradients)
+            for name, weight in _full(engine).items():
+                expected = plain.weights[name].detach()
+                error = (weight - expected).norm() / (expected - before[name]).norm()
+                errors[name] = max(errors.get(name, 0.0), float(error))
+    return errors, _full(engine)

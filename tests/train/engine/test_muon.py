@@ -1,0 +1,214 @@
+"""Muon: a step of each matrix by itself, on one rank and on two, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.build import build_model
+from model.config import load_config, weight_shapes
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import small_config
+from tests.reliability.launching import run_cases
+from tests.reliability.optimizer_ranks import muon_against_plain, two_steps
+from tests.reliability.test_world_size import Runs
+from tests.train.planning.settings import setting
+from tests.train.runs import PRECISIONS, curve, run
+from tests.train.test_training import check_resume
+from train.checkpoint.files import CheckpointError
+from train.engine.optimizer import parameter_groups
+from train.engine.zero import base_optimizer
+from train.loop import Loop
+from train.planning.rates import BF16_FLOPS, _newton_schulz_s
+
+# Of a step: float32 against float64, and float16, DeepSpeed's choice where there is one, for a gradient of few tokens,
+# whose smallest singular values are rounding. Two matrices that are orthogonalized as one are off by 0.3.
+FLOAT32, HALF = 1e-4, 0.08
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of no two matrices in a layer are the sizes alike, but for k and v, gate and up."""
+    file = tmp_path_factory.mktemp("config") / "config.json"
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=512)
+    small = small_config(**sizes, num_attention_heads=5, head_dim=16)
+    small.num_key_value_heads = 1
+    file.write_text(json.dumps(small.to_dict()))
+    return str(file)
+
+
+CASES = [
+    ("te_layer", 0, "fp32"),
+    ("te_layer", 1, "bf16"),
+    pytest.param("te_layer", 0, "bf16", marks=pytest.mark.slow),
+    pytest.param("te_linear", 1, "bf16", marks=pytest.mark.slow),
+    pytest.param("hf", 1, "bf16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("variant", "stage", "compute"), CASES)
+def test_a_step_is_that_of_plain_muon(
+    process_group: None, config: str, variant: str, stage: int, compute: str
+) -> None:
+    """Momentum, clipping, decay and the scale of each matrix; AdamW for the others."""
+    assert max(muon_against_plain(config, variant, stage, compute).values()) < FLOAT32
+
+
+@pytest.mark.slow
+def test_as_it_trains_it_is_that_but_for_rounding(process_group: None, config: str) -> None:
+    assert FLOAT32 < max(muon_against_plain(config, "te_layer", 1, "bf16", half=True).values()) < HALF
+
+
+def test_fused_weights_and_apart_take_the_same_step(process_group: None, config: str) -> None:
+    (_, fused), (_, apart) = (two_steps(config, v, 0, "fp32", False) for v in ("te_layer", "te_linear"))
+    assert fused.keys() == apart.keys() and "model.layers.1.self_attn.v_proj.weight" in fused
+    for name, weight in fused.items():
+        assert torch.allclose(weight, apart[name], rtol=0, atol=1e-5), name
+
+
+@pytest.mark.process
+def test_two_ranks_take_the_same_step(config: str, tmp_path: Path) -> None:
+    """Each with samples of its own; at ZeRO 1 a matrix lies on both."""
+    cases = [("te_layer", 1, "bf16"), ("te_layer", 0, "bf16")]
+    keys = ("config", "variant", "stage", "compute")
+    wanted = [(2, "muon_against_plain", dict(zip(keys, (config, *case), strict=True))) for case in cases]
+    for ranks in run_cases(tmp_path, wanted):
+        assert max(max(errors.values()) for errors in ranks) < FLOAT32
+
+
+def test_the_matrices_of_the_layers_are_muons(config: str) -> None:
+    """Embeddings and head are AdamW's, also where they are one; vectors have no decay."""
+    for tied in (False, True):
+        model_config = load_config(config)
+        model_config.tie_word_embeddings = tied
+        model = build_model(model_config, "te_layer", Precision(PrecisionConfig(compute="bf16")), seed=1)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        *of_muon, matrices, vectors = parameter_groups(model, 0.1, "muon")
+        found = {names[p].partition("layers.")[2][2:] for group in of_muon for p in group["params"]}
+        assert found == {
+            "self_attention.layernorm_qkv.weight",
+            "self_attention.proj.weight",
+            "layernorm_mlp.fc1_weight",
+            "layernorm_mlp.fc2_weight",
+        }
+        assert [names[p] for p in matrices["params"]] == ["model.embed_tokens.weight", "lm_head.weight"][
+            : 1 if tied else 2
+        ]
+        assert len(vectors["params"]) == 5 and vectors["weight_decay"] == 0.0
+        for group in of_muon:  # the rate of the step times the decay of the group
+            assert group["lr_scale"] * group["weight_decay"] == pytest.approx(0.1)
+
+
+def test_the_plan_counts_the_products_of_a_step() -> None:
+    """Of hare_1.1b, as torch counts them in DeepSpeed's function."""
+    from deepspeed.runtime.zero.muon.original_muon import zeropower_via_gram_newtonschulz
+
+    s = setting(optim="muon")
+    with FlopCounterMode(display=False) as counter:
+        for name, shape in weight_shapes(s.sizes).items():
+            if ".layers." in name and len(shape) == 2:
+                zeropower_via_gram_newtonschulz(torch.empty(shape, device="meta"), 5)
+    assert _newton_schulz_s(s) * BF16_FLOPS == pytest.approx(counter.get_total_flops())
+    assert _newton_schulz_s(replace(s, optim="adamw")) == 0
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_in_fp8_resumes_bit_exactly_and_exports(settings: dict) -> None:
+    check_resume(settings | {"optim": "muon"}, "te_layer", PRECISIONS["delayed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "precision", "stage"),
+    [("te_linear", "current", 1), ("te_layer", "bf16", 0), ("te_layer", "delayed", 0)],
+)
+def test_other_runs_resume_bit_exactly(settings: dict, variant: str, precision: str, stage: int) -> None:
+    settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json"}
+    check_resume(settings, variant, PRECISIONS[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_settings_are_those_of_the_configuration_after_a_resume(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Not those that DeepSpeed's checkpoint brings back; and the rate of each group is the schedule's, scaled."""
+    engines, step = [], Loop._take_step
+    monkeypatch.setattr(Loop, "_take_step", lambda self: engines.append(self.engine) or step(self))
+    settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json", "save_steps": 3}
+    settings |= {"precision": {"compute": "bf16"}, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    before = curve(run(settings))
+    folder = Path(settings["output_dir"])
+    (folder / "checkpoints/step-00000006/manifest.json").unlink()
+    changes = {"muon_momentum": 0.5, "weight_decay": 0.3}
+    with pytest.raises(CheckpointError, match=r"muon_momentum: 0\.95 -> 0\.5"):
+        run(settings, **changes)
+    after = curve(run(settings, **changes, allow_changes_on_resume=list(changes)))
+    assert after[:4] == before[:4] and after[4][1] != before[4][1]
+    groups = base_optimizer(engines[-1]).param_groups
+    assert [group.get("momentum") for group in groups] == [0.5, 0.5, None, None][-len(groups) :]
+    for group in groups:
+        assert group["lr"] == settings["learning_rate"] * group.get("lr_scale", 1.0)
+    scales = [group["lr_scale"] for group in groups if group["use_muon"]]
+    hidden, inner = (load_config(settings["model"]["config"]).to_dict()[f"{n}_size"] for n in SIZES)
+    assert scales == [pytest.approx(0.2 * math.sqrt(columns)) for columns in sorted({hidden, inner})]
+    assert groups[-2]["weight_decay"] == 0.3 and groups[-1]["weight_decay"] == 0.0
+
+
+SIZES = "hidden", "intermediate"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_step_that_is_not_finite_leaves_the_momentum(config: str, tmp_path: Path) -> None:
+    """On the second of two ranks; in every way that skip() of number_ranks.py knows."""
+    fp32 = {"grad_accum_dtype": "fp32"}
+    cases = [(0, {"compute": "fp32"}, {}), (0, {"compute": "bf16"}, {}), (1, {"compute": "bf16"}, fp32)]
+    keys = ("stage", "precision", "data_types")
+    common = {"clipping": 1.0, "config": config, "optim": "muon"}
+    wanted = [(2, "skip", {**dict(zip(keys, case, strict=True)), **common}) for case in cases]
+    for ranks in run_cases(tmp_path, wanted):
+        for found in ranks:
+            for step in found["steps"]:
+                bad = step["kind"] is not None
+                assert step["skipped"] == bad and step["finite"]
+                assert step["changed"] == ([] if bad else ["weights", "optimizer"])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_goes_on_with_other_ranks_and_at_another_stage(
+    settings: dict, data: Path, config: str, tmp_path: Path
+) -> None:
+    base = {
+        "model": {"config": config},
+        "data": {"sources": {"text": str(data)}},
+        "max_seq_length": 32,
+        "per_device_train_batch_size": 1,
+        "max_eval_samples": 1,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-3,
+        "optim": "muon",
+    }
+    runs = Runs(tmp_path, {**base, "precision": {"compute": "bf16"}})
+    runs.whole("two", 2, 2)
+    runs.resumed("two_to_one", 1, "two")
+    runs.resumed("two_to_zero0", 2, "two", deepspeed="ds_config_zero0.json")
+    runs.whole("zero0", 1, 2, deepspeed="ds_config_zero0.json")
+    runs.resumed("zero0_to_two", 2, "zero0", deepspeed="ds_config_zero1.json")
+    runs.start()
+    momenta = [key for key in runs.state("two", "kept") if key.endswith("momentum_buffer")]
+    assert len(momenta) == 8
+    for resumed in ("two_to_one", "two_to_zero0", "zero0_to_two"):
+        runs.check(resumed.partition("_to_")[0], resumed)
