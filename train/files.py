@@ -31,6 +31,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def blocking(folder: Path) -> Path | None:
+    """What keeps `folder` from being made: itself, or the parent of it, that is there and is not a folder."""
+    for place in (folder, *folder.parents):
+        if os.path.isdir(place):
+            return None
+        if os.path.lexists(place):  # a link to nothing as well
+            return place
+    return None
+
+
 def sha256_file(path: str | Path) -> str:
     """The sha256 of a file, in hexadecimal."""
     with open(path, "rb") as file:

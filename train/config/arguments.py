@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from train.config import command_line, msamp
 from train.config.schedule import order_problems, precisions_of, stage_problems
 from train.config.schema import parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
+from train.files import blocking
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CONFIG_FOLDER = REPOSITORY / "train_args"
@@ -119,8 +119,7 @@ class TrainingArguments:
     )
 
     optim: Literal["adamw", "muon"] = option(
-        "muon: DeepSpeed's Muon for the matrices of the decoder layers, scaled to AdamW's learning rate and decay, and "
-        "AdamW for all else; at ZeRO 1 with float32 accumulation, or 0",
+        "muon: of the matrices of the layers, at AdamW's learning rate and decay; all else is AdamW's; ZeRO 1 or 0",
         "adamw",
         resume="never",
         why="what the optimizer keeps of its steps is of another kind; model.init_from takes an export",
@@ -306,7 +305,7 @@ class TrainingArguments:
         )
         if isinstance(self.allow_changes_on_resume, list):
             problems += unchangeable(TrainingArguments, self.allow_changes_on_resume)
-        if "output_dir" not in bad and self.output_dir and (blocked := _blocking(Path(self.output_dir))):
+        if "output_dir" not in bad and self.output_dir and (blocked := blocking(Path(self.output_dir))):
             problems.append(
                 f"output_dir {json.dumps(self.output_dir)}: {blocked} is there and is not a folder; choose another "
                 "folder"
@@ -445,13 +444,3 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
             if not Path(folder).exists() and (REPOSITORY / folder).exists():
                 folders[name] = str(REPOSITORY / folder)
     return arguments
-
-
-def _blocking(folder: Path) -> Path | None:
-    """What keeps `folder` from being made: itself, or the parent of it, that is there and is not a folder."""
-    for place in (folder, *folder.parents):
-        if os.path.isdir(place):
-            return None
-        if os.path.lexists(place):  # a link to nothing as well
-            return place
-    return None
