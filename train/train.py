@@ -156,12 +156,14 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     from train.guard.watchdog import Watchdog
     from train.loop import Run, train
     from train.planning.autotune import resolve_auto
-    from train.preflight.together import check_gradients, is_on
+    from train.preflight.together import check_alike, check_gradients, is_on
     from train.record.provenance import RunRecord
     from train.record.rank_log import name_rank_0
 
     world, main = dist.get_world_size(), dist.get_rank() == 0
     setup.say(f"output: {os.path.abspath(folder.path)}")
+    if is_on(args):
+        check_alike(args, setup.say)
     setup.seed(args)
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)

@@ -32,13 +32,13 @@ from model.fp8 import te_backend
 from tests.reliability.number_ranks import reduce_amaxes, skip, whole_run
 from tests.reliability.optimizer_ranks import muon_against_plain
 from tests.reliability.world_size_ranks import watched_run
-from tests.train.preflight.preflight_ranks import gradients
+from tests.train.preflight.preflight_ranks import alike, gradients
 from train.engine.distributed import init_distributed
 from train.guard import signals
 from train.record import plots
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes, gradients, muon_against_plain)
+    f.__name__: f for f in (skip, whole_run, watched_run, reduce_amaxes, gradients, alike, muon_against_plain)
 }
 
 

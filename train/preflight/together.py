@@ -21,6 +21,7 @@ from train.planning.plan import Prediction
 from train.preflight.as_before import as_before
 from train.preflight.check import PreflightError
 from train.preflight.gradients import Comparison, Sample, compare_gradients, problems
+from train.preflight.ranks import check_ranks
 
 Say = Callable[..., None]
 
@@ -28,6 +29,17 @@ Say = Callable[..., None]
 def is_on(args: TrainingArguments) -> bool:
     """By the key, or where ranks are on several nodes."""
     return launchers.several_nodes() if args.preflight is None else args.preflight
+
+
+def check_alike(args: TrainingArguments, say: Say) -> None:
+    """Before anything is built; every rank calls it. Raises PreflightError, on all ranks."""
+    found = check_ranks(args)
+    say(
+        *(f"preflight: {line}" for line in found.lines), *(f"warning: preflight: {w}" for w in found.warnings)
+    )
+    if found.problems:
+        count = f"{len(found.problems)} problems" if len(found.problems) > 1 else "a problem"
+        raise PreflightError("\n  ".join([f"preflight: the ranks have {count}:", *found.problems]))
 
 
 def hosts_of_ranks() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,9 @@ from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
+from train.preflight import ranks
 from train.preflight.check import PreflightError
-from train.preflight.together import check_gradients
+from train.preflight.together import check_alike, check_gradients
 
 ACCUMULATION, SAMPLES, TOKENS = 3, 2, 16
 
@@ -112,3 +114,35 @@ def gradients(
         "counters": [engine.global_steps, engine.micro_steps, engine.skipped_steps],
         "random": torch.equal(random_state, torch.get_rng_state()),
     }
+
+
+def alike(settings: dict, fault: str, folder: str) -> dict[str, Any]:
+    """What the check of the ranks says, the second of which is otherwise; `folder`: an empty one."""
+    args, other = TrainingArguments.from_dict(settings), dist.get_rank() == 1
+    right, right_existing = ranks.this_rank, ranks.existing
+    if other and fault == "no_data":
+        args.data.sources = {"text": folder}
+    if other and fault == "other_data":
+        args.seed += 1
+    if other and fault == "other_folder":
+        ranks.existing = lambda path: Path(folder)
+    ranks.SEEN_WITHIN_S = 0.3
+    if fault != "none":  # links are measured once a process
+        ranks.measure_links = lambda hosts: []
+    if other and fault == "version":
+
+        def this_rank(*values: Any, **named: Any) -> ranks.Rank:
+            found = right(*values, **named)
+            found.versions["torch"] = "1.0"
+            found.machine["driver"] = "1.2.3"
+            return found
+
+        ranks.this_rank = this_rank
+    said: list[str] = []
+    error = None
+    try:
+        check_alike(args, lambda *lines: said.extend(lines))
+    except PreflightError as found:
+        error = str(found)
+    ranks.this_rank, ranks.existing = right, right_existing
+    return {"error": error, "said": said}
