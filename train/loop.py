@@ -171,7 +171,8 @@ class Loop:
                     self._log(step, loss)
             if step.check is not None:
                 layers = self.engine.module.config.num_hidden_layers
-                step.record[FP8_HEALTH] = health_record(step.check, layers)  # waits
+                found = step.record[FP8_HEALTH] = health_record(step.check, layers)  # waits
+                step.record |= self.health.fp8_alarms.judge(state.step, found, run.metrics.message)
             if step.evaluates:
                 self._evaluate(step)
             if step.record:

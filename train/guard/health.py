@@ -25,6 +25,7 @@ import torch.distributed as dist
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
 from train.data.stream import SampleStream
+from train.guard.fp8_alarms import FP8Alarms
 
 # Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 1.3 in
 # the gradient norm and 5 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
@@ -92,6 +93,7 @@ class Health:
         self._kept: list[torch.Tensor] = []
         self._histories: list[torch.Tensor] = []  # of the live ones
         self._mended = torch.zeros((), dtype=torch.int64, device=precision.device)
+        self.fp8_alarms = FP8Alarms()
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class Health:
             "skipped_in_a_row": self.skipped_in_a_row,
             "spikes": self.spikes,
             "interval": self._interval,
+            "fp8_alarms": self.fp8_alarms.state_dict(),
             **{what: list(detector.recent) for what, detector in self.detectors.items()},
         }
 
@@ -112,6 +115,7 @@ class Health:
         self.spikes = saved.get("spikes", 0)
         # of the steps looked at since the last line of metrics: loss times tokens with a label, and these tokens
         self._interval: list[float] = list(saved.get("interval", [0.0, 0.0]))
+        self.fp8_alarms.load_state_dict(saved.get("fp8_alarms", {}))
         for what, detector in self.detectors.items():
             detector.recent.clear()
             detector.recent.extend(saved.get(what, []))

@@ -1,0 +1,155 @@
+"""Alarms of FP8: each trouble injected into a run is found at the next look and named; a healthy run has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.runs import PRECISIONS, curve, metrics, run
+from train import loop
+from train.checkpoint.files import read_state
+from train.guard.fp8_alarms import FP8Alarms
+from train.loop import Loop
+
+WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
+# Statistic, operand, a value that is none, one that is an alarm, what is said of it
+LIMITS = [
+    ("underflow", "input", 0.05, 0.051, "5.1% of its elements became 0. It seems that a few large values"),
+    ("underflow", "weight", 0.05, 0.051, "5.1% of its elements became 0"),
+    ("underflow", "gradient", 0.25, 0.26, "26.0% of its elements became 0"),
+    ("saturated", "gradient", 0.05, 0.06, "6.0% of its elements were clamped"),
+    ("range", "input", 4.0, 4.1, "4.1 times what its scale allows. It seems that the scale is older"),
+    ("error", "weight", 0.106, 0.107, "its relative error is 0.107"),
+    ("error", "gradient", 0.4, 0.41, "its relative error is 0.41"),
+]
+
+
+def health(operand: str, layer: int = 1, **found: float) -> dict[str, Any]:
+    """Of three layers, well but for one operand; a layer without FP8 has none."""
+    columns = {
+        each: {what: [None, value, value] for what, value in WELL.items()}
+        for each in ("input", "weight", "gradient")
+    }
+    for what, value in found.items():
+        columns[operand][what][layer] = value
+    return {"model.layers.*.mlp.fc2": columns}
+
+
+def began(folder: Path) -> dict[int, dict[tuple[str, str], set[str]]]:
+    """Step -> (GEMM, operand) -> statistics of the alarms that began."""
+    lines = {m["step"]: m["fp8_alarms"]["began"] for m in metrics(folder) if "fp8_alarms" in m}
+    return {
+        step: {(a["gemm"].rpartition("layers.")[2], a["operand"]): set(a["found"]) for a in alarms}
+        for step, alarms in lines.items()
+        if alarms
+    }
+
+
+@pytest.mark.parametrize(("what", "operand", "most", "value", "message"), LIMITS)
+def test_limits(what: str, operand: str, most: float, value: float, message: str) -> None:
+    alarms, said = FP8Alarms(), list[str]()
+    assert alarms.judge(1, health(operand, **{what: most}), said.append) == {} and not said
+    found = alarms.judge(2, health(operand, **{what: value}), said.append)["fp8_alarms"]
+    gemm = "model.layers.1.mlp.fc2"
+    assert found["began"] == [{"gemm": gemm, "operand": operand, "found": {what: value}}]
+    assert (
+        len(said) == 1
+        and said[0].startswith(f"step 2: FP8 alarm: {gemm}, {operand}: ")
+        and message in said[0]
+    )
+
+
+def test_an_alarm_is_told_once_and_when_it_is_over() -> None:
+    """Not while it is near its limit; what was saved is known after a resume."""
+    alarms, said = FP8Alarms(), list[str]()
+    assert alarms.judge(1, health("input", underflow=0.06), said.append)["fp8_alarms"]["active"] == 1
+    resumed = FP8Alarms()
+    resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
+    for value in (0.06, 0.03, 0.051):
+        found = resumed.judge(2, health("input", underflow=value, error=0.2), said.append)["fp8_alarms"]
+        assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(said) == 1
+    found = resumed.judge(9, health("input", underflow=0.02), said.append)["fp8_alarms"]
+    over = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "since": 1}
+    assert found == {"began": [], "over": [over], "active": 0, "count": 1}
+    assert said[1] == "step 9: FP8 alarm over: model.layers.1.mlp.fc2 (input)"
+    assert resumed.judge(10, health("input"), said.append) == {} and len(said) == 2
+
+
+def test_of_many_the_worst_are_named() -> None:
+    values = health("input")
+    values["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
+    values["model.layers.*.mlp.fc2"]["input"]["underflow"] = [0.1 * n for n in range(7)]
+    said = list[str]()
+    found = FP8Alarms().judge(1, values, said.append)["fp8_alarms"]
+    assert len(found["began"]) == found["count"] == 6 and len(said) == 5
+    assert "layers.6." in said[0] and "60.0%" in said[0] and "layers.3." in said[3]
+    assert said[4] == "step 1: FP8 alarms of 2 more operands, see metrics.jsonl"
+
+
+@pytest.mark.slow
+def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Weights and activations grow in one step beyond what the scales of the last ones hold."""
+    settings |= {"max_steps": 9, "learning_rate": 1e-3, "precision": {"health_steps": 3}, "save_steps": 6}
+    rate = loop.learning_rate_at
+    monkeypatch.setattr(loop, "learning_rate_at", lambda n, args: rate(n, args) * (500 if n == 4 else 1))
+    folder = run(settings)
+    found = began(folder)
+    assert min(found) == 6 and {"range", "error"} <= found[6]["0.layernorm_mlp.fc1", "weight"]
+    assert {operand for _, operand in found[6]} == {"input", "weight", "gradient"}
+    out = capsys.readouterr().out
+    assert "step 6: FP8 alarm: model.layers." in out and "the scale is older than what came" in out
+    alarms = read_state(folder / "checkpoints/step-00000006").health["fp8_alarms"]
+    assert alarms["count"] == len(found[6]) and {entry[2] for entry in alarms["active"]} == {6}
+
+    start = str(folder / "checkpoints/step-00000006")
+    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
+    lines = [[m.get("fp8_alarms") for m in metrics(each) if m["step"] > 6] for each in (folder, again)]
+    assert lines[0] == lines[1] and curve(again) == curve(folder)[6:]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_underflows_is_found_in_the_first_step(settings: dict) -> None:
+    """Without calibration its scale is 1."""
+    found = began(run(settings, max_steps=2, precision={"calibration_passes": 0, "health_steps": 1}))
+    assert "underflow" in found[1]["0.layernorm_mlp.fc1", "gradient"] and 2 not in found
+    assert not [operand for _, operand in found[1] if operand == "weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_a_channel_that_grows_is_found_where_it_is(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """The input of one MLP, sixteen times larger in one channel each step, of which its matrix takes nothing. With one
+    scale for 128 values it hides the others of its channels, which here are all there are."""
+    take = Loop._take_step
+
+    def grown(self: Loop) -> Any:
+        mlp = self.engine.module.model.layers[1].layernorm_mlp
+        with torch.no_grad():
+            mlp.layer_norm_weight[3] = 16.0**self.state.step
+            mlp.fc1_weight[:, 3] = 0
+        return take(self)
+
+    monkeypatch.setattr(Loop, "_take_step", grown)
+    settings |= {"learning_rate": 1e-4, "max_steps": 6}
+    found = began(run(settings, precision={**PRECISIONS[recipe], "health_steps": 1}))
+    where = ("1.layernorm_mlp.fc1", "input")
+    assert {key for keys in found.values() for key in keys} == {where}
+    # with a history it is its growth that is seen first
+    assert found[2 if recipe == "delayed" else 5] == {where: found[min(found)][where]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_a_healthy_run_has_no_alarm(settings: dict, recipe: str) -> None:
+    settings |= {"max_steps": 60, "warmup_steps": 20, "learning_rate": 1e-3, "logging_steps": 60}
+    folder = run(settings, precision={"recipe": recipe, "health_steps": 2})
+    assert len([m for m in metrics(folder) if "fp8_health" in m]) == 30
+    assert not [m for m in metrics(folder) if "fp8_alarms" in m]

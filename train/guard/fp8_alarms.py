@@ -1,0 +1,124 @@
+"""Alarms of FP8: an operand of a GEMM whose health (precision.health_steps) is beyond what FP8 bears.
+
+    underflow   so many elements became 0 that the GEMM multiplies another tensor: a few large values took the scale, or
+                the scale is still that of larger values
+    saturated   so many were clamped, or the largest by so much (range), that the scale is older than what came
+    error       the tensor has lost two bits of its mantissa
+
+Healthy runs of 200 steps of a small model on the CPU reference, with each recipe and at a high learning rate, came to
+0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, an error of 0.062 and, of a gradient,
+once 0.22; all of these with delayed scaling.
+
+An alarm is told when it begins and when it is over, and counted; metrics.jsonl and checkpoints have it. It costs
+nothing beside the look, whose numbers it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from train.record.fp8_health import values
+
+# Above which there is an alarm, by statistic and operand ("": all others).
+LIMITS = {
+    ("underflow", ""): 0.05,
+    # most elements of a gradient are far below its largest, and count for little
+    ("underflow", "gradient"): 0.25,
+    ("saturated", ""): 0.05,
+    # the largest is cut to a quarter
+    ("range", ""): 4.0,
+    # of rounding alone: e4m3 0.026; e5m2, which has a bit less and does for gradients (arXiv 2209.05433), 0.053
+    ("error", ""): 0.106,
+    # of a few tokens, whose largest value is clamped, it may be large once
+    ("error", "gradient"): 0.4,
+}
+OVER = 0.5  # of the limit; an alarm is over when all is below
+NAMED = 4  # operands, of those that a look finds
+WORDS = {
+    "underflow": "{:.1%} of its elements became 0",
+    "saturated": "{:.1%} of its elements were clamped",
+    "range": "its largest value is {:.3g} times what its scale allows",
+    "error": "its relative error is {:.3g}",
+}
+STALE = "the scale is older than what came; precision.recipe current scales each tensor by itself"
+LARGER = "the scale is that of larger values; precision.recipe current scales each tensor by itself"
+OUTLIERS = (
+    "a few large values took the scale; precision.recipe block has one for each 128, bf16_modules needs none"
+)
+# A `range` below which the scale could be so many times larger.
+FAR_BELOW = 0.25
+
+
+class FP8Alarms:
+    """Judges each look at FP8's health; the same on every rank."""
+
+    def __init__(self) -> None:
+        self.load_state_dict({})
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"count": self.count, "active": [[*key, step] for key, step in self.active.items()]}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """What `state_dict` gave; {} of a run that begins."""
+        self.count: int = saved.get("count", 0)  # of the run
+        # (GEMM, operand) -> the step that it began at
+        self.active: dict[tuple[str, str], int] = {
+            (gemm, operand): step for gemm, operand, step in saved.get("active", [])
+        }
+
+    def judge(self, step: int, health: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+        """`health`: of health_record. `tell` hears of alarms that begin and of those that are over. For metrics.jsonl,
+        "fp8_alarms": those that began, those that are over, how many there are, and how many there have been in the
+        run; {} where all is well and was."""
+        began: list[dict[str, Any]] = []
+        over: list[dict[str, Any]] = []
+        told: list[tuple[float, str]] = []
+        before = len(self.active)
+        for (gemm, operand), found in _by_operand(health).items():
+            parts = {what: value / limit_of(what, operand) for what, value in found.items()}
+            worst, key = max(parts.values()), (gemm, operand)
+            if key not in self.active and worst > 1:
+                self.active[key] = step
+                above = {what: value for what, value in found.items() if parts[what] > 1}
+                began.append({"gemm": gemm, "operand": operand, "found": above})
+                told.append((worst, _told(gemm, operand, above, found.get("range"))))
+            elif key in self.active and worst < OVER:
+                over.append({"gemm": gemm, "operand": operand, "since": self.active.pop(key)})
+        self.count += len(began)
+        for _, line in sorted(told, reverse=True)[:NAMED]:
+            tell(f"step {step}: {line}")
+        if len(told) > NAMED:
+            tell(f"step {step}: FP8 alarms of {len(told) - NAMED} more operands, see metrics.jsonl")
+        if over:
+            names = [f"{entry['gemm']} ({entry['operand']})" for entry in over]
+            more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
+            tell(f"step {step}: FP8 alarm over: {', '.join(names[:NAMED])}{more}")
+        counts = {"active": len(self.active), "count": self.count}
+        return {"fp8_alarms": {"began": began, "over": over, **counts}} if before or began else {}
+
+
+def limit_of(what: str, operand: str) -> float:
+    """Above which there is an alarm."""
+    return LIMITS.get((what, operand)) or LIMITS[what, ""]
+
+
+def _by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+    """(GEMM, operand) -> statistic -> value."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for kind, operand, what, column in values(health):
+        for layer, value in enumerate(column):
+            if value is not None and what in WORDS:
+                found.setdefault((kind.replace("*", str(layer)), operand), {})[what] = value
+    return found
+
+
+def _told(gemm: str, operand: str, above: dict[str, float], fraction: float | None) -> str:
+    how = ", ".join(WORDS[what].format(value) for what, value in above.items())
+    why = OUTLIERS
+    if fraction is not None and fraction > 1.1:
+        why = STALE
+    elif fraction is not None and fraction < FAR_BELOW:
+        why = LARGER
+    return f"FP8 alarm: {gemm}, {operand}: {how}. It seems that {why}"
