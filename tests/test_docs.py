@@ -91,13 +91,14 @@ def test_the_trial_of_the_clusters_page_leaves_the_run_alone() -> None:
 
 def check_options(program: str, rest: str, line: str) -> None:
     code = text_of(ROOT / program)
+    shared = text_of(ROOT / "test_fp8/common/options.py") if program.startswith("test_fp8/") else ""
     for option in re.findall(r"(?<=\s)--([\w.]+)", re.split(r" #|`|;", rest)[0]):
         if program == "train/train.py":
             known = node_at(TrainingArguments, option.split(".")) is not None or option in ("help", "schema")
         elif program == "train/launch.py":  # its own, or those of what it starts
             known = True
         else:
-            known = f'"--{option}"' in code or option == "help"
+            known = f'"--{option}"' in code + shared or option == "help"
         assert known, f"--{option} in: {line}"
 
 

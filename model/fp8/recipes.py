@@ -49,7 +49,9 @@ RECIPES = {
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 # Bytes of a parameter that each of AdamW's states has of its own: what is left of the float32 weight, and two moments.
 FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
-MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
+EIGHT_BITS = ("int8", "fp8")  # torchao's
 # A second moment changes by at most 1 - adam_beta2 in a step, and bf16 keeps changes of 1/256 or more.
 BF16_MOMENTS_MOST_BETA2 = 0.98
 
@@ -124,9 +126,10 @@ class PrecisionConfig(PrecisionSettings):
     backend: Literal["auto", "transformer_engine", "reference"] = option(
         "auto takes the reference only without CUDA", "auto"
     )
-    optimizer_states: Literal["fp32", "bf16_remainder"] = option(
-        "what AdamW keeps; fp32: a float32 weight, two float32 moments; bf16_remainder: the same weight, as the bf16 "
-        "one and 16 bits more (ZeRO 1 with data_types.grad_accum_dtype fp32)",
+    optimizer_states: Literal["fp32", "bf16_remainder", "int8", "fp8"] = option(
+        "what AdamW keeps; fp32: a float32 weight, two float32 moments; the others: the same weight, as the bf16 one "
+        "and 16 bits more, moments of optimizer_moments (bf16_remainder) or torchao's 8 bits (ZeRO 1 with "
+        "data_types.grad_accum_dtype fp32)",
         "fp32",
     )
     optimizer_moments: Literal["bf16", "fp32"] = option("bf16_remainder: type of AdamW's two moments", "bf16")
@@ -158,20 +161,26 @@ class PrecisionConfig(PrecisionSettings):
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
 
     @property
-    def optimizer_bytes(self) -> int:
+    def moment_type(self) -> str:
+        """A key of MOMENT_BYTES."""
+        states = self.optimizer_states
+        return self.optimizer_moments if states == "bf16_remainder" else states
+
+    @property
+    def optimizer_bytes(self) -> float:
         """Of a parameter, besides the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
         if self.optimizer_states == "fp32":
             return FULL_STATES
-        return SPLIT_WEIGHT + 2 * MOMENT_BYTES[self.optimizer_moments]
+        return SPLIT_WEIGHT + 2 * MOMENT_BYTES[self.moment_type]
 
     def described_states(self) -> str | None:
         """For the log: what AdamW keeps, and how gradients travel, where it is not the usual."""
         parts = []
         if self.optimizer_states != "fp32":
             parts.append(
-                f"optimizer states: float32 weights as bf16 and 16 bits more, moments in {self.optimizer_moments}: "
+                f"optimizer states: float32 weights as bf16 and 16 bits more, moments in {self.moment_type}: "
                 f"{self.optimizer_bytes:.3g} bytes a parameter instead of {FULL_STATES}"
             )
         if self.gradient_communication:
@@ -214,9 +223,9 @@ class PrecisionConfig(PrecisionSettings):
                     f"precision.gradient_communication bf16: compute {self.compute} has gradients that bf16 would cut; "
                     "remove it, or set it to fp32"
                 )
-        if self.optimizer_states == "fp32" and self.optimizer_moments != "bf16":
+        if self.optimizer_states != "bf16_remainder" and self.optimizer_moments != "bf16":
             problems.append(
-                "precision.optimizer_moments: only optimizer_states bf16_remainder reads it; those of optimizer_states "
-                "fp32 are float32. Remove it"
+                "precision.optimizer_moments: only optimizer_states bf16_remainder reads it, and optimizer_states is "
+                f"{self.optimizer_states}; remove it"
             )
         return problems

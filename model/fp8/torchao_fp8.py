@@ -1,4 +1,5 @@
-"""FP8 by torchao: transformers' own model with its nn.Linear swapped for torchao's. Nothing else imports torchao.
+"""FP8 by torchao: transformers' own model with its nn.Linear swapped for torchao's, and moments of an optimizer in its
+8 bits. Nothing else imports torchao.
 
 Both recipes scale by the tensor at hand and so keep no state: "tensorwise" has one scale a tensor (e4m3; gradients
 e5m2), "rowwise" one a row or column of each GEMM's operand (all e4m3, powers of two as scales). Where there is no CUDA
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
 # recipe -> the compute capability from which the GPU has its GEMM: Ada's tensor cores take FP8 with one scale a tensor,
@@ -116,3 +118,63 @@ def noted_gemms(emulated: bool, note: Callable[[], None]) -> Iterator[None]:
     GEMM with FP8 operands."""
     with torch.compiler.set_stance("force_eager"), _NotedGemms(emulated, note):
         yield
+
+
+# ---------------------------------------------------------------- moments in 8 bits
+
+STATE_DTYPES = {"int8": torch.uint8, "fp8": torch.float8_e4m3fn}
+
+
+@lru_cache
+def _quantization() -> SimpleNamespace:
+    """What torchao's low-bit optimizers quantize with. Raises BackendError: it is not there."""
+    try:
+        of_int8: Any = importlib.import_module("torchao.optim.quant_utils")
+        of_fp8: Any = importlib.import_module("torchao.optim.subclass_fp8")
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or set precision.optimizer_states "
+            "to bf16_remainder"
+        ) from error
+    return SimpleNamespace(
+        numbers=of_int8.create_dynamic_map,
+        scaled=of_int8.scale_tensor,
+        dequantized=of_int8.dequant_with_qmap,
+        fp8=of_fp8.quantize_fp8,
+    )
+
+
+@lru_cache
+def _numbers(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The 256 numbers that a byte stands for times its block's largest (Dettmers et al., arXiv:2110.02861), and what
+    lies in the middle between them."""
+    numbers = torch.tensor(_quantization().numbers(signed=signed), dtype=torch.float32)
+    return numbers.to(device), ((numbers[1:] + numbers[:-1]) / 2).to(device)
+
+
+def quantize_state(
+    values: torch.Tensor, dtype: torch.dtype, signed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of `dtype` (STATE_DTYPES) and a float32 scale for each STATE_BLOCK of float32 `values`, 1-D, a multiple of
+    it long.
+
+    What is not signed, a second moment, does not become 0: where the first moment is not 0, AdamW's step would be as
+    long as that divided by epsilon.
+    """
+    ao = _quantization()
+    if dtype == torch.uint8:
+        scaled, scale = ao.scaled(values, STATE_BLOCK)
+        codes = torch.bucketize(scaled, _numbers(signed, values.device)[1], out_int32=True, right=True)
+        return (codes if signed else codes.clamp_(min=1)).to(dtype), scale
+    if not signed:
+        info, blocks = torch.finfo(dtype), values.view(-1, STATE_BLOCK)
+        least = info.smallest_normal * info.eps / info.max  # of the largest of a block
+        values = blocks.clamp(min=blocks.amax(1, keepdim=True) * least).view(-1)
+    return ao.fp8(values, STATE_BLOCK)
+
+
+def dequantize_state(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Float32 of what `quantize_state` returns."""
+    if codes.dtype == torch.uint8:
+        return _quantization().dequantized(codes, _numbers(signed, codes.device)[0], scale)
+    return (codes.float().view(-1, STATE_BLOCK) * scale.view(-1, 1)).view(-1)

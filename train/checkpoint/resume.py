@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK
 from train.checkpoint.files import CheckpointError, RunState
 from train.config.arguments import TrainingArguments
 from train.config.differences import Difference, differences, key_of, resume_differences, why_never
@@ -171,6 +172,10 @@ def _redistribution(saved: RunState, state: RunState) -> list[str]:
             f"{old} ranks -> {new}: weights, optimizer and FP8 state are redistributed; {samples}in {after} "
             f"micro-batches a rank instead of {before}"
         )
+        if (kind := (state.train_config.get("precision") or {}).get("optimizer_states")) in EIGHT_BITS:
+            said.append(
+                f"moments in {kind} are rounded anew, as blocks of {STATE_BLOCK} begin elsewhere; weights are not"
+            )
     if saved.zero_stage != state.zero_stage:
         before, after = (
             s.train_config["deepspeed"].get("data_types", {}).get("grad_accum_dtype")

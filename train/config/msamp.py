@@ -18,16 +18,16 @@ LEVELS: dict[str, tuple[str, dict[str, str]]] = {
     "O1": ("gradients and their reduction in FP8", {"gradient_communication": "bf16"}),
     "O2": (
         "O1, first moments in FP8, second moments and master weights in float16",
-        {"gradient_communication": "bf16", "optimizer_states": "bf16_remainder"},
+        {"gradient_communication": "bf16", "optimizer_states": "fp8"},
     ),
     "O3": (
         "O2 and weights in FP8",
-        {"gradient_communication": "bf16", "optimizer_states": "bf16_remainder"},
+        {"gradient_communication": "bf16", "optimizer_states": "fp8"},
     ),
 }
 WHY = {
     "gradient_communication": "DeepSpeed reduces gradients in no 8 bits (ZeRO++ at stage 3 has 4)",
-    "optimizer_states": "float32 weights are kept exactly",
+    "optimizer_states": "both moments in FP8, weights exactly float32",
 }
 
 

@@ -2,6 +2,7 @@
 
     fp32             12 bytes a parameter: a float32 weight and two float32 moments. torch's AdamW, none of this file
     bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 bits more; moments in bf16 (10: float32)
+    int8, fp8         4.03: the same weight; moments in torchao's 8 bits, with a scale for each block of 256
 
 A step decodes `CHUNK` elements at a time, has torch's AdamW step them in float32, and encodes them again. So a weight
 is float32 to the last bit; of what it was rounded to nothing is lost.
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
+
+from model.fp8.recipes import STATE_BLOCK
+from model.fp8.torchao_fp8 import STATE_DTYPES, dequantize_state, quantize_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -49,19 +54,39 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 def new_moment(moment: str, length: int, kind: str, device: torch.device) -> State:
     """Zeros, `length` of them, as `decoded` reads them."""
-    return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
+    if kind in DTYPES:
+        return {moment: torch.zeros(length, dtype=DTYPES[kind], device=device)}
+    blocks = -(-length // STATE_BLOCK)
+    return {
+        moment: torch.zeros(blocks * STATE_BLOCK, dtype=STATE_DTYPES[kind], device=device),
+        f"{moment}_scale": torch.zeros(blocks, device=device),
+    }
 
 
 def decoded(state: State, moment: str, start: int, end: int) -> torch.Tensor:
     """Float32, the elements from `start` to `end`; of a float32 moment they are its own memory."""
-    return state[moment][start:end].float()
+    if (scale := state.get(f"{moment}_scale")) is None:
+        return state[moment][start:end].float()
+    blocks = slice(start // STATE_BLOCK, -(-end // STATE_BLOCK))
+    codes = state[moment][blocks.start * STATE_BLOCK : blocks.stop * STATE_BLOCK]
+    values = dequantize_state(codes, scale[blocks], _is_signed(moment))
+    return values[start - blocks.start * STATE_BLOCK :][: end - start]
 
 
 def encode(values: torch.Tensor, state: State, moment: str, start: int) -> None:
-    """Write float32 `values` over the elements from `start` on."""
-    held = state[moment][start : start + len(values)]
-    if held.data_ptr() != values.data_ptr():
+    """Write float32 `values` over the elements from `start` on; of moments in 8 bits whole blocks, or to the end."""
+    held, scale = state[moment][start : start + len(values)], state.get(f"{moment}_scale")
+    if scale is not None:
+        values = nn.functional.pad(values, (0, -len(values) % STATE_BLOCK))
+        codes, scales = quantize_state(values, held.dtype, _is_signed(moment))
+        state[moment][start : start + len(values)].copy_(codes)
+        scale[start // STATE_BLOCK :][: len(scales)].copy_(scales)
+    elif held.data_ptr() != values.data_ptr():
         held.copy_(values)
+
+
+def _is_signed(moment: str) -> bool:
+    return moment == "exp_avg"
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -71,7 +96,7 @@ class PackedAdamW(torch.optim.Optimizer):
     """torch's AdamW on weights that are bf16 and 1-D, with the other half of them in its state.
 
     groups: as torch.optim.AdamW has them. gradients: of each of their weights, float32 and as long; `.grad`, which
-    would have to be bf16, is not read. moments: one of DTYPES.
+    would have to be bf16, is not read. moments: a type of MOMENT_BYTES.
     """
 
     def __init__(self, groups: list[dict[str, Any]], gradients: list[torch.Tensor], moments: str):

@@ -49,7 +49,7 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         )
         undo_initial_step(engine)
         if arguments.precision.optimizer_states != "fp32":
-            pack_states(engine, arguments.precision.optimizer_moments)
+            pack_states(engine, arguments.precision.moment_type)
     orthogonalize_each_matrix(engine)
     skip_steps_that_are_not_finite(engine)
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from model.config import UserError, check_init_from, load_sizes, num_parameters
+from model.fp8.recipes import EIGHT_BITS, RECIPES
 from model.variants import VARIANTS
 from train.checkpoint.files import CheckpointError, RunState, branch_at, check_given, committed, read_state
 from train.checkpoint.resume import allowed_changes
@@ -60,6 +62,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(partial(check_evaluation, folders, args.max_seq_length, train))
     attempt(partial(check_output, args))
     attempt(partial(check_installed, args.report_to))
+    attempt(partial(check_states, resolved or args))
     if sizes is not None and begins(args):
         attempt(partial(check_weights, args, sizes))
     if resolved and ds_config:
@@ -118,6 +121,16 @@ def goes_on_from(args: TrainingArguments) -> Path | None:
         return newest
     check_given(path, own, hashes=False)
     return path
+
+
+def check_states(args: TrainingArguments) -> None:
+    """Raises ConfigurationError: precision.optimizer_states needs a package that is not there."""
+    states, package = args.precision.optimizer_states, RECIPES["tensorwise"].library
+    if states in EIGHT_BITS and importlib.util.find_spec(package) is None:
+        raise ConfigurationError(
+            f"precision.optimizer_states {states} needs the package {package}, which is not installed; pip install -r "
+            "requirements.txt, or set it to bf16_remainder"
+        )
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:

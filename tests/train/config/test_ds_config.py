@@ -102,12 +102,8 @@ def with_msamp(level, precision=(), **section):
             "fp32",
             "in FP8; stock DeepSpeed ignores the section): the nearest here is precision.gradient_com",
         ),
-        (
-            "O2",
-            "bf16_remainder",
-            "precision.optimizer_states bf16_remainder (float32 weights are kept exactly)",
-        ),
-        ("O3", "bf16_remainder", "weights in FP8 are precision.compute fp8's copies"),
+        ("O2", "fp8", "precision.optimizer_states fp8 (both moments in FP8, weights exactly float32)"),
+        ("O3", "fp8", "weights in FP8 are precision.compute fp8's copies"),
     ],
 )
 def test_a_section_for_ms_amp_becomes_the_nearest_here_and_says_so(level, states, words):
