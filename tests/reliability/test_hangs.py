@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.reliability.launching import launch
 from train.guard import watchdog
-from train.guard.slow_ranks import SlowRankDetector, SlowRanks
+from train.guard.slow_ranks import FIRST_STEPS, SlowRankDetector, SlowRanks
 from train.guard.watchdog import Watchdog, blame
 
 RANKS = "tests/reliability/meeting_ranks.py"
@@ -99,6 +100,27 @@ def test_a_slow_rank_is_named(jobs: dict[tuple[str, int], tuple[int, str]]) -> N
     assert len(found) == 1, "told once"
     rank, factor, step = found[0]
     assert rank == "1" and 1.3 < float(factor) < 1.7 and int(step) <= 50
+
+
+def test_times_are_those_of_micro_batches_behind_the_first_steps(
+    process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of evaluations, nor of steps that compile and allocate."""
+    norm = nn.Identity()
+    module = SimpleNamespace(model=SimpleNamespace(norm=norm))
+    engine = SimpleNamespace(device=torch.device("cpu"), module=module, zero_optimization_stage=lambda: 1)
+    slow_ranks, now = SlowRanks(engine, dist.group.WORLD, False), iter([0.0, 9.0, 20.0, 22.0, 30.0, 33.0])
+    monkeypatch.setattr(slow_ranks, "_now", lambda: next(now))
+    slow_ranks.begin()
+    norm(torch.ones(1))
+    for step in range(1, FIRST_STEPS + 1):
+        slow_ranks.step(step, print)
+    for _ in range(2):
+        slow_ranks.begin()
+        norm(torch.ones(1))
+        norm(torch.ones(1))  # an evaluation's
+    assert slow_ranks._median_s() == 2.5
+    assert slow_ranks._median_s() is None, "of this window"
 
 
 def test_one_slow_window_is_noise() -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model.config import load_config
 from test_fp8.common.folders import make_folder
 from tests.train.runs import curve, metrics, run
-from train.checkpoint.files import CheckpointError, RunState
+from train import setup
+from train.checkpoint.files import MANIFEST, CheckpointError, RunState
 from train.checkpoint.resume import resume_state
 from train.config.arguments import TrainingArguments, load_deepspeed
 from train.data.stream import open_stream
@@ -254,3 +256,39 @@ def test_from_a_pretrained_folder(own_trained: Path, settings: dict, tmp_path: P
     (second / "checkpoints/step-00000006/manifest.json").unlink()
     run(settings, model=model, output_dir=str(second), learning_rate=1e-6, save_steps=3)
     assert curve(second) == before
+
+
+@pytest.mark.parametrize(("seed", "left_out"), [(42, [[24, 32]]), (43, [])])
+def test_samples_left_out_are_places_in_one_order(
+    folders: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    process_group: None,
+    seed: int,
+    left_out: list[list[int]],
+) -> None:
+    """In another order they would be other samples, which nothing speaks against."""
+    path = tmp_path / CHECKPOINT
+    path.mkdir(parents=True)
+    (path / MANIFEST).touch()
+    raw = {
+        "model": {"config": "tiny"},
+        "data": {"sources": two(folders)},
+        "max_steps": 100,
+        "max_seq_length": 64,
+    }
+
+    def start(seed: int) -> RunState:
+        keys = {"output_dir": str(tmp_path / "run"), "seed": seed, "allow_changes_on_resume": ["seed"]}
+        args = TrainingArguments.from_dict({**raw, **keys}).resolve(1)
+        stream = open_stream(args.data.sources, None, 64, args.seed)
+        return setup.starting_point(args, args.deepspeed, load_config("tiny"), stream)[0]
+
+    monkeypatch.setattr(setup, "read_state", lambda path: saved)
+    monkeypatch.setattr(setup, "choose_checkpoint", lambda *_: None)
+    saved = start(42)
+    saved.step, saved.consumed_samples, saved.skipped_samples = 3, 40, [[24, 32]]
+    saved = RunState(**json.loads(json.dumps(saved.__dict__)))
+    monkeypatch.setattr(setup, "choose_checkpoint", lambda *_: path)
+    now = start(seed)
+    assert (now.step, now.consumed_samples, now.skipped_samples) == (3, 40, left_out)

@@ -241,6 +241,18 @@ def test_contradictions_and_unknown_keys_are_refused(config, words):
         assert word in message
 
 
+@pytest.mark.parametrize(("compute", "dtype"), [("fp8", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_without_zero_gradients_are_added_up_in_the_parameters_type(compute, dtype):
+    stage_0 = {"zero_optimization": {"stage": 0}}
+    precision = {"compute": compute}
+    config = arguments({**stage_0, "data_types": {"grad_accum_dtype": dtype}}, precision=precision)
+    assert resolve_ds_config(config, 1)["data_types"] == {"grad_accum_dtype": dtype}
+    other = "fp32" if dtype == "bf16" else "bf16"
+    config = arguments({**stage_0, "data_types": {"grad_accum_dtype": other}}, precision=precision)
+    with pytest.raises(ConfigurationError, match=f"accumulates in the parameters' {dtype}, not in .{other}"):
+        resolve_ds_config(config, 1)
+
+
 def test_compiled_layers_exclude_zero_3():
     changes = dict(model={"config": "tiny", "variant": "hf", "compile": True}, precision={"compute": "bf16"})
     assert "use stage 0, 1 or 2, or set model.compile to false" in refused("ds_config_zero3.json", **changes)

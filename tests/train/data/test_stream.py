@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from test_fp8.common.folders import make_folder
 from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
@@ -66,6 +67,16 @@ def test_windows_longer_than_a_shard(tmp_path, prepare):
     stream = open_stream({"a": tmp_path / "a"}, None, 512, seed=0)
     expected = [tokens[i * 512 : i * 512 + 512].tolist() for i in range(stream.num_samples)]
     assert sorted(stream.batch(0, stream.num_samples)[0].tolist()) == sorted(expected)
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(3 * T, 2), (3 * T + 1, 3), (4 * T, 3)])
+def test_the_last_token_of_a_split_is_a_label_only(tmp_path, tokens, samples):
+    """A sample takes one token more than it has."""
+    folder = make_folder(tmp_path / "a", {"train": [np.arange(T), np.arange(T, tokens)]})
+    stream = open_stream({"a": folder}, None, T, seed=0)
+    assert stream.num_samples == samples
+    _, labels, _ = stream.batch(0, samples)
+    assert sorted(labels.flatten().tolist()) == list(range(1, samples * T + 1))
 
 
 def test_eval_is_in_natural_order_and_ends(data):

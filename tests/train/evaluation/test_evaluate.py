@@ -21,8 +21,10 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.prepare.test_inspect_data import documents_of
 from tests.train.runs import ROOT, metrics, run
+from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
 from train.evaluate import Ranks, Told
+from train.evaluation.models import plan
 from train.export import export
 
 SAMPLES = 5  # max_eval_samples of the runs
@@ -232,3 +234,12 @@ def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
         assert "te_layer in FP8" in first
         assert process.stderr.read().splitlines()[-1] == "Ctrl-C: the evaluation is ended; it leaves nothing"
     assert not report.exists()
+
+
+@pytest.mark.parametrize("compute", [None, "bf16"])
+def test_the_backend_is_that_of_this_machine(trained: Path, tmp_path: Path, compute: str | None) -> None:
+    """A checkpoint of a GPU's run that named its backend is evaluated on a CPU, too."""
+    state = json.loads((trained / "checkpoints/step-00000006" / RUN_STATE).read_text())
+    state["train_config"]["precision"]["backend"] = "transformer_engine"
+    (tmp_path / RUN_STATE).write_text(json.dumps(state))
+    assert plan(tmp_path, compute).precision.backend == "auto"
