@@ -127,6 +127,15 @@ def test_a_run_in_fp8_resumes_bit_exactly_and_exports(settings: dict) -> None:
     check_resume(settings | {"optim": "muon"}, "te_layer", PRECISIONS["delayed"])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_on_the_gpu_it_is_the_same_and_resumes_bit_exactly(settings: dict, config: str, variant: str) -> None:
+    """A step in bf16 beside the plain one; a run in FP8 with CUDA graphs and gradients that GEMMs add up."""
+    assert max(muon_against_plain(config, variant, 1, "bf16").values()) < FLOAT32
+    settings |= {"optim": "muon", "speed": {"cuda_graphs": True}}
+    check_resume(settings, variant, PRECISIONS["delayed"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "precision", "stage"),
