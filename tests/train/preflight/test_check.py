@@ -8,7 +8,7 @@ import pytest
 
 from model.config import load_sizes, num_parameters, state_memory_gib
 from tests.train.mistakes import World, keys
-from train.config.arguments import TrainingArguments
+from train.config.arguments import TrainingArguments, load_deepspeed
 from train.planning.memory import checkpoint_bytes
 from train.preflight import check, sizes
 
@@ -178,3 +178,15 @@ def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> 
         arguments = TrainingArguments.from_dict(world.settings)
         assert len(check.device_problems(arguments, large, 2, 0)) == told
         assert check.device_problems(arguments, load_sizes(str(world.model)), 2, 0) == []
+
+
+def test_moments_in_8_bits_need_torchao(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a configuration for MS-AMP too."""
+    deepspeed = load_deepspeed("ds_config_zero1.json") | {"msamp": {"enabled": True, "opt_level": "O2"}}
+    keys(precision={"compute": "bf16"}, deepspeed=deepspeed)(world)
+    assert checked(world) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        check.PreflightError, match="optimizer_states fp8 needs the package torchao, which is not"
+    ):
+        checked(world)
