@@ -35,6 +35,7 @@ if __name__ == "__main__":
 from model.config import GIB, UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.engine import launchers
+from train.engine.meeting import meet
 from train.files import tell
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     arguments: TrainingArguments | None = None
     try:
         arguments = arguments_of(argv)
+        meet()
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             world, local = launchers.world_size(), launchers.local_world_size()
             tell(*check(arguments, world, local, cuda_devices()))

@@ -1,0 +1,144 @@
+"""Ranks of several nodes meet, or say within the time who did not come and why; here they are threads."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from train import train
+from train.engine.meeting import _numbers, meet
+from train.launch import free_port
+
+
+def rank(number: int, port: int, ranks: int = 4, here: int = 2, **more: str) -> dict[str, str]:
+    return {
+        "RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODES_TIMEOUT_S": "20",
+    } | more
+
+
+def all_meet(*environments: dict[str, str]) -> list[Exception | None]:
+    """What each raised."""
+
+    def one(environment: dict[str, str]) -> Exception | None:
+        try:
+            meet(environment)
+        except (ValueError, OSError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        return list(pool.map(one, environments))
+
+
+def test_those_who_come_meet_in_any_order() -> None:
+    port = free_port()
+    assert all_meet(*(rank(number, port) for number in (3, 1, 2, 0))) == [None] * 4
+    with socket.create_server(("", port)):  # free again, for torch
+        pass
+
+
+def test_strangers_are_passed_over() -> None:
+    port = free_port()
+
+    def stranger() -> None:
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port), 1) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    return
+            except OSError:
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(stranger)
+        both = ThreadPoolExecutor(2)
+        first = both.submit(all_meet, rank(0, port, 2, 1))
+        done.result()
+        assert all_meet(rank(1, port, 2, 1)) == first.result() == [None]
+        both.shutdown()
+
+
+def test_ranks_that_do_not_come_are_named_to_all_others() -> None:
+    port, hasty = free_port(), {"NODES_TIMEOUT_S": "1"}
+    started = time.monotonic()
+    errors = all_meet(*(rank(number, port, 6, **hasty) for number in (0, 1, 4)))
+    assert time.monotonic() - started < 10
+    for error in errors:
+        assert isinstance(error, ConnectionError), "another start may help"
+        assert str(error).startswith("of 6 ranks 2 to 3, 5 did not come within 1 s; rank 0 waits on")
+
+
+def test_unequal_numbers_of_ranks_are_named_on_both_nodes() -> None:
+    port = free_port()
+    errors = all_meet(rank(0, port, 4, 2), rank(4, port, 8, 4))
+    text = f"rank 4 on {socket.gethostname()} was started as one of 8 ranks, 4 on its node, and rank 0 on"
+    for error in errors:
+        assert (
+            isinstance(error, ValueError)
+            and text in str(error)
+            and "as one of 4, 2 on its node" in str(error)
+        )
+
+
+def test_two_nodes_of_one_number_are_named() -> None:
+    port = free_port()
+    hasty = {"NODES_TIMEOUT_S": "2"}
+    errors = all_meet(rank(0, port, **hasty), rank(1, port, **hasty), rank(1, port, **hasty))
+    assert [type(error) for error in errors[:1]] == [ValueError] and "rank 1 is there twice" in str(errors[0])
+
+
+def test_a_port_in_use_and_a_master_addr_of_another_host_are_named_at_once() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (error,) = all_meet(rank(0, port))
+    assert isinstance(error, ValueError) and f"MASTER_PORT={port} is in use on this host" in str(error)
+    started = time.monotonic()
+    (error,) = all_meet(rank(0, free_port(), MASTER_ADDR="no.such.host.invalid"))
+    assert isinstance(error, ValueError) and time.monotonic() - started < 10
+    assert f"MASTER_ADDR=no.such.host.invalid is not this host, {socket.gethostname()}" in str(error)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_rank_that_finds_nobody_says_where_it_looked(address: str) -> None:
+    port = free_port()
+    (error,) = all_meet(rank(2, port, MASTER_ADDR=address, NODES_TIMEOUT_S="0.5"))
+    assert isinstance(error, ConnectionError)
+    assert f"did not find rank 0 within 0.5 s at MASTER_ADDR={address}, MASTER_PORT={port}: " in str(error)
+
+
+def test_nobody_waits_on_one_node_nor_where_an_agent_has_met() -> None:
+    meet({})
+    meet(rank(1, 1, ranks=2, here=2))
+    meet(rank(1, 1, TORCHELASTIC_USE_AGENT_STORE="True"))
+    with pytest.raises(ValueError, match="NODES_TIMEOUT_S=soon: a number of seconds"):
+        meet(rank(1, 1, NODES_TIMEOUT_S="soon"))
+
+
+def test_a_run_meets_before_it_imports(
+    settings: dict, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = tmp_path / "config.json"  # type: ignore[operator]
+    config.write_text(json.dumps(settings))
+    for key, value in rank(0, 1, 1, 1).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: pytest.fail("it went on"))
+
+    def nobody() -> None:
+        raise ConnectionError("nobody came")
+
+    monkeypatch.setattr(train, "meet", nobody)
+    assert train.main([str(config)]) == train.CRASHED
+    assert "error: nobody came" in capsys.readouterr().err
+
+
+def test_numbers_are_short() -> None:
+    assert _numbers([1, 2, 3, 7]) == "1 to 3, 7" and _numbers([5]) == "5"
