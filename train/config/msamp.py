@@ -41,7 +41,7 @@ def problems(section: Any) -> list[str]:
         for key in ("enabled", "use_te")
         if not isinstance(section.get(key, False), bool)
     ]
-    if section.get("opt_level", "O1") not in LEVELS:
+    if section.get("opt_level", "O1") not in [*LEVELS]:  # also of what cannot be a key
         found.append(
             f"msamp.opt_level: {json.dumps(section['opt_level'])} is given, O1, O2 or O3 is expected"
         )

@@ -133,6 +133,7 @@ def test_a_section_for_ms_amp_that_is_off_does_nothing():
     ("changes", "words"),
     [
         ({"level": "O4"}, 'msamp.opt_level: "O4" is given, O1, O2 or O3'),
+        ({"level": ["O1"]}, 'msamp.opt_level: \\["O1"\\] is given, O1, O2 or O3'),
         ({"level": "O1", "enabled": "yes"}, 'msamp.enabled: "yes" is given, true or false'),
         ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel: no such key.*did you mean opt_level"),
         (
