@@ -13,8 +13,11 @@ import torch
 
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
+from tests.train.engine.test_states import FLOAT32, REMAINDER, Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
+from train.engine import zero
+from train.preflight.as_before import as_before
 from train.preflight.gradients import Comparison, problems, wrong_shares
 
 FLOAT32_GRADIENTS = {"grad_accum_dtype": "fp32"}
@@ -188,6 +191,24 @@ def test_with_documents_each_micro_batch_counts_by_its_labels(
 ) -> None:
     run(settings, max_steps=2, data={**settings["data"], "document_mask": True}, preflight=True, dry_run=True)
     assert "preflight: gradients of 2 micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, REMAINDER])
+def test_weights_that_are_negative_zeros_stay_so(settings: dict, precision: dict[str, str]) -> None:
+    """A step of length 0 makes 0 of them where a moment is negative: no reason to stop a run, nor to change it."""
+    trained = Trained(settings, precision)
+    for master in zero.masters(trained.engine):
+        master.tensor.data[::7] = -0.0
+    trained.engine.optimizer.update_lp_params()
+    weights = [master.tensor.detach().clone() for master in zero.masters(trained.engine)]
+    with as_before(trained.engine, trained.precision):
+        for group in trained.engine.optimizer.param_groups:
+            group["lr"] = 0.0
+        trained.steps(1)
+        changed = [master.tensor.detach().signbit() for master in zero.masters(trained.engine)]
+    assert not all(torch.equal(c, w.signbit()) for c, w in zip(changed, weights, strict=True))
+    for weight, master in zip(weights, zero.masters(trained.engine), strict=True):
+        assert torch.equal(weight.signbit(), master.tensor.signbit()) and torch.equal(weight, master.tensor)
 
 
 def test_one_missing_among_hundreds_is_found_and_rounding_is_not() -> None:
