@@ -75,8 +75,8 @@ class FP8Alarms:
         began: list[dict[str, Any]] = []
         over: list[dict[str, Any]] = []
         told: list[tuple[float, str]] = []
-        before = len(self.active)
-        for (gemm, operand), found in _by_operand(health).items():
+        before, operands = len(self.active), _by_operand(health)
+        for (gemm, operand), found in operands.items():
             parts = {what: value / limit_of(what, operand) for what, value in found.items()}
             worst, key = max(parts.values()), (gemm, operand)
             if key not in self.active and worst > 1:
@@ -86,6 +86,10 @@ class FP8Alarms:
                 told.append((worst, _told(gemm, operand, above, found.get("range"))))
             elif key in self.active and worst < OVER:
                 over.append({"gemm": gemm, "operand": operand, "since": self.active.pop(key)})
+        # bf16_modules may name a GEMM since; one whose operand alone is not finite is another matter
+        of_fp8 = {gemm for gemm, _ in operands}
+        for gemm, operand in [key for key in self.active if key[0] not in of_fp8]:
+            over.append({"gemm": gemm, "operand": operand, "since": self.active.pop((gemm, operand))})
         self.count += len(began)
         for _, line in sorted(told, reverse=True)[:NAMED]:
             tell(f"step {step}: {line}")

@@ -79,6 +79,23 @@ def test_an_alarm_is_told_once_and_when_it_is_over() -> None:
     assert resumed.judge(10, health("input"), said.append) == {} and len(said) == 2
 
 
+def test_an_alarm_is_over_where_its_gemm_runs_fp8_no_more() -> None:
+    """As after a resume with another bf16_modules, or a stage; not where what is in trouble is not a number."""
+    alarms, said = FP8Alarms(), list[str]()
+    alarms.judge(1, health("input", underflow=0.06), said.append)
+    not_finite = health("input")
+    for column in not_finite["model.layers.*.mlp.fc2"]["input"].values():
+        column[1] = None
+    assert alarms.judge(2, not_finite, said.append)["fp8_alarms"]["active"] == 1
+    for operand in ("weight", "gradient"):
+        for column in not_finite["model.layers.*.mlp.fc2"][operand].values():
+            column[1] = None
+    found = alarms.judge(3, not_finite, said.append)["fp8_alarms"]
+    assert [entry["since"] for entry in found["over"]] == [1] and found["active"] == 0
+    assert said[1:] == ["step 3: FP8 alarm over: model.layers.1.mlp.fc2 (input)"]
+    assert alarms.judge(4, not_finite, said.append) == {}
+
+
 def test_of_many_the_worst_are_named() -> None:
     values = health("input")
     values["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
