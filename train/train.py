@@ -215,8 +215,9 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
-        with record if main else contextlib.nullcontext(), beside, signals.taking_steps():
-            last = train(run)
+        with record if main else contextlib.nullcontext(), signals.taking_steps():
+            with beside:  # what was planned is the first stage's
+                last = train(run)
             while state.step < args.max_steps:
                 start["stages"].append(enter_stage(run, ds_config))
                 last = train(run)

@@ -4,6 +4,7 @@ import json
 import re
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,14 +36,18 @@ def tensors(folder: Path, step: int) -> list[Any]:
 
 
 def test_a_change_is_a_stop_and_a_resume(
-    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture
+    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its proof and its speed, and the checkpoint before it is one to go on from."""
+    """With its proof and its speed, and the checkpoint before it is one to go on from. The plan, of the first stage, is
+    beside what was measured of that."""
+    planned = SimpleNamespace(to_json=dict, beside=lambda peak, speed: "measured, beside the plan")
+    monkeypatch.setattr(setup, "planned_for", lambda *_: planned)
     first, second = PRECISIONS["bf16"], PRECISIONS["delayed"]
     settings |= {"max_steps": 5, "logging_steps": 2}
     scheduled = {"precision": {"schedule": [{"until_step": 3, **first}, second]}}
     whole = run(settings, **scheduled)
     out = capsys.readouterr().out
+    assert "beside the plan" in out.partition("step 4: stage 2 of 2 of precision.schedule")[0]
     assert "step 4: stage 2 of 2 of precision.schedule" in out and "FP8: 6 of 7 GEMM modules ran FP8" in out
     stages = {m["step"]: m["precision_stage"] for m in metrics(whole) if "precision_stage" in m}
     assert {s: (v["number"], v["compute"]) for s, v in stages.items()} == {3: (1, "bf16"), 5: (2, "fp8")}
