@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import socket
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from model.config import UserError
 from model.fp8.machine import describe
 from train.config.arguments import TrainingArguments
+from train.config.schedule import precisions_of
 from train.data.stream import open_stream
 from train.preflight.devices import Health, Speed, health_of_gpu, speed_of_gpu
 from train.preflight.sizes import existing
@@ -31,7 +33,7 @@ HOPPER = (9, 0)
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to others after a while
 SLOW_GPU, SLOW_LINK = 1.15, 1.5  # times slower than the median of the others
 LINK_BYTES = {"cuda": 2**28, "cpu": 2**20}
-REPEATS = 5
+WARMUPS, REPEATS = 2, 5
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Rank:
 
 
 def check_ranks(args: TrainingArguments) -> Found:
-    """Every rank calls it, with resolved arguments; the same is found on all."""
+    """Every rank calls it; the same is found on all. Raises OSError, on rank 0: output_dir cannot be written."""
     mine = this_rank(args, folder=sees_rank_0s_file(args))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -104,15 +106,24 @@ def this_rank(args: TrainingArguments, folder: bool) -> Rank:
 
 def sees_rank_0s_file(args: TrainingArguments) -> bool:
     """Where output_dir is, or will be made. Raises OSError, on rank 0: it cannot be written."""
-    place, main = existing(RunFolder(args.output_dir).path), dist.get_rank() == 0
+    folder, main = RunFolder(args.output_dir).path, dist.get_rank() == 0
+    place = existing(folder) if main else None
     with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") if main else nullcontext() as file:
         name = [Path(file.name).name if file else None]
         dist.broadcast_object_list(name, src=0)
         deadline = time.monotonic() + SEEN_WITHIN_S
-        while not (seen := (place / str(name[0])).is_file()) and time.monotonic() < deadline:
+        while not (seen := sees(folder, str(name[0]))) and time.monotonic() < deadline:
             time.sleep(0.2)
         dist.barrier()
     return seen
+
+
+def sees(folder: Path, name: str) -> bool:
+    """Whether there is a file of that name where `folder` is, or will be made. A node that looked for the folder before
+    rank 0 made it may be told by NFS for half a minute that it is not there, unless it lists what that would be in."""
+    with contextlib.suppress(OSError):
+        os.listdir(existing(folder))
+    return (existing(folder) / name).is_file()
 
 
 def names_of(ranks: list[Rank]) -> list[str]:
@@ -144,7 +155,7 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
             f"output_dir {args.output_dir} is not the same folder on all nodes: {', '.join(blind)} did not see a "
             "file of rank 0 in it; choose one on a file system that they share, by an absolute path"
         )
-    if args.precision.compute == "fp8" and not args.precision.emulated:
+    if any(own.compute == "fp8" for own in precisions_of(args.precision)) and not args.precision.emulated:
         for rank, its in enumerate(ranks):
             if its.capability is not None and its.capability < HOPPER:
                 problems.append(
@@ -225,15 +236,16 @@ def pairs_of(hosts: list[str]) -> list[list[tuple[str, tuple[int, int]]]]:
 
 
 def measure_links(hosts: list[str]) -> list[Link]:
-    """By an all-reduce of each pair; every rank calls it, and gets all of them. Once a process: torch would look for a
-    second group of the same ranks where the first one was."""
+    """By what each pair sends each other; every rank calls it, and gets all of them.
+
+    In the group of all ranks: NCCL makes groups of pairs by a split of that one, for which all ranks have to wait, a
+    group after another.
+    """
     rank, mine = dist.get_rank(), []
     for pairs in pairs_of(hosts):
         for kind, pair in pairs:
             if rank in pair:
-                group = dist.new_group(list(pair), use_local_synchronization=True)
-                speed = all_reduce_gb_s(group)
-                dist.destroy_process_group(group)
+                speed = exchange_gb_s(sum(pair) - rank)
                 if rank == pair[0]:
                     mine.append(Link(kind, pair, speed))
         dist.barrier()
@@ -242,19 +254,26 @@ def measure_links(hosts: list[str]) -> list[Link]:
     return [link for links in every for link in links]
 
 
-def all_reduce_gb_s(group: Any) -> float:
-    """Bytes that each of two ranks sends, and receives, in a second, in GB."""
+def exchange_gb_s(peer: int) -> float:
+    """Bytes that this rank sends to rank `peer`, and at the same time receives, in a second, in GB; the peer calls it
+    too."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensor = torch.zeros(LINK_BYTES[device] // 4, device=device)
-    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(2):
-        dist.all_reduce(tensor, group=group)
-    wait()
-    start = time.perf_counter()
-    for _ in range(REPEATS):
-        dist.all_reduce(tensor, group=group)
-    wait()
-    return REPEATS * tensor.nbytes / (time.perf_counter() - start) / 1e9
+    sent = torch.zeros(LINK_BYTES[device] // 4, device=device)
+    received = torch.empty_like(sent)
+    for repeat in range(WARMUPS + REPEATS):
+        if repeat == WARMUPS:
+            _wait_for_gpu()
+            start = time.perf_counter()
+        both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+    _wait_for_gpu()
+    return REPEATS * sent.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def judge_links(links: list[Link], where: list[str], found: Found) -> None:
@@ -263,9 +282,7 @@ def judge_links(links: list[Link], where: list[str], found: Found) -> None:
             " and ".join(where[r] for r in link.ranks): link.gb_s for link in links if link.kind == kind
         }
         low, high = min(figures.values()), max(figures.values())
-        found.lines.append(
-            f"links {kind}: {low:,.1f} to {high:,.1f} GB/s, by all-reduces of {len(figures)} pairs"
-        )
+        found.lines.append(f"links {kind}: {low:,.1f} to {high:,.1f} GB/s each way, of {len(figures)} pairs")
         for pair, usual in slow(figures, SLOW_LINK).items():
             found.warnings.append(
                 f"the link {kind} between {pair} has {figures[pair]:,.1f} GB/s, and the others {usual:,.1f}: all wait "

@@ -127,8 +127,6 @@ def alike(settings: dict, fault: str, folder: str) -> dict[str, Any]:
     if other and fault == "other_folder":
         ranks.existing = lambda path: Path(folder)
     ranks.SEEN_WITHIN_S = 0.3
-    if fault != "none":  # links are measured once a process
-        ranks.measure_links = lambda hosts: []
     if other and fault == "version":
 
         def this_rank(*values: Any, **named: Any) -> ranks.Rank:

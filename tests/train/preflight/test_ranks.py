@@ -190,7 +190,7 @@ def test_the_slow_link_is_named_among_its_kind() -> None:
         "the link within a node between rank 5 (b) and rank 6 (b) has 20.0 GB/s, and the others 200.0"
     )
     assert found.lines == [
-        "links within a node: 20.0 to 200.0 GB/s, by all-reduces of 5 pairs",
-        "links between nodes: 22.0 to 22.0 GB/s, by all-reduces of 1 pairs",
+        "links within a node: 20.0 to 200.0 GB/s each way, of 5 pairs",
+        "links between nodes: 22.0 to 22.0 GB/s each way, of 1 pairs",
     ]
     assert ranks.slow({"a": 100.0, "b": 80.0, "c": 101.0}, ranks.SLOW_LINK) == {}
