@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from model.config import UserError
 from model.fp8.machine import describe
+from model.fp8.te_backend import HOPPER
+from model.fp8.torchao_fp8 import CAPABILITY
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of
 from train.data.stream import open_stream
@@ -29,7 +31,6 @@ from train.preflight.devices import Health, Speed, health_of_gpu, speed_of_gpu
 from train.preflight.sizes import existing
 from train.record.run_folder import RunFolder
 
-HOPPER = (9, 0)
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to others after a while
 SLOW_GPU, SLOW_LINK = 1.15, 1.5  # times slower than the median of the others
 LINK_BYTES = {"cuda": 2**28, "cpu": 2**20}
@@ -155,13 +156,15 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
             f"output_dir {args.output_dir} is not the same folder on all nodes: {', '.join(blind)} did not see a "
             "file of rank 0 in it; choose one on a file system that they share, by an absolute path"
         )
-    if any(own.compute == "fp8" for own in precisions_of(args.precision)) and not args.precision.emulated:
-        for rank, its in enumerate(ranks):
-            if its.capability is not None and its.capability < HOPPER:
-                problems.append(
-                    f"{where[rank]}: {its.machine.get('gpu')} has compute capability {its.capability}, and FP8 needs a "
-                    "Hopper GPU (9.0); leave the node out, or set precision.compute to bf16"
-                )
+    sections = [p for p in precisions_of(args.precision) if p.compute == "fp8" and not p.emulated]
+    need = max((CAPABILITY.get(p.recipe, HOPPER) for p in sections), default=(0, 0))
+    for rank, its in enumerate(ranks):
+        if its.capability is not None and its.capability < need:
+            have = ".".join(map(str, its.capability))
+            problems.append(
+                f"{where[rank]}: {its.machine.get('gpu')} has compute capability {have}, and FP8 needs "
+                f"{need[0]}.{need[1]} (Hopper has 9.0); leave the node out, or set precision.compute to bf16"
+            )
     judge_gpus(ranks, where, found)
     return found
 

@@ -135,7 +135,7 @@ def test_a_gpu_that_is_otherwise_is_warned_of(bad: Rank, text: str) -> None:
     ("bad", "text"),
     [
         (replace(GOOD, versions={"torch": "2.13", "cudnn": "9.1"}), "cudnn 9.1, and none on 3 other ranks"),
-        (replace(GOOD, capability=(8, 0)), "has compute capability (8, 0), and FP8 needs a Hopper GPU"),
+        (replace(GOOD, capability=(8, 0)), "has compute capability 8.0, and FP8 needs 9.0"),
         (replace(GOOD, data="other"), "its data.sources are other data"),
         (replace(GOOD, data="", data_problem="no such folder"), "no such folder; data has to be where all"),
     ],
@@ -145,6 +145,23 @@ def test_what_no_run_can_have_keeps_it_from_starting(bad: Rank, text: str) -> No
     found = found_of(bad)
     (problem,) = found.problems
     assert found.warnings == [] and "rank 2 (b)" in problem and text in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"schedule": [{"until_step": 1}, {"compute": "fp8"}], "compute": "bf16"}, True),
+        ({"compute": "bf16"}, False),
+        ({"recipe": "tensorwise"}, False),
+        ({"recipe": "rowwise"}, True),
+    ],
+)
+def test_a_gpu_before_hopper_is_refused_where_fp8_runs_that_it_lacks(
+    changes: dict, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(ARGS.precision), "emulated", False)
+    args = replace(ARGS, precision=replace(ARGS.precision, backend="auto", **changes))
+    assert bool(judge(args, [replace(GOOD, capability=(8, 9))]).problems) == refused
 
 
 def test_where_nvidia_smi_is_not_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
