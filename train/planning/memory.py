@@ -69,16 +69,17 @@ def saved_by_layer(s: Setting, fp8: bool) -> float:
     scaled = BLOCK_SCALES if s.recipe == "block" else 1.0
     attention = e * (2 * q + 2 * kv) + lse + 2 * 4  # q, k, v, out; 1/rms of two norms
     inputs = 2 * e * H  # of the two norms: the residual stream
+    # gate and up; silu(gate), but where it is computed again
+    swiglu = (2 if s.variant == "te_layer" or s.fused_swiglu else 3) * e * I
     if not fp8:
-        # outputs of the norms; out is o_proj's input too
-        mlp = 3 * e * I if s.variant == "te_layer" else 4 * e * I
-        return attention + inputs + 2 * e * H + mlp
+        # outputs of the norms; out is o_proj's input too; SwiGLU's output
+        return attention + inputs + 2 * e * H + swiglu + e * I
     if s.variant == "te_layer":
         # transposed copies for the weight gradients; LayerNormMLP keeps the rows of its norm's output as well
         of_swiglu = 2 * I if s.recipe == "block" else I
-        return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + 2 * e * I
+        return attention + inputs + scaled * (H + 2 * H + q + of_swiglu) + swiglu
     # te_linear: q_proj, k_proj, v_proj, gate_proj and up_proj each quantize their input
-    return attention + inputs + scaled * (5 * H + q + I) + 3 * e * I
+    return attention + inputs + scaled * (5 * H + q + I) + swiglu
 
 
 def head_bytes(s: Setting) -> float:

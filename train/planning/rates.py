@@ -33,6 +33,8 @@ STEPS = (
 )
 # Trainings of one model with each recipe, one GPU, nothing beside them.
 RECIPES_OF = "convergence"
+# What was measured before had te_linear compute SwiGLU in torch.
+FUSED_SWIGLU_SINCE = "2026-11-22"
 GPUS_OF_A_NODE = 8
 
 
@@ -123,8 +125,10 @@ def measured() -> tuple[Measured, ...]:
 
 def _setting(report: dict[str, Any], row: dict[str, Any]) -> Setting:
     given = tuple((k, v if isinstance(v, str) else json.dumps(v)) for k, v in row["configuration"].items())
+    configured = _configured(report["model"], given)
     return replace(
-        _configured(report["model"], given),
+        configured,
+        fused_swiglu=configured.fused_swiglu and report["date"] >= FUSED_SWIGLU_SINCE,
         micro_batch=row["micro_batch"],
         eval_batch=0,
         seq_length=report["seq_length"],
@@ -243,7 +247,7 @@ def _distance(a: Setting, b: Setting) -> float:
     """How unlike what the two compute is, of one model and kind."""
     flags = sum(
         getattr(a, name) != getattr(b, name)
-        for name in ("cuda_graphs", "recompute", "fp8_head", "main_grad", "recipe")
+        for name in ("cuda_graphs", "recompute", "fp8_head", "main_grad", "recipe", "fused_swiglu")
     )
     tokens = abs(math.log2(a.micro_batch / b.micro_batch)) + abs(math.log2(a.seq_length / b.seq_length))
     corrected = (a.deterministic != b.deterministic) + (a.flash != b.flash)  # by what docs/ says of them

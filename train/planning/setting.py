@@ -27,6 +27,7 @@ class Setting:
     fp8_head: bool
     compiled: bool
     fused_cross_entropy: bool
+    fused_swiglu: bool  # te_linear's, which computes silu(gate) again in its backward (model/fused/swiglu.py)
     main_grad_asked: bool  # speed.main_grad, wherever there are float32 gradients (`main_grad`)
     cuda_graphs: bool
     health: bool  # precision.health_steps: a look at FP8's operands, which has a CUDA graph of its own
@@ -74,6 +75,7 @@ class Setting:
             fp8_head=fp8 and not in_bf16("lm_head"),
             compiled=args.model.variant == "torchao" if args.model.compile is None else args.model.compile,
             fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
+            fused_swiglu=args.model.variant == "te_linear" and speed.fused_swiglu,
             main_grad_asked=speed.main_grad,
             cuda_graphs=te and speed.cuda_graphs and stage < 3,
             health=te and fp8 and precision.health_steps > 0,

@@ -111,6 +111,22 @@ def test_muon_keeps_one_moment_of_the_matrices_of_the_layers(stage: int, ranks: 
     assert recommended.setting.optim == "muon"
 
 
+def test_te_linears_fused_swiglu_saves_what_was_measured() -> None:
+    """Passes of hare_1.1b at micro-batch 16 before and with it: docs/performance.md. te_layer has no such choice."""
+    keys = {"model__config": "hare_1.1b", "per_device_train_batch_size": 16, "per_device_eval_batch_size": 1}
+    before, now = (
+        setting(model__variant="te_linear", speed__fused_swiglu=fused, **keys) for fused in (False, True)
+    )
+    assert memory_of(before).peak_gib - memory_of(now).peak_gib == pytest.approx(53.8 - 46.2, rel=0.02)
+    estimates = [estimate(s, MEASURED_ON) for s in (before, now)]
+    assert estimates[1].tokens_per_second == pytest.approx(1.04 * estimates[0].tokens_per_second, rel=0.02)
+    rows = [m.setting for m in measured() if m.setting.variant == "te_linear" and not m.setting.fused_swiglu]
+    assert rows and estimate(rows[0], MEASURED_ON).basis.startswith("measured")
+    assert estimate(replace(rows[0], fused_swiglu=True), MEASURED_ON).basis.startswith("scaled from")
+    usual = setting(**keys)
+    assert memory_of(replace(usual, fused_swiglu=True)) == memory_of(usual)
+
+
 def test_without_a_cache_of_fp8_weights_recomputation_holds_one_layer_of_them() -> None:
     keys = {"gradient_checkpointing": True, "per_device_eval_batch_size": 1}
     once, cached = (setting(gradient_accumulation_steps=n, **keys) for n in (1, 2))
