@@ -139,9 +139,9 @@ def _in_the_step(s: Setting) -> float:
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
     if s.float32_gradients:
-        # for their reduction, on one rank too, in one tensor: a cast, or what joins those of less than a bucket
+        # for their reduction, on one rank too, in one tensor: what joins those of less than a bucket, and a cast
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
-        reduced = joined if s.reduces_in_float32 else 2 * s.parameters
+        reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = (
             STEP_TENSORS * 4 * min(CHUNK, s.parameters / s.ranks) if s.optimizer_bytes < FULL_STATES else 0
         )

@@ -248,6 +248,19 @@ def test_a_recommendation_of_another_stage_keeps_the_switch_of_main_grad() -> No
         assert not s.main_grad and at(s, 8, 1, 1, False, s.step_tokens).main_grad is switch
 
 
+@pytest.mark.parametrize(
+    ("config", "communication", "bytes_"),
+    [("hare_0.4b", None, 4 + 2), ("hare_0.4b", "fp32", 4), ("hare_1.1b", None, 2)],
+)
+def test_what_the_reduction_of_gradients_takes(config: str, communication: str | None, bytes_: int) -> None:
+    """DeepSpeed joins those of less than a bucket, and casts what it reduces in bf16."""
+    changes = {"model__config": config, "precision__gradient_communication": communication}
+    s = replace(setting(precision__compute="bf16", **changes), micro_batch=1, eval_batch=0, seq_length=64)
+    memory = memory_of(s)
+    assert memory.moment == "optimizer"
+    assert memory.parts["gradients of the step"] * 2**30 == pytest.approx(bytes_ * s.parameters)
+
+
 def test_estimates_say_what_they_are_derived_from() -> None:
     s = setting(model__attention_backend="flash", full_determinism=False, gradient_accumulation_steps=8)
     measured_here = estimate(replace(s, micro_batch=16), MEASURED_ON)
