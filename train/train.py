@@ -211,7 +211,6 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     del engine, micro_step
     start["time"] = round(log.begun, 1)
     start["plan"] = planned and planned.to_json()
-    start["stages"] = []  # of precision.schedule, that began in this start
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
@@ -219,7 +218,9 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
             with beside:  # what was planned is the first stage's
                 last = train(run)
             while state.step < args.max_steps:
-                start["stages"].append(enter_stage(run, ds_config))
+                stage_record = enter_stage(run, ds_config)
+                if main:
+                    record.add_stage(stage_record)
                 last = train(run)
     except signals.Stopped as stopped:
         if main:

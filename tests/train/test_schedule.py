@@ -16,11 +16,13 @@ from model.proof import ProofError
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
 from train import setup
-from train.checkpoint.files import read_state
+from train.checkpoint import save
+from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.schedule import precisions_of, stage_at
 from train.engine.zero import masters
 from train.evaluation.models import plan
+from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
@@ -56,6 +58,7 @@ def test_a_change_is_a_stop_and_a_resume(
     (noted,) = start["stages"]
     assert start["fp8"] == "bf16" and noted["step"] == 3 and noted["fp8"].startswith("6/7 delayed")
     assert any("ran FP8" in line for line in noted["proof"])
+    assert read_history(whole).fp8() == f"bf16; then {noted['fp8']}"
     assert plan(whole / START, None).precision.compute == "bf16"
     assert read_state(whole / "checkpoints/step-00000005").precision["amax_history_len"] == 4
 
@@ -155,6 +158,25 @@ def test_a_later_stage_that_cannot_run_ends_the_run_before_its_first_step(settin
     ):
         run(settings, precision={"schedule": schedule})
     assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_at_a_change_ends_the_run(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing that the next stage could begin from; the save before it is as it was."""
+    write = save.write_tensors
+
+    def full(path: Path, value: Any) -> Any:
+        if path.parent.name == "step-00000003":
+            raise OSError(f"{path} could not be written: No space left on device")
+        return write(path, value)
+
+    monkeypatch.setattr(save, "write_tensors", full)
+    settings |= {"on_save_failure": "continue", "save_steps": 2}
+    with pytest.raises(save.SaveError, match="No space left on device"):
+        run(settings, precision={"schedule": [{"until_step": 3, "compute": "bf16"}, {}]})
+    folder = RunFolder(settings["output_dir"])
+    assert [path.name for path in committed(folder.checkpoints)] == ["step-00000002"]
+    assert read_starts(folder)[0]["ended"]["how"] == "failed"
 
 
 def arguments(settings: dict, schedule: Any, **changes: Any) -> TrainingArguments:

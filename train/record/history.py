@@ -86,8 +86,10 @@ class History:
         return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
-        """What was proved of the last start, in short."""
-        return str(self.starts[-1].get("fp8", "")) if self.starts else ""
+        """What was proved of the last start, in short, and of the stages of precision.schedule that began in it."""
+        last = self.starts[-1:]
+        stages = (last[0].get("stages") or []) if last else []
+        return "; then ".join(str(each.get("fp8", "")) for each in (*last, *stages))
 
     def state(self) -> str:
         """What became of its last start."""

@@ -38,7 +38,7 @@ class RunRecord:
 
     start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
     expected: exception -> how it says that the run ended; others say "failed". A run.json that cannot be read is kept
-    beside the new one. Raises OSError: the file cannot be written at the begin; in the end `tell` says it."""
+    beside the new one. Raises OSError: the file cannot be written at the begin; later `tell` says it."""
 
     def __init__(
         self,
@@ -48,23 +48,32 @@ class RunRecord:
         expected: dict[type[BaseException], str],
     ):
         self.folder, self.position, self.expected = folder, position, expected
-        self.start: dict[str, Any] = {**start, "ended": None}
+        self.start: dict[str, Any] = {**start, "stages": [], "ended": None}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunRecord:
         self.starts = read_starts(self.folder)
         if not self.starts and self.folder.run.exists():
             self.folder.run.rename(f"{self.folder.run}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
         self.starts.append(self.start)
         self._write()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         how = "done" if kind is None else self.expected.get(kind, "failed")
         step, tokens = self.position()
         self.start["ended"] = {"time": round(time.time(), 1), "how": how, "step": step, "tokens": tokens}
+        self._try_to_write("how the run ended")
+
+    def add_stage(self, stage: dict[str, Any]) -> None:
+        """That a stage of precision.schedule has begun is in run.json from here on: "step", "stage", "fp8", "proof"."""
+        self.start["stages"].append(stage)
+        self._try_to_write(f"what was proved at step {stage['step']}")
+
+    def _try_to_write(self, what: str) -> None:
         try:
             self._write()
         except OSError as error:
-            tell(f"warning: {self.folder.run} does not say how the run ended: {error}")
+            tell(f"warning: {self.folder.run} does not say {what}: {error}")
 
     def _write(self) -> None:
         write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")

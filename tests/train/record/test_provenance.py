@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,6 +40,21 @@ def test_starts_are_added_and_say_how_they_ended(tmp_path):
         (8, "failed"),
     ]
     assert all((start["ended"]["step"], start["ended"]["tokens"]) == (7, 70) for start in starts)
+
+
+def test_a_stage_is_there_when_it_begins(tmp_path, monkeypatch, capsys):
+    """What is killed in it has said what was proved; a full disk does not end the run."""
+    folder, stages = RunFolder(tmp_path), [{"step": 3, "fp8": "a"}, {"step": 5, "fp8": "b"}]
+    with record(folder) as its:
+        its.add_stage(stages[0])
+        assert read_starts(folder)[0]["stages"] == stages[:1]
+        with monkeypatch.context() as full:
+            full.setattr(
+                provenance, "write_durably", Mock(side_effect=OSError(28, "No space left on device"))
+            )
+            its.add_stage(stages[1])
+        assert "run.json does not say what was proved at step 5: [Errno 28]" in capsys.readouterr().out
+    assert read_starts(folder)[0]["stages"] == stages
 
 
 def test_a_run_json_that_cannot_be_read_is_kept(tmp_path):
