@@ -62,7 +62,12 @@ def _receive(at: tuple[str, int], me: dict[str, Any], deadline: float, timeout_s
         token = secrets.token_hex()
         _reach_oneself(at, server, token, me["host"])
         problem, late = "", False
-        while not problem and len(came) < me["ranks"] - 1:
+        while not problem:
+            if len(came) == me["ranks"] - 1:
+                # a node that was stopped meanwhile is going to be started again
+                came = {rank: those for rank, those in came.items() if not _is_gone(those[1])}
+                if len(came) == me["ranks"] - 1:
+                    break
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
@@ -77,7 +82,10 @@ def _receive(at: tuple[str, int], me: dict[str, Any], deadline: float, timeout_s
                 )
                 break
             stack.callback(connection.close)
-            if (its := _heard(connection)) is not None:
+            its = _heard(connection)
+            if its is not None and "rank" in its:
+                if its["rank"] in came and _is_gone(came[its["rank"]][1]):
+                    del came[its["rank"]]
                 problem = _differs(its, me, came)
                 came.setdefault(its["rank"], (its, connection))
         for _, connection in came.values():
@@ -108,8 +116,9 @@ def _reach_oneself(at: tuple[str, int], server: socket.socket, token: str, host:
     try:
         with socket.create_connection(at, ANSWER_S) as own:
             own.sendall(json.dumps({"token": token}).encode() + b"\n")
-            server.settimeout(ANSWER_S)
-            for _ in range(64):  # others may have come first: they try again
+            end = time.monotonic() + ANSWER_S
+            while (left := end - time.monotonic()) > 0:  # others may have come first: they try again
+                server.settimeout(left)
                 connection, _ = server.accept()
                 with connection:
                     if (_heard(connection) or {}).get("token") == token:
@@ -132,6 +141,19 @@ def _heard(connection: socket.socket) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return said if isinstance(said, dict) and ("token" in said or isinstance(said.get("rank"), int)) else None
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether who waits there for the word has ended."""
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(ANSWER_S)
 
 
 def _differs(its: dict[str, Any], me: dict[str, Any], came: dict[int, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from train import train
-from train.engine.meeting import _numbers, meet
+from train.engine.meeting import _listen, _numbers, _reach_oneself, meet
 from train.launch import free_port
 
 
@@ -44,6 +45,43 @@ def test_those_who_come_meet_in_any_order() -> None:
     assert all_meet(*(rank(number, port) for number in (3, 1, 2, 0))) == [None] * 4
     with socket.create_server(("", port)):  # free again, for torch
         pass
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_who_was_started_again_is_not_there_twice(order: tuple[int, int]) -> None:
+    """Nodes that are started by hand: a mistake on one of them, while the others wait."""
+    port = free_port()
+
+    def stopped() -> None:
+        told = {"rank": 1, "ranks": 3, "on its node": 1, "host": "b"}
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port), 1) as connection:
+                    connection.sendall(json.dumps(told).encode() + b"\n")
+                    connection.settimeout(0.3)
+                    if connection.recv(1):
+                        return
+            except TimeoutError:
+                return
+            except OSError:
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(all_meet, rank(0, port, 3, 1))
+        stopped()
+        first = pool.submit(all_meet, rank(order[0], port, 3, 1))
+        time.sleep(0.2)
+        assert all_meet(rank(order[1], port, 3, 1)) == [None] == first.result() == waiting.result()
+
+
+def test_rank_0_finds_itself_among_hundreds_that_came_first() -> None:
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_listen(port, 300))
+        for number in range(300):
+            other = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            other.sendall(json.dumps({"rank": number}).encode() + b"\n")
+        _reach_oneself(("127.0.0.1", port), server, "token", "here")
 
 
 def test_strangers_are_passed_over() -> None:
