@@ -321,8 +321,17 @@ def state_parts_gib(
 
 
 def state_memory_gib(
-    config: MistralConfig, zero_stage: int, world_size: int, compute: str = "bf16", optim: str = "adamw"
+    config: MistralConfig,
+    zero_stage: int,
+    world_size: int,
+    compute: str = "bf16",
+    optimizer_bytes: float | None = None,
+    optim: str = "adamw",
 ) -> float:
     """The sum of `state_parts_gib`; activations, buckets and FP8 copies of weights come on top:
     train/planning/memory.py has them."""
-    return sum(state_parts_gib(config, zero_stage, world_size, compute, optim=optim).values())
+    return sum(
+        state_parts_gib(
+            config, zero_stage, world_size, compute, optimizer_bytes=optimizer_bytes, optim=optim
+        ).values()
+    )

@@ -82,7 +82,17 @@ def task_of(args: TrainingArguments, ds_config: dict[str, Any], world_size: int)
         main_grad=main_grad,
         graphs_allowed=no_graphs is None,
         document_mask=args.data.document_mask,
-        other_memory_gib=max(0.0, state_memory_gib(config, stage, world_size, optim=args.optim) - held),
+        other_memory_gib=max(
+            0.0,
+            state_memory_gib(
+                config,
+                stage,
+                world_size,
+                optimizer_bytes=args.precision.optimizer_bytes,
+                optim=args.optim,
+            )
+            - held,
+        ),
         ranks=world_size,
         zero_stage=stage,
     )

@@ -131,23 +131,25 @@ def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, meas
 
 
 @pytest.mark.parametrize(
-    ("stage", "main_grad", "graphs", "accumulation", "beside"),
+    ("stage", "main_grad", "graphs", "accumulation", "states", "beside"),
     [
-        (0, False, True, 2, 2 + 12),
-        (1, True, True, 2, 12 / 4),
-        (2, False, True, 2, (2 + 12) / 4),
-        (3, False, False, 1, (2 + 2 + 12) / 4 - 2),
+        (0, False, True, 2, "fp32", 2 + 12),
+        (1, True, True, 2, "fp32", 12 / 4),
+        (1, True, True, 2, "bf16_remainder", 6 / 4),
+        (2, False, True, 2, "fp32", (2 + 12) / 4),
+        (3, False, False, 1, "fp32", (2 + 2 + 12) / 4 - 2),
     ],
 )
 def test_what_is_measured_is_what_the_zero_stage_runs(
-    settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int, beside: float
+    settings: dict, stage: int, main_grad: bool, graphs: bool, accumulation: int, states: str, beside: float
 ) -> None:
     """beside: bytes a parameter on 4 ranks that the measurement does not hold itself, as it does the whole weights and,
     with main_grad, float32 gradients."""
     args = arguments(settings, deepspeed=f"ds_config_zero{stage}.json")
     task = glue.task_of(args, resolve_ds_config(args, 1), 1)
     assert (task.main_grad, task.graphs_allowed, task.accumulation) == (main_grad, graphs, accumulation)
-    args = TrainingArguments.from_dict({**settings, "deepspeed": f"ds_config_zero{stage}.json"}).resolve(4)
+    changes = {"deepspeed": f"ds_config_zero{stage}.json", "precision": {"optimizer_states": states}}
+    args = TrainingArguments.from_dict({**settings, **changes}).resolve(4)
     task = glue.task_of(args, resolve_ds_config(args, 4), 4)
     assert task.other_memory_gib == pytest.approx(beside * num_parameters(task.config) / GIB)
 
