@@ -50,6 +50,8 @@ Compute = Literal["fp8", "bf16", "fp16", "fp32"]
 # Bytes of a parameter that each of AdamW's states has of its own: what is left of the float32 weight, and two moments.
 FULL_STATES, SPLIT_WEIGHT = 4 + 2 * 4, 2
 STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
+# Elements of packed states that a step decodes at a time; in float32 it needs some six times their 64 MiB.
+STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 EIGHT_BITS = ("int8", "fp8")  # torchao's
 # A second moment changes by at most 1 - adam_beta2 in a step, and bf16 keeps changes of 1/256 or more.

@@ -4,8 +4,8 @@
     bf16_remainder    6: the float32 weight is the model's bf16 weight and 16 bits more; moments in bf16 (10: float32)
     int8, fp8         4.03: the same weight; moments in torchao's 8 bits, with a scale for each block of 256
 
-A step decodes `CHUNK` elements at a time, has torch's AdamW step them in float32, and encodes them again. So a weight
-is float32 to the last bit; of what it was rounded to nothing is lost.
+A step decodes `STATE_CHUNK` elements at a time, has torch's AdamW step them in float32, and encodes them again. So a
+weight is float32 to the last bit; of what it was rounded to nothing is lost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from model.fp8.recipes import STATE_BLOCK
+from model.fp8.recipes import STATE_BLOCK, STATE_CHUNK
 from model.fp8.torchao_fp8 import STATE_DTYPES, dequantize_state, quantize_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CHUNK = 2**24  # elements; in float32 a step needs some six times their 64 MiB
 
 State = dict[str, torch.Tensor]  # of a flat tensor of weights, as torch.optim.Optimizer.state has it
 
@@ -113,8 +112,8 @@ class PackedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 state = self.state[weight] or self._begin(weight, group)
-                for start in range(0, len(weight), CHUNK):
-                    self._step(group, weight, state, start, min(start + CHUNK, len(weight)))
+                for start in range(0, len(weight), STATE_CHUNK):
+                    self._step(group, weight, state, start, min(start + STATE_CHUNK, len(weight)))
                 state["step"] += 1
 
     def _step(self, group: dict[str, Any], weight: torch.Tensor, state: State, start: int, end: int) -> None:
@@ -161,8 +160,8 @@ class PackedAdamW(torch.optim.Optimizer):
             return
         (group,) = (g for g in self.param_groups if any(p is weight for p in g["params"]))
         state = self._begin(weight, group, step)
-        for start in range(0, len(weight), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(weight), STATE_CHUNK):
+            part = slice(start, start + STATE_CHUNK)
             split(master[part].to(weight.device), weight[part], state["remainder"][part])
             for moment in MOMENTS:
                 encode(moments[moment][part].to(weight.device), state, moment, start)

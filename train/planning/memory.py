@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config import GIB, layer_matrix_parameters, num_parameters, state_parts_gib
-from model.fp8.recipes import FULL_STATES
+from model.fp8.recipes import FULL_STATES, STATE_CHUNK
 from train.planning.setting import MOST_LIVE_PARAMETERS, REDUCE_BUCKET, Setting
 
 # cuBLAS workspaces of Transformer Engine and of torch, 32 MiB each on Hopper.
@@ -25,8 +25,7 @@ BLOCK_SCALES = 1 + 4 / 128
 # Of an element of the matrix that Muon orthogonalizes: gradient, two of momentum, the update in float32 and in halves.
 MUON_BYTES = 4 * 4 + 3 * 2
 MOST_MICRO_BATCH = 2**24
-# A step of packed states: elements at a time and float32 tensors of so many (train/engine/states.py, CHUNK).
-CHUNK, STEP_TENSORS = 2**24, 6
+STEP_TENSORS = 6  # of a step of packed states (train/engine/states.py): float32, of STATE_CHUNK elements
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,9 @@ def _in_the_step(s: Setting) -> float:
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = (
-            STEP_TENSORS * 4 * min(CHUNK, s.parameters / s.ranks) if s.optimizer_bytes < FULL_STATES else 0
+            STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks)
+            if s.optimizer_bytes < FULL_STATES
+            else 0
         )
         # what ranks exchange of matrices that two of them have in part is less, and follows it
         return max(reduced, decoded, muon)

@@ -48,7 +48,7 @@ def test_a_float32_number_is_a_bf16_one_and_16_bits() -> None:
 )
 def test_a_step_is_that_of_float32(monkeypatch: pytest.MonkeyPatch, moments: str, tolerance: float) -> None:
     """With float32 moments to the last bit, however the weights are cut into chunks."""
-    monkeypatch.setattr(states, "CHUNK", 256)
+    monkeypatch.setattr(states, "STATE_CHUNK", 256)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(3 * 256 + 77, generator=generator).bfloat16()
     whole, half = torch.nn.Parameter(start.float()), start.clone()
