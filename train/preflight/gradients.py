@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from model.config import GIB
 from model.fp8.precision import Precision
 from model.fp8.state import snapshot_fp8_state
 from train.checkpoint.reshard import WEIGHT, pieces_of_master
@@ -128,6 +129,16 @@ def compare_gradients(
 def peak_without(*tensors: torch.Tensor) -> int:
     """Bytes on the GPU since the last call of `take_step`; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() - sum(t.nbytes for t in tensors) if tensors[0].is_cuda else 0
+
+
+def more_than_a_step_gib(engine: Any, micro_step: MicroStep, micro_batches: int) -> float:
+    """What `compare_gradients` keeps at most beside a step: its samples and, where the steps of the run leave none, a
+    gradient of each weight in the weight's type."""
+    sample = Sample.of(engine, micro_batches)
+    kept = 4 * sample.length * (micro_batches + 2)  # of each micro-batch, their sum, and what was reduced
+    if not micro_step.plain:
+        kept += sum(p.element_size() * zero.shape_of(p).numel() for p in trained(engine))
+    return kept / GIB
 
 
 def allowed_error(engine: Any, micro_batches: int) -> float:

@@ -53,14 +53,22 @@ def memory_ran_out(error: Exception, args: TrainingArguments) -> str | None:
     """What to tell, and what takes less, where memory ran out; else None."""
     if not (line := out_of_memory(error)):
         return None
-    what = ". ".join(line.split(". ")[:3])
-    checkpointing = "" if args.gradient_checkpointing else "; gradient_checkpointing true"
+    return f"error: memory ran out: {shortened(line)}\n{what_takes_less(args)}\n(FP8_TRACEBACK=1 shows where)"
+
+
+def shortened(line: str) -> str:
+    """What `out_of_memory` found, without torch's advice."""
+    return ". ".join(line.split(". ")[:3])
+
+
+def what_takes_less(args: TrainingArguments) -> str:
+    size = args.per_device_train_batch_size
+    smaller = f"a per_device_train_batch_size below {size} (the step stays that of train_batch_size_tokens); "
+    checkpointing = "gradient_checkpointing true; "
     return (
-        f"error: memory ran out: {what}\n"
-        f"What takes less: a per_device_train_batch_size below {args.per_device_train_batch_size} (the step stays that "
-        f"of train_batch_size_tokens){checkpointing}; more ranks with a higher ZeRO stage (deepspeed: "
-        "ds_config_zero3.json); a smaller model.config. docs/hardware.md has what models need\n"
-        "(FP8_TRACEBACK=1 shows where)"
+        f"What takes less: {smaller if size > 1 else ''}{'' if args.gradient_checkpointing else checkpointing}"
+        "more ranks with a higher ZeRO stage (deepspeed: ds_config_zero3.json); a smaller model.config. "
+        "docs/hardware.md has what models need"
     )
 
 

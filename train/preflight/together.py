@@ -20,8 +20,16 @@ from train.engine.step import MicroStep
 from train.planning.plan import Prediction
 from train.preflight.as_before import as_before
 from train.preflight.check import PreflightError
-from train.preflight.gradients import Comparison, Sample, compare_gradients, problems
+from train.preflight.gradients import (
+    Comparison,
+    Sample,
+    compare_gradients,
+    more_than_a_step_gib,
+    problems,
+)
+from train.preflight.machine import out_of_memory
 from train.preflight.ranks import check_ranks
+from train.preflight.sizes import shortened, what_takes_less
 
 Say = Callable[..., None]
 
@@ -62,8 +70,8 @@ def check_gradients(
     """One step of the run that is about to begin, on the data of its first, after which all is as it was: its
     gradients, and its memory beside what was `planned` (on rank 0). Every rank calls it.
 
-    Raises PreflightError: the gradients that the optimizer was given are not those of the micro-batches;
-    ChangedError."""
+    Raises PreflightError: the gradients that the optimizer was given are not those of the micro-batches, or memory ran
+    out meanwhile, on this rank alone; ChangedError."""
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
     first = past_skipped(state.consumed_samples, size * accumulation * world, state.skipped_samples)
@@ -71,8 +79,14 @@ def check_gradients(
     batches = [reader.get(first, index) for index in range(accumulation)]
     reader.close()
     engine.train()
-    with as_before(engine, precision):
-        found = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
+    try:
+        with as_before(engine, precision):
+            found = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
+    except Exception as error:
+        if line := out_of_memory(error):
+            more = more_than_a_step_gib(engine, micro_step, accumulation)
+            raise PreflightError(no_memory(line, args, more)) from error
+        raise
     if found is None:
         return say(
             "warning: preflight: the gradients of the first step are not finite, so that they are not compared; the "
@@ -99,6 +113,16 @@ def check_gradients(
         )
     if torch.cuda.is_available():
         tell_memory([peak for _, peak in every], where, planned, say)
+
+
+def no_memory(line: str, args: TrainingArguments, more_gib: float) -> str:
+    """`line`: what ran out; more_gib: what the check keeps beside a step."""
+    return (
+        f"preflight: memory ran out on rank {dist.get_rank()} ({socket.gethostname()}) while the gradients of a step "
+        f"were checked: {shortened(line)}\n"
+        f"The check keeps up to {more_gib:.2f} GiB more than the steps of the run, which may fit without it: "
+        f"--preflight false leaves it out, with all other checks of the ranks. {what_takes_less(args)}"
+    )
 
 
 def advice(stage: int, fused: bool) -> str:

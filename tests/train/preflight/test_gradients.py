@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,12 @@ from tests.reliability.launching import run_cases
 from tests.train.engine.test_states import FLOAT32, REMAINDER, Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
+from train.config.arguments import TrainingArguments
 from train.engine import zero
 from train.preflight.as_before import as_before
-from train.preflight.gradients import Comparison, problems, wrong_shares
+from train.preflight.check import PreflightError
+from train.preflight.gradients import Comparison, more_than_a_step_gib, problems, wrong_shares
+from train.preflight.sizes import what_takes_less
 
 FLOAT32_GRADIENTS = {"grad_accum_dtype": "fp32"}
 FP32, BF16 = {"compute": "fp32"}, {"compute": "bf16"}
@@ -184,6 +189,45 @@ def test_the_same_numbers_at_each_stage(settings: dict, tmp_path: Path, stage: i
     settings |= {"deepspeed": f"ds_config_zero{stage}.json", "precision": precision}
     without = run(settings)
     check_same(run(settings, preflight=True, output_dir=str(tmp_path / "with")), without)
+
+
+def test_memory_that_the_check_lacks_is_said_with_how_to_start_without(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its step, where a GPU runs out; what is no lack of memory is raised as it is."""
+    error: Exception = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 is full. See x"
+    )
+
+    def runs_out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("train.preflight.gradients.of_all_ranks", runs_out)
+    with pytest.raises(PreflightError) as told:
+        run(settings, preflight=True)
+    said = str(told.value)
+    assert f"memory ran out on rank 0 ({socket.gethostname()}) while the gradients" in said
+    assert "Tried to allocate 2 GiB. GPU 0 is full\n" in said and "--preflight false leaves it out" in said
+    assert "a per_device_train_batch_size below 2 " in said
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        run(settings, preflight=True)
+
+
+def test_a_micro_batch_of_one_is_not_told_to_be_smaller(settings: dict) -> None:
+    one = TrainingArguments.from_dict(settings | {"per_device_train_batch_size": 1})
+    assert "per_device" not in (told := what_takes_less(one)) and "gradient_checkpointing true;" in told
+    assert "gradient_checkpointing" not in what_takes_less(replace(one, gradient_checkpointing=True))
+
+
+def test_the_check_says_how_much_more_it_keeps(settings: dict) -> None:
+    """A sample of each micro-batch, their sum and what was reduced; where GEMMs add into buffers, their gradients."""
+    trained = Trained(settings, FLOAT32)
+    weights = sum(parameter.numel() for parameter in trained.engine.module.parameters())
+    for plain, kept in ((True, 0), (False, 2 * weights)):
+        micro_step: Any = SimpleNamespace(plain=plain)
+        more = more_than_a_step_gib(trained.engine, micro_step, 3) * 2**30
+        assert more == pytest.approx(4 * weights * (3 + 2) + kept)
 
 
 def test_with_documents_each_micro_batch_counts_by_its_labels(
