@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
-"""Does every ZeRO stage train what one rank trains? Each stage with each variant, in FP8 and bf16, with recomputation
-and without; then Muon, the optimizer's states and offloading.
+"""Does every ZeRO stage train what one rank trains? Each stage with each variant, in bf16 and each FP8 recipe, with
+recomputation and without; and with Muon, the optimizer's states and offloading.
 
     python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--stages 0 1 2 3] [--output FILE.json]
+    python test_fp8/zero_matrix.py --work_dir FOLDER --time_limit_s 270     (again, and it goes on in the folder)
 
 Each cell is a configuration of train/train.py, trained on one rank and on --ranks with the same tokens in each step.
 Either the losses and the gradient norms of all steps are equal within the tolerance, or train/launch.py would refuse to
-start, by a message about the cell's own keys, which the table has.
+start, by a message about the cell's own keys, which the table has. What matters most comes first.
 
-Exit status: 0; 1 when a cell is neither; 2 when there is no matrix (too few GPUs).
+Exit status: 0; 1 when a cell is neither; 2 when there is no matrix (too few GPUs, a folder of another matrix); 3 when
+time ran out before the last cell.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -28,16 +35,22 @@ from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import ROOT, Options, model_config, positive
 from test_fp8.common.report import Result
-from test_fp8.zero.ranks import train_all
+from test_fp8.zero.ranks import Trainings, train_all
+from train.files import write_durably
 from train.preflight.machine import cuda_devices
+
+if TYPE_CHECKING:
+    from test_fp8.zero.cells import Cell
 
 PRECISIONS = ("bf16", "fp8")
 RANKS = ROOT / "test_fp8/zero/ranks.py"
 # Relative, the largest of all steps, and in the first, before weights differ. What was measured: docs/validation.md.
-# FP8's is wider: delayed scaling moves its scales with each micro-batch, and a rank of several has fewer of them.
+# FP8's is wider: a sum that is rounded otherwise may be the next number of a format of few bits. Delayed scaling moves
+# its scales with each micro-batch, and a rank of several has fewer of them.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
-    "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 5e-3},
+    "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
+    "delayed": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 5e-3},
 }
 
 OPTIONS = Options(__file__, __doc__)
@@ -45,9 +58,13 @@ OPTIONS.add("--config", "tiny", "the model", type=model_config)
 OPTIONS.add("--ranks", 2, "a GPU each, where there are any", type=between(2))
 OPTIONS.add("--steps", 4, "of each training", type=positive)
 OPTIONS.add("--stages", [0, 1, 2, 3], "of ZeRO", type=int, nargs="+", choices=range(4))
-OPTIONS.add("--variants", ["hf", "te_linear", "te_layer"], "of the model", nargs="+", choices=list(VARIANTS))
+OPTIONS.add("--variants", list(VARIANTS), "of the model", nargs="+", choices=list(VARIANTS))
 OPTIONS.add("--precisions", list(PRECISIONS), "to compute in", nargs="+", choices=PRECISIONS)
-OPTIONS.add("--work_dir", None, "keeps the trainings here; else they are removed", type=Path)
+OPTIONS.add(
+    "--cells", ["*"], "only those with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"
+)
+OPTIONS.add("--work_dir", None, "keeps the trainings here, and takes those that are; else removed", type=Path)
+OPTIONS.add("--time_limit_s", None, "after which no training begins; needs --work_dir", type=positive)
 OPTIONS.add_output("JSON")
 
 COLUMNS: report.Columns = {
@@ -60,43 +77,93 @@ COLUMNS: report.Columns = {
 }
 
 
-def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None) -> list[Result]:
-    """One result a cell; its "outcome" is equal, refused, apart or failed."""
-    from test_fp8.zero.cells import cells, compared, is_about, make_data, records, refusal
+def matrix_of(options: argparse.Namespace) -> list[Cell]:
+    from test_fp8.zero.cells import cells
 
-    data = make_data(folder / "data")
-    matrix = list(cells(options.stages, options.variants, options.precisions))
+    every = cells(options.stages, options.variants, options.precisions)
+    return [cell for cell in every if any(fnmatchcase(cell.name, pattern) for pattern in options.cells)]
+
+
+def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None) -> list[Result]:
+    """One result a cell; its "outcome" is equal, refused, apart, failed, or left for want of time."""
+    from test_fp8.zero.cells import compared, is_about, make_data, records, refusal
+
+    until = time.time() + options.time_limit_s if options.time_limit_s else None
+    data = folder / "data"
+    if not (data / "manifest.json").is_file():
+        make_data(data)
+    matrix = matrix_of(options)
     outputs = {ranks: folder / f"ranks_{ranks}" for ranks in (1, options.ranks)}
     reasons: dict[str, str] = {}
     for cell in matrix:
         settings = cell.settings(options, data, outputs[options.ranks])
         if (reason := refusal(cell, settings, options.ranks, devices)) is not None:
             reasons[cell.name] = reason
-    errors: dict[int, dict[str, str | None]] = {}
-    for ranks, output in outputs.items():
-        settings_of = {c.name: c.settings(options, data, output) for c in matrix if c.name not in reasons}
-        errors[ranks] = train_all(RANKS, output, ranks, settings_of, lambda text: print(text, flush=True))
+    trained = {
+        ranks: Trainings(
+            output,
+            ranks,
+            {c.name: c.settings(options, data, output) for c in matrix if c.name not in reasons},
+            until,
+        )
+        for ranks, output in outputs.items()
+    }
+    train_all(RANKS, list(trained.values()), lambda text: print(text, flush=True))
     results = []
     for cell in matrix:
         result: Result = {"cell": cell.name, "stage": cell.stage, "variant": cell.variant}
-        result |= {"precision": cell.precision, "recomputation": cell.recomputes, "more": dict(cell.more)}
+        result |= {
+            "precision": cell.precision,
+            "recipe": cell.recipe,
+            "recomputation": cell.recomputes,
+            "more": dict(cell.more),
+        }
         reason = reasons.get(cell.name)
-        failed = {ranks: error for ranks in outputs if (error := errors[ranks].get(cell.name)) is not None}
+        found = {ranks: of_ranks.found for ranks, of_ranks in trained.items()}
+        failed = {ranks: error for ranks in found if (error := found[ranks].get(cell.name)) is not None}
         if reason is not None:
             result |= {"outcome": "refused" if is_about(cell, reason) else "failed", "reason": reason}
         elif failed:
             reason = "; ".join(f"on {ranks} ranks: {error}" for ranks, error in failed.items())
             result |= {"outcome": "failed", "reason": reason}
+        elif any(cell.name not in of_ranks for of_ranks in found.values()):
+            result["outcome"] = "left"
         else:
             several, one = (records(outputs[ranks] / cell.name) for ranks in (options.ranks, 1))
-            result |= compared(several, one, TOLERANCE[cell.precision])
+            result |= compared(several, one, TOLERANCE.get(cell.recipe or "", TOLERANCE[cell.precision]))
             result["outcome"] = "apart" if "reason" in result else "equal"
         results.append(result)
     return results
 
 
+def made_for_another(folder: Path, options: argparse.Namespace) -> str:
+    """Why the trainings in `folder` are of another matrix; "" where they are of this one, or there are none yet."""
+    machine, versions = describe()
+    own = {"machine": machine, "versions": versions} | {
+        k: getattr(options, k) for k in ("config", "ranks", "steps")
+    }
+    file = folder / "made_for.json"
+    if not file.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            return f"--work_dir {folder}: it has other files; give an empty folder, or a new one"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(file, json.dumps(own))
+        return ""
+    there = json.loads(file.read_text(encoding="utf-8"))
+    different = [key for key, value in json.loads(json.dumps(own)).items() if there.get(key) != value]
+    if not different:
+        return ""
+    return f"--work_dir {folder}: its trainings are of other {', '.join(different)}; give another folder"
+
+
 def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
+    if options.time_limit_s and options.work_dir is None:
+        OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
+    if not matrix_of(options):
+        OPTIONS.error(
+            f"--cells {' '.join(options.cells)}: no cell has such a name; without it the table has all names"
+        )
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         print(
@@ -108,20 +175,24 @@ def main(argv: Sequence[str]) -> int:
         if options.work_dir is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         else:
-            options.work_dir.mkdir(parents=True, exist_ok=True)
-            folder = tempfile.mkdtemp(dir=options.work_dir.resolve())
+            folder = options.work_dir.resolve()
+            if problem := made_for_another(folder, options):
+                print(f"error: {problem}", file=sys.stderr)
+                return 2
         results = measure(options, Path(folder), devices)
     print(report.table(results, COLUMNS))
-    wrong = [r for r in results if r["outcome"] not in ("equal", "refused")]
-    equal = sum(r["outcome"] == "equal" for r in results)
+    outcomes = Counter(r["outcome"] for r in results)
+    equal, refused, left = (outcomes.pop(outcome, 0) for outcome in ("equal", "refused", "left"))
+    wrong = outcomes.total()
     print(
-        f"{len(results)} cells: {equal} equal on {options.ranks} ranks and on one, "
-        f"{len(results) - equal - len(wrong)} refused, {len(wrong)} neither"
+        f"{len(results)} cells: {equal} equal on {options.ranks} ranks and on one, {refused} refused, {wrong} neither"
     )
+    if left:
+        print(f"{left} cells are left for want of time; the same command goes on with them")
     if options.output:
         command = OPTIONS.command(options)
         report.write_json(options.output, command, results, ranks=options.ranks, tolerance=TOLERANCE)
-    return int(bool(wrong))
+    return 1 if wrong else 3 if left else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from model.config import config_file
 from model.keys import between
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NOT_REPEATED = ("output", "work_dir")
+NOT_REPEATED = ("output", "work_dir", "time_limit_s")
 
 
 class ByMachine(NamedTuple):

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from model.config import UserError
+from model.variants import VARIANTS
 from test_fp8.common.folders import make_folder
 from test_fp8.common.options import ROOT
 from test_fp8.common.report import Result
@@ -27,6 +28,7 @@ VOCAB = 512
 # What DeepSpeed could move to host memory, by stage.
 OFFLOADS = {1: ["offload_optimizer"], 2: ["offload_optimizer"], 3: ["offload_optimizer", "offload_param"]}
 STATES = ("bf16_remainder", "int8", "fp8")
+HANG_TIMEOUT_S = 180  # of the first step too, which torch.compile may compile for
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,16 @@ class Cell:
         """Of a run on any number of ranks: tokens of a step and their micro-batches are the same."""
         zero = json.loads((ROOT / f"train_args/ds_config_zero{self.stage}.json").read_text(encoding="utf-8"))
         precision: dict[str, Any] = {"compute": self.precision}
+        if self.recipe:
+            precision["recipe"] = self.recipe
+        model: dict[str, Any] = {"config": options.config, "variant": self.variant}
         found: dict[str, Any] = {}
+        sections = {"": found, "model": model, "precision": precision} | zero
         for key, value in self.more.items():
             section, _, name = key.rpartition(".")
-            where = {"": found, "precision": precision, "zero_optimization": zero["zero_optimization"]}
-            where[section][name] = {"device": value} if section == "zero_optimization" else value
-        if self.variant == "torchao" and self.precision == "fp8":
-            precision["recipe"] = "tensorwise"
+            sections[section][name] = {"device": value} if section == "zero_optimization" else value
         return found | {
-            "model": {"config": options.config, "variant": self.variant},
+            "model": model,
             "precision": precision,
             "data": {"sources": {"made": str(data)}},
             "max_steps": options.steps,
@@ -72,8 +75,15 @@ class Cell:
             "logging_steps": 1,
             "max_eval_samples": 2,
             "save_strategy": "no",
+            "hang_timeout_s": HANG_TIMEOUT_S,
             "resume_from_checkpoint": "never",
         }
+
+    @property
+    def recipe(self) -> str | None:
+        """Of FP8; None of a variant that has none, or in bf16."""
+        recipes = VARIANTS[self.variant].recipes if self.precision == "fp8" else ()
+        return self.more.get("precision.recipe", recipes[0]) if recipes else None
 
     def own_keys(self) -> list[str]:
         """What a refusal of it has to be about."""
@@ -81,17 +91,33 @@ class Cell:
 
 
 def cells(stages: Sequence[int], variants: Sequence[str], precisions: Sequence[str]) -> Iterator[Cell]:
-    """Every one of them with recomputation and without; then, with the last variant and precision, the optimizers,
-    their states and what could be offloaded."""
-    for stage in stages:
-        for variant in variants:
-            for precision in precisions:
-                yield from (Cell(stage, variant, precision, recomputes) for recomputes in (False, True))
+    """In the order in which somebody would miss them: each variant of Transformer Engine's in each precision; with the
+    last of these the optimizers, their states and what could be offloaded; recomputation; the other recipes; then
+    transformers' variants in the same way, of which torch.compile takes longest to start."""
+    of_te, others = ([v for v in variants if VARIANTS[v].te == te] for te in (True, False))
+    for group in (of_te, others):
+        plain = [Cell(stage, v, precision) for stage in stages for v in group for precision in precisions]
+        yield from plain
+        if group is (of_te or others):
+            yield from optimizers(stages, group[-1], precisions[-1])
+        yield from (replace(cell, recomputes=True) for cell in plain)
+        for cell in plain:
+            if cell.precision != "fp8":
+                continue
+            recipes = VARIANTS[cell.variant].recipes[1:]
+            more: list[dict[str, Any]] = [{"precision.recipe": recipe} for recipe in recipes]
+            if cell.stage == 3 and cell.variant == "torchao":  # on a GPU it is compiled, and that refused
+                more.append({"model.compile": False})
+            for keys in more:
+                yield from (replace(cell, more=keys, recomputes=recomputes) for recomputes in (False, True))
+
+
+def optimizers(stages: Sequence[int], variant: str, precision: str) -> Iterator[Cell]:
     for stage in stages:
         more: list[dict[str, Any]] = [{"precision.optimizer_states": states} for states in STATES]
         more += [{"optim": "muon"}]
         more += [{f"zero_optimization.{key}": "cpu"} for key in OFFLOADS.get(stage, [])]
-        yield from (Cell(stage, variants[-1], precisions[-1], more=keys) for keys in more)
+        yield from (Cell(stage, variant, precision, more=keys) for keys in more)
 
 
 def make_data(folder: Path) -> Path:

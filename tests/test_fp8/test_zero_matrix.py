@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from model.variants import VARIANTS
 from test_fp8 import zero_matrix
 from test_fp8.zero.cells import Cell, cells, compared, is_about, make_data, refusal
+from test_fp8.zero.ranks import Trainings
 
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
 RANKS = 2
@@ -53,7 +55,7 @@ def test_a_refusal_is_one_of_the_cells_own_keys(tmp_path: Path) -> None:
     options = SimpleNamespace(config="tiny", steps=2, ranks=RANKS)
     data = make_data(tmp_path / "data")
     reasons = {}
-    for cell in cells(range(4), ["hf", "te_layer"], ["bf16", "fp8"]):
+    for cell in cells(range(4), ["hf", "te_layer", "torchao"], ["bf16", "fp8"]):
         reason = refusal(cell, cell.settings(options, data, tmp_path), RANKS, [])
         if reason is not None:
             assert is_about(cell, reason), reason
@@ -62,14 +64,95 @@ def test_a_refusal_is_one_of_the_cells_own_keys(tmp_path: Path) -> None:
     assert {name for name in reasons if "-hf-" in name} == {
         f"zero{stage}-hf-fp8{more}" for stage in range(4) for more in ("", "-recompute")
     }
+    assert {name for name in reasons if "torchao" in name} == {
+        f"zero{stage}-torchao-bf16{more}" for stage in range(4) for more in ("", "-recompute")
+    }
     assert {name.partition("-")[0] for name in reasons if name.endswith("muon")} == {"zero2", "zero3"}
     assert {name.partition("-")[0] for name in reasons if "optimizer_states" in name} == {
         "zero0", "zero2", "zero3"
     }  # fmt: skip
     assert [sum(key in reason for reason in reasons.values()) for key in offloads] == [3, 1]
+    assert all("another AdamW" in reason for name, reason in reasons.items() if "offload" in name)
     cell = Cell(1, "te_layer", "fp8")
     absent = refusal(cell, cell.settings(options, tmp_path / "nowhere", tmp_path), RANKS, [])
     assert absent and not is_about(cell, absent)
+
+
+def test_the_cells_are_all_there_and_what_matters_most_comes_first() -> None:
+    every = list(cells(range(4), list(VARIANTS), ["bf16", "fp8"]))
+    names = [cell.name for cell in every]
+    assert len(names) == len(set(names))
+    ran = {(c.stage, c.variant, c.recipe, c.recomputes) for c in every if c.recipe or c.precision == "bf16"}
+    for variant, its in VARIANTS.items():
+        for recipe in (None, *its.recipes):
+            assert all((n, variant, recipe, again) in ran for n in range(4) for again in (False, True)), (
+                variant
+            )
+    kinds = ("zero3-te_layer-fp8", "zero3-te_layer-fp8-offload_param_cpu", "zero3-te_linear-fp8-recompute",
+             "zero0-te_linear-fp8-recipe_current", "zero0-hf-bf16", "zero3-torchao-fp8-compile_False")  # fmt: skip
+    places = [names.index(name) for name in kinds]
+    assert places == sorted(places) and places[0] < 16
+    of_hf = list(cells([1], ["hf"], ["bf16"]))
+    assert [c.name for c in of_hf if "optim" in c.name] and not [c for c in of_hf if c.recipe]
+
+
+def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(zero_matrix, "train_all", lambda *_: None)
+    folder, written = tmp_path / "work", tmp_path / "matrix.json"
+    command = [
+        "--cells",
+        "zero[12]-te_layer-fp8",
+        "*-hf-fp8",
+        "--work_dir",
+        str(folder),
+        "--output",
+        str(written),
+    ]
+    for _ in range(2):  # begun anew, and gone on with
+        assert zero_matrix.main([*command, "--time_limit_s", "9"]) == 3
+        outcomes = {r["cell"]: r["outcome"] for r in json.loads(written.read_text())["results"]}
+        assert outcomes == dict.fromkeys(
+            ["zero1-te_layer-fp8", "zero2-te_layer-fp8"], "left"
+        ) | dict.fromkeys([f"zero{stage}-hf-fp8" for stage in range(4)], "refused")
+        assert "2 cells are left for want of time; the same command goes on" in capsys.readouterr().out
+    assert zero_matrix.main([*command, "--steps", "3"]) == 2
+    assert "its trainings are of other steps; give another folder" in capsys.readouterr().err
+    assert zero_matrix.main([*command, "--work_dir", str(tmp_path)]) == 2
+    assert "it has other files; give an empty folder" in capsys.readouterr().err
+    for wrong, said in (
+        (["--time_limit_s", "9"], "needs --work_dir"),
+        (["--cells", "x"], "no cell has such"),
+    ):
+        with pytest.raises(SystemExit):
+            zero_matrix.main(wrong)
+        assert said in capsys.readouterr().err
+
+
+def test_trainings_that_ended_are_kept_and_others_begin_anew(tmp_path: Path) -> None:
+    settings = {name: {"max_steps": 2, "name": name} for name in ("same", "other", "failed", "new")}
+    for name, its, error in (("same", settings["same"], None), ("other", {"max_steps": 3}, None),
+                             ("failed", settings["failed"], "it crashed")):  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps({"settings": its, "error": error}))
+        (tmp_path / name).mkdir()
+    trainings = Trainings(tmp_path, 2, settings, until=0.0)
+    assert trainings.found == {"same": None}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["same", "same.json"]
+    trainings.start(Path("none"), print)
+    assert trainings.process is None, "no time is left"
+    # the ranks end: with a training that failed, in the middle of one, and for want of time
+    (tmp_path / "other.json").write_text(json.dumps({"settings": settings["other"], "error": "it failed"}))
+    trainings.process = SimpleNamespace(poll=lambda: 1)  # type: ignore[assignment]
+    assert trainings.have_ended() and trainings.found == {"same": None, "other": "it failed"}
+    trainings.process = SimpleNamespace(poll=lambda: 1)  # type: ignore[assignment]
+    assert (
+        trainings.have_ended()
+        and "status 1" in str(trainings.found["failed"])
+        and "new" not in trainings.found
+    )
+    trainings.process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+    assert trainings.have_ended() and "new" not in trainings.found
 
 
 @pytest.mark.slow
@@ -98,13 +181,29 @@ def test_cells_are_trained_and_a_wrong_reduction_is_found(
         monkeypatch.setattr(zero_matrix, "RANKS", Path(__file__).with_name("wrong_ranks.py"))
         monkeypatch.setenv("KIND", kind)
     written = tmp_path / "matrix.json"
-    command = ["--stages", stage, "--variants", "te_linear", "--precisions", "fp8", "--steps", "2"]
+    command = [
+        "--stages",
+        stage,
+        "--variants",
+        "te_linear",
+        "--precisions",
+        "fp8",
+        "--steps",
+        "2",
+        "--cells",
+        "*fp8",
+        "*recompute",
+        "*_states_*",
+    ]
     status = zero_matrix.main([*command, "--work_dir", str(tmp_path / "work"), "--output", str(written)])
     results = json.loads(written.read_text())["results"]
-    trained = [r for r in results if not r["more"]]
+    trained = [r for r in results if not r["more"]]  # of delayed scaling
     assert "neither" in capsys.readouterr().out
     assert [r["outcome"] for r in trained] == [outcome] * 2
     assert status == bool(kind)
     assert [r["reason"] for r in trained if reason not in r.get("reason", "")] == []
     assert {r["outcome"] for r in results if r["more"]} == {"refused"}
     assert str(tmp_path) not in written.read_text()  # no folder of this machine
+    if not kind:
+        assert zero_matrix.main([*command, "--work_dir", str(tmp_path / "work")]) == 0
+        assert "trainings, see" not in capsys.readouterr().out, "they are kept"

@@ -174,8 +174,10 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
         given = zero.get(key)
         if given not in (None, False) and not (isinstance(given, dict) and given.get("device") == "none"):
             problems.append(
-                f"zero_optimization.{key}: offloading is not supported; remove it (ZeRO 1 to 3 share the "
-                "optimizer's memory between ranks, gradient_checkpointing saves activations)"
+                f"zero_optimization.{key}: offloading is not supported: what lies in host memory is stepped by another "
+                "AdamW than the one that is checked here, and checkpoints, resharding and packed states do not know "
+                "it; remove it (ZeRO 1 to 3 share the optimizer's memory between ranks, precision.optimizer_states "
+                "packs it at ZeRO 1, gradient_checkpointing saves activations; train/plan.py says what fits)"
             )
     for section, name in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
         if config.get(section, {}).get(name, True) is not True:

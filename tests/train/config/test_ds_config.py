@@ -220,7 +220,10 @@ def test_states_that_cannot_be_say_why(precision, changes, words):
         ({"optimizer": {"type": "AdamW", "params": {"wd": 0.1}}}, ["optimizer.params.wd: not supported"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["only AdamW"]),
         ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage: 4", "0, 1, 2 or 3"]),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, ["offloading"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            ["offload_optimizer: offloading", "another AdamW", "precision.optimizer_states packs it"],
+        ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
             ["offload_param: offloading"],
