@@ -64,11 +64,11 @@ def main(argv: list[str]) -> int:
         arguments = configured(options.config, others, options.gpus)
         sizes = load_sizes(arguments.model.config)
         resolved = arguments.resolve(options.gpus)
-        setting = Setting.of(resolved, resolve_ds_config(resolved, options.gpus), sizes, options.gpus)
-        name = Path(arguments.model.config).name
-        planned = plan(
-            name, setting, gpu, tokens or arguments.max_steps * setting.step_tokens, options.network
-        )
+        step_tokens = resolved.train_batch_size_tokens or 1
+        tokens = tokens or arguments.max_steps * step_tokens
+        ds_config, steps = resolve_ds_config(resolved, options.gpus), max(1, round(tokens / step_tokens))
+        setting = Setting.of(resolved, ds_config, sizes, options.gpus, steps)
+        planned = plan(Path(arguments.model.config).name, setting, gpu, tokens, options.network)
         tell(*lines(planned))
         if options.output:
             options.output.write_text(json.dumps(planned.to_json(), indent=1) + "\n", encoding="utf-8")

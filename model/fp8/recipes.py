@@ -54,6 +54,13 @@ STATE_BLOCK = 256  # elements with one float32 scale, of moments in 8 bits
 STATE_CHUNK = 2**24
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / STATE_BLOCK, "fp8": 1 + 4 / STATE_BLOCK}
 EIGHT_BITS = ("int8", "fp8")  # torchao's
+
+
+def bytes_of_states(states: str, moments: str) -> float:
+    """Of a parameter: states, a value of PrecisionConfig.optimizer_states; moments, a key of MOMENT_BYTES."""
+    return FULL_STATES if states == "fp32" else SPLIT_WEIGHT + 2 * MOMENT_BYTES[moments]
+
+
 # A second moment changes by at most 1 - adam_beta2 in a step, and bf16 keeps changes of 1/256 or more.
 BF16_MOMENTS_MOST_BETA2 = 0.98
 
@@ -173,9 +180,7 @@ class PrecisionConfig(PrecisionSettings):
         """Of a parameter, besides the weight that the model computes with."""
         if self.compute == "fp32":
             return 2 * MOMENT_BYTES["fp32"]
-        if self.optimizer_states == "fp32":
-            return FULL_STATES
-        return SPLIT_WEIGHT + 2 * MOMENT_BYTES[self.moment_type]
+        return bytes_of_states(self.optimizer_states, self.moment_type)
 
     def described_states(self) -> str | None:
         """For the log: what AdamW keeps, and how gradients travel, where it is not the usual."""

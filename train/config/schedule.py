@@ -53,6 +53,23 @@ def at_stage(args: TrainingArguments, number: int) -> TrainingArguments:
     return replace(args, precision=precision_of(args.precision, number))
 
 
+def stage_shares(args: TrainingArguments, max_steps: int) -> list[float]:
+    """Of the steps of a run of so many, by stage; 0 of a stage that it does not come to. `args`: resolved."""
+    stages, begin, shares = args.precision.schedule or [{}], 0, []
+    for stage in stages[:-1]:
+        end = min(max(begin, _end_step(stage, args, max_steps)), max_steps)
+        shares.append((end - begin) / max_steps)
+        begin = end
+    return [*shares, (max_steps - begin) / max_steps]
+
+
+def _end_step(stage: PrecisionStage, args: TrainingArguments, max_steps: int) -> int:
+    """After how many steps of a run of resolved arguments a stage that is not the last is over."""
+    if "until_tokens" in stage:
+        return -(-stage["until_tokens"] // (args.train_batch_size_tokens or 1))
+    return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+
+
 def stage_text(section: PrecisionConfig, number: int) -> str:
     """ "stage 2 of 3 of precision.schedule ({...})", with what is its own."""
     stages = section.schedule or [{}]
@@ -117,12 +134,7 @@ def order_problems(args: TrainingArguments) -> list[str]:
     stages, begin, found = args.precision.schedule or [], 0, []
     for number, stage in enumerate(stages[:-1]):
         name, (key,) = _name(number, len(stages)), [key for key in ENDS if key in stage]
-        ends = {
-            "until_step": stage.get("until_step", 0),
-            "until_tokens": -(-stage.get("until_tokens", 0) // (args.train_batch_size_tokens or 1)),
-            "until_share": round(stage.get("until_share", 0) * args.max_steps),
-        }
-        end = ends[key]
+        end = _end_step(stage, args, args.max_steps)
         if end >= args.max_steps:
             found.append(
                 f"{name}: {key} {stage[key]} is step {end}, and the run has max_steps {args.max_steps}; let it end "

@@ -141,11 +141,7 @@ def _in_the_step(s: Setting) -> float:
         # for their reduction, on one rank too, in one tensor: what joins those of less than a bucket, and a cast
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
-        decoded = (
-            STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks)
-            if s.optimizer_bytes < FULL_STATES
-            else 0
-        )
+        decoded = STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks) if s.packs else 0
         # what ranks exchange of matrices that two of them have in part is less, and follows it
         return max(reduced, decoded, muon)
     return (4 + 2) * s.parameters / s.ranks
@@ -155,6 +151,11 @@ def _in_the_step(s: Setting) -> float:
 
 
 def memory_of(s: Setting) -> Memory:
+    """The peak of the stage of precision.schedule that takes most; without one of the run."""
+    return max((_memory_of(its) for _, its in s.in_each_stage), key=lambda memory: memory.peak_gib)
+
+
+def _memory_of(s: Setting) -> Memory:
     """The peak of a step: at the begin of the backward, in the backward of the last layer, or in the optimizer; or that
     of an evaluation, which small models have.
 
@@ -198,8 +199,8 @@ def memory_of(s: Setting) -> Memory:
     shown = max(of_passes, of_later)
     if s.cuda_graphs:
         # all of the states but a whole float32 weight, which is there from the start
-        packed, shared = s.optimizer_bytes < FULL_STATES, s.ranks if s.zero_stage else 1
-        early = 0 if packed or s.compute == "fp32" else 4 * s.parameters / shared / GIB
+        shared = s.ranks if s.zero_stage else 1
+        early = 0 if s.packs or s.compute == "fp32" else 4 * s.parameters / shared / GIB
         late = state["optimizer"] - early
         shown = max(of_passes - late - s.element * _gradients_kept(s) / GIB, of_later)
         for parts in later.values():

@@ -4,19 +4,18 @@ lines for the run itself."""
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import UserError, flops_per_token, num_parameters
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.rates import GPUS, Estimate, Gpu, estimate
-from train.planning.setting import REDUCE_BUCKET, Setting
+from train.planning.recommend import Planned, least_gib, recommend
+from train.planning.setting import Setting
 from train.record.metrics import hopper_sxm
 
 GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
-MOST_RECOMMENDED = 128  # samples of a micro-batch
 GB = 1e9
-NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -45,103 +44,6 @@ def gpu_called(name: str) -> Gpu:
     return GPUS[name.lower()]
 
 
-# ---------------------------------------------------------------- one setting
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A setting on `gpu`s, and what follows."""
-
-    setting: Setting
-    gpu: Gpu
-    memory: Memory
-    estimate: Estimate
-
-    @classmethod
-    def of(cls, setting: Setting, gpu: Gpu, network_gbit_s: float) -> Planned:
-        return cls(setting, gpu, memory_of(setting), estimate(setting, gpu, network_gbit_s))
-
-    @property
-    def needed_gib(self) -> float:
-        return self.memory.needed_gib(self.setting.ranks)
-
-    @property
-    def fits(self) -> bool:
-        return self.needed_gib <= self.gpu.memory_gib
-
-    def days(self, tokens: int) -> float:
-        return tokens / self.estimate.tokens_per_second / 86400
-
-    def to_json(self, tokens: int) -> dict[str, Any]:
-        s = self.setting
-        days = self.days(tokens)
-        return {
-            "gpus": s.ranks,
-            "zero_stage": s.zero_stage,
-            "per_device_train_batch_size": s.micro_batch,
-            "gradient_accumulation_steps": s.accumulation,
-            "train_batch_size_tokens": s.step_tokens,
-            "gradient_checkpointing": s.recompute,
-            "memory_gib": {**self.memory.parts, "peak": self.memory.peak_gib, "needed": self.needed_gib},
-            "peak_is_at": self.memory.moment,
-            "fits": self.fits,
-            "largest_micro_batch": largest_micro_batch(s, self.gpu.memory_gib),
-            **asdict(self.estimate),
-            "days": days,
-            "gpu_hours": days * 24 * s.ranks,
-        }
-
-
-def at(
-    s: Setting, ranks: int, micro_batch: int, zero_stage: int, recompute: bool, batch_tokens: int
-) -> Setting:
-    """`s` otherwise, with the accumulation that comes nearest to a step of so many tokens, and of DeepSpeed's sizes
-    what train_args/ has for the stage."""
-    same = zero_stage == s.zero_stage
-    float32 = s.float32_gradients if same else zero_stage == 1 and s.compute in ("fp8", "bf16")
-    return replace(
-        s,
-        ranks=ranks,
-        micro_batch=micro_batch,
-        zero_stage=zero_stage,
-        recompute=recompute,
-        accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
-        float32_gradients=float32,
-        cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
-        reduce_bucket=s.reduce_bucket if same else s.widths[0] ** 2 if zero_stage == 3 else REDUCE_BUCKET,
-        overlap_comm=s.overlap_comm if same else zero_stage == 3,
-    )
-
-
-def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
-    """The fastest that fits of `s` itself and of ZeRO 1 to 3, recomputation or none, and all micro-batches that divide
-    the samples of a rank's step: the size of a step is part of what is trained. Of those that are nearly as fast `s`,
-    else the one with the lowest stage, no recomputation and the least memory. None: nothing fits.
-
-    batch_tokens: of a step, as `s` has."""
-    itself = Planned.of(s, gpu, network_gbit_s)
-    found = [itself] if ranks == s.ranks and itself.fits else []
-    samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
-    for stage in s.zero_stages:
-        if stage == 3 and s.compiled:  # DeepSpeed cannot
-            continue
-        for recompute in (False, True):
-            for micro_batch in range(1, min(samples, MOST_RECOMMENDED) + 1):
-                if samples % micro_batch:
-                    continue
-                setting = at(s, ranks, micro_batch, stage, recompute, batch_tokens)
-                if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
-                    break
-                found.append(Planned.of(setting, gpu, network_gbit_s))
-    fastest = max((p.estimate.tokens_per_second for p in found), default=0)
-    good = [p for p in found if p.estimate.tokens_per_second >= (1 - NEARLY_AS_FAST) * fastest]
-    return min(
-        good,
-        key=lambda p: (p.setting != s, p.setting.zero_stage, p.setting.recompute, p.needed_gib),
-        default=None,
-    )
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -164,6 +66,10 @@ class Plan:
             "variant": s.variant,
             "compute": s.compute,
             "recipe": s.recipe if s.fp8 else None,
+            "stages": [
+                {"share": share, "compute": its.compute, "recipe": its.recipe if its.fp8 else None}
+                for share, its in s.in_each_stage
+            ],
             "seq_length": s.seq_length,
             "tokens": self.tokens,
             "gpu": asdict(gpu),
@@ -183,8 +89,7 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, batch_tokens, network_gbit_s)
     if recommended is None:
         fewest = next((n for n, p in by_gpus.items() if p), None)
-        stage = s.zero_stages[-1]
-        least = memory_of(at(s, s.ranks, 1, stage, True, batch_tokens)).needed_gib(s.ranks)
+        least, how = least_gib(s, batch_tokens)
         there = next((g for g in GPUS if GPUS[g].memory_gib > least), None)
         advice = [
             *([f"--gpus {fewest}"] if fewest else []),
@@ -193,8 +98,8 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
         ]
         raise PlanError(
             f"{model}, {num_parameters(s.sizes) / 1e6:,.0f} M parameters, fits on {s.ranks} x {gpu.name} "
-            f"({gpu.memory_gib:.0f} GiB) in no way: ZeRO {stage} with recomputation and micro-batch 1 of "
-            f"{s.seq_length} tokens needs {least:,.0f} GiB a GPU. Take {', or '.join(advice)}"
+            f"({gpu.memory_gib:.0f} GiB) in no way: micro-batch 1 of {s.seq_length} tokens with {how} "
+            f"needs {least:,.0f} GiB a GPU. Take {', or '.join(advice)}"
         )
     return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus)
 
@@ -215,9 +120,10 @@ def lines(p: Plan) -> list[str]:
         out += ["", f"recommended: {p.recommended.setting.described()}", *_described(p.recommended, p.tokens)]
     else:
         out += ["", "recommended: as configured"]
+    out.append(f"  optimizer states: {p.recommended.states}")
     out += ["", "On other numbers of GPUs, each as recommended for it:", ""]
     titles = (
-        "GPUs|ZeRO|recompute|micro-batch|accumulation|tokens a step|GiB a GPU|tokens/s|within|days|GPU-hours"
+        "GPUs|ZeRO|states|recompute|micro-batch|accumulation|tokens a step|GiB a GPU|tokens/s|within|days|GPU-hours"
     ).split("|")
     rows = [
         [str(n), *(_cells(planned, p.tokens) if planned else ["does not fit"])]
@@ -269,6 +175,7 @@ def _cells(p: Planned, tokens: int) -> list[str]:
     s, days = p.setting, p.days(tokens)
     return [
         str(s.zero_stage),
+        s.optimizer_states,
         "yes" if s.recompute else "no",
         str(s.micro_batch),
         str(s.accumulation),

@@ -73,6 +73,7 @@ ZERO_3 = 1.5
 
 SURE_MEASURED, SURE_SCALED, SURE_MEAN = 0.03, 0.06, 0.08
 SURE_GPU, SURE_RANKS, SURE_NODES, SURE_ZERO_3 = 0.08, 0.04, 0.15, 0.25
+SURE_STATES = 0.03
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,22 @@ def _shape(s: Setting) -> tuple[Any, ...]:
 
 
 def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400, without_model: str | None = None) -> Estimate:
-    """Speed of `s` on such GPUs. without_model: do as if this one had not been measured, to see how good that is."""
+    """Speed of `s` on such GPUs, of all stages of precision.schedule together. without_model: do as if this one had not
+    been measured, to see how good that is."""
+    each = [
+        (share, its, _estimate(its, gpu, network_gbit_s, without_model)) for share, its in s.in_each_stage
+    ]
+    if len(each) == 1:
+        return each[0][2]
+    step_s = sum(share * its.step_s for share, _, its in each)
+    bases = [
+        f"{its.precision}, {100 * share:.0f} % of the steps: {found.basis}" for share, its, found in each
+    ]
+    within = max(found.within for _, _, found in each)
+    return Estimate(step_s, s.step_tokens / step_s, "; ".join(bases), within)
+
+
+def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | None) -> Estimate:
     rows = [m for m in measured() if m.model != without_model]
     alike = [m for m in rows if _kind(m.setting) == _kind(s)]
     same = [m for m in alike if _shape(m.setting) == _shape(s)]
@@ -288,6 +304,8 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400, without_model: s
         notes, within = [f"{gpu.name} by its data sheet"], within + SURE_GPU
     if s.optim == "muon":
         notes.append("Muon by its FLOPs, never measured")
+    if s.packs:
+        notes, within = [*notes, "packed states as fast as fp32's, not measured"], within + SURE_STATES
     if s.ranks > 1:
         notes.append("links between GPUs by data sheet")
         within += SURE_RANKS

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from model.config import head_dim, num_parameters
-from model.fp8.recipes import FULL_STATES
+from model.fp8.recipes import FULL_STATES, PrecisionConfig, bytes_of_states
 from model.variants import VARIANTS
 from train.config.arguments import TrainingArguments
+from train.config.schedule import precisions_of, stage_shares
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
@@ -17,7 +18,8 @@ REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """One rank of a run. Sizes as the shape suffixes of model/ name them; buckets in elements."""
+    """One rank of a run. Sizes as the shape suffixes of model/ name them; buckets in elements. What the stages of
+    precision.schedule have otherwise is that of the first one: `in_each_stage`."""
 
     sizes: Any
     variant: str
@@ -42,43 +44,49 @@ class Setting:
     ranks: int
     zero_stage: int
     float32_gradients: bool  # BF16_Optimizer's accumulation at ZeRO 1
-    packed_bytes: (
-        float  # of AdamW's states of a parameter (precision.optimizer_states), where they can be packed
-    )
+    optimizer_states: str  # as the key of precision; can be packed where there are float32 gradients
+    moments: str  # the type of AdamW's moments, a key of MOMENT_BYTES
+    adam_beta2: float
     reduces_in_float32: bool  # precision.gradient_communication
     reduce_bucket: int
     overlap_comm: bool
+    stages: tuple[
+        tuple[float, dict[str, Any]], ...
+    ] = ()  # share of the steps, and fields that are otherwise in it
 
     @classmethod
-    def of(cls, args: TrainingArguments, ds_config: dict[str, Any], sizes: Any, ranks: int) -> Setting:
-        """`ds_config`: of `resolve_ds_config` for these arguments on so many ranks."""
+    def of(
+        cls,
+        args: TrainingArguments,
+        ds_config: dict[str, Any],
+        sizes: Any,
+        ranks: int,
+        max_steps: int | None = None,
+    ) -> Setting:
+        """`ds_config`: of `resolve_ds_config` for these arguments on so many ranks. max_steps: where the run is not as
+        long as the arguments say."""
+        shares = stage_shares(args, max_steps or args.max_steps)
+        stages = tuple(
+            (share, of_precision(args.model.variant, section, sizes))
+            for share, section in zip(shares, precisions_of(args.precision), strict=True)
+            if share
+        )
         precision, speed, te = args.precision, args.speed, VARIANTS[args.model.variant].te
-        fp8, zero = precision.compute == "fp8", ds_config["zero_optimization"]
+        zero = ds_config["zero_optimization"]
         stage = zero["stage"]
         wanted = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
         float32 = stage == 1 and wanted and precision.compute in ("fp8", "bf16")
 
         evaluated = args.per_device_eval_batch_size or args.per_device_train_batch_size
-
-        def in_bf16(*names: str) -> bool:
-            return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
-
-        kept = sum(
-            in_bf16("model", "model.layers", f"model.layers.{i}") for i in range(sizes.num_hidden_layers)
-        )
         return cls(
+            **stages[0][1],
             sizes=sizes,
             variant=args.model.variant,
-            compute=precision.compute,
-            recipe=precision.recipe,
-            fp8_layers=(sizes.num_hidden_layers - kept) if fp8 else 0,
-            fp8_head=fp8 and not in_bf16("lm_head"),
             compiled=args.model.variant == "torchao" if args.model.compile is None else args.model.compile,
             fused_cross_entropy=te and speed.fused_cross_entropy and precision.compute != "fp16",
             fused_swiglu=args.model.variant == "te_linear" and speed.fused_swiglu,
             main_grad_asked=speed.main_grad,
             cuda_graphs=te and speed.cuda_graphs and stage < 3,
-            health=te and fp8 and precision.health_steps > 0,
             recompute=args.gradient_checkpointing,
             flash=args.model.attention_backend == "flash",
             deterministic=args.full_determinism,
@@ -90,11 +98,19 @@ class Setting:
             ranks=ranks,
             zero_stage=stage,
             float32_gradients=float32,
-            packed_bytes=precision.optimizer_bytes,
+            optimizer_states=precision.optimizer_states,
+            moments=precision.moment_type,
+            adam_beta2=args.adam_beta2,
             reduces_in_float32=ds_config.get("communication_data_type") == "fp32",
             reduce_bucket=int(zero.get("reduce_bucket_size", REDUCE_BUCKET)),
             overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
+            stages=stages if len(stages) > 1 else (),
         )
+
+    @property
+    def in_each_stage(self) -> list[tuple[float, Setting]]:
+        """(share of the steps, what runs in it) of the stages of precision.schedule; without one, all of it."""
+        return [(share, replace(self, stages=(), **own)) for share, own in self.stages] or [(1.0, self)]
 
     @property
     def te(self) -> bool:
@@ -110,6 +126,22 @@ class Setting:
         return self.compute == "fp8"
 
     @property
+    def precision(self) -> str:
+        """In words."""
+        return f"FP8 {self.recipe}" if self.fp8 else self.compute
+
+    @property
+    def sharing(self) -> str:
+        """What was chosen of the memory, in words."""
+        states = f", optimizer_states {self.optimizer_states}" * self.packs
+        return f"ZeRO {self.zero_stage}{states}{', recomputation' * self.recompute}, micro-batch {self.micro_batch}"
+
+    @property
+    def packs(self) -> bool:
+        """Whether AdamW's states are packed."""
+        return self.compute != "fp32" and self.optimizer_bytes < FULL_STATES
+
+    @property
     def element(self) -> int:
         """Bytes of a weight and of an activation that is not FP8."""
         return 4 if self.compute == "fp32" else 2
@@ -119,7 +151,7 @@ class Setting:
         """Of a parameter: AdamW's states."""
         if self.compute == "fp32" or not self.float32_gradients:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
-        return self.packed_bytes
+        return bytes_of_states(self.optimizer_states, self.moments)
 
     @property
     def parameters(self) -> int:
@@ -167,21 +199,42 @@ class Setting:
 
     def described(self) -> str:
         """What was chosen, in the order in which somebody asks."""
-        how = f"{self.variant} {f'FP8 {self.recipe}' if self.fp8 else self.compute}"
+        each = self.in_each_stage
+        how = ", then ".join(
+            f"{its.precision}{f' ({100 * share:.0f} %)' * bool(self.stages)}" for share, its in each
+        )
+        states = f"optimizer_states {self.optimizer_states}"
+        if self.optimizer_states == "bf16_remainder":
+            states += f" with {self.moments} moments"
         extras = [
             text
             for text, there in (
-                ("lm_head in FP8", self.fp8_head),
+                ("lm_head in FP8", any(its.fp8_head for _, its in each)),
                 ("CUDA graphs", self.cuda_graphs),
                 ("recomputation", self.recompute),
-                (
-                    f"{self.optimizer_bytes:.3g} bytes of states a parameter",
-                    self.optimizer_bytes < FULL_STATES,
-                ),
+                (states, self.packs),
                 ("Muon", self.optim == "muon"),
             )
             if there
         ]
         gpus = f"{self.ranks} GPU{'s' if self.ranks > 1 else ''}"
         batch = f"micro-batch {self.micro_batch} x {self.seq_length}, accumulation {self.accumulation}"
-        return ", ".join([how, *extras, f"ZeRO {self.zero_stage} on {gpus}", batch])
+        return ", ".join([f"{self.variant} {how}", *extras, f"ZeRO {self.zero_stage} on {gpus}", batch])
+
+
+def of_precision(variant: str, precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:
+    """The fields of a Setting in which stages of precision.schedule differ."""
+    fp8 = precision.compute == "fp8"
+
+    def in_bf16(*names: str) -> bool:
+        return any(fnmatchcase(name, pattern) for name in names for pattern in precision.bf16_modules)
+
+    layers = sizes.num_hidden_layers
+    kept = sum(in_bf16("model", "model.layers", f"model.layers.{i}") for i in range(layers))
+    return {
+        "compute": precision.compute,
+        "recipe": precision.recipe,
+        "fp8_layers": (layers - kept) if fp8 else 0,
+        "fp8_head": fp8 and not in_bf16("lm_head"),
+        "health": VARIANTS[variant].te and fp8 and precision.health_steps > 0,
+    }

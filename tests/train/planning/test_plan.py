@@ -16,8 +16,9 @@ from tests.train.planning.settings import setting
 from train import plan as program
 from train.config.arguments import REPOSITORY
 from train.planning.memory import checkpoint_bytes, largest_micro_batch, memory_of
-from train.planning.plan import PlanError, at, gpu_called, parse_tokens, plan, recommend
+from train.planning.plan import PlanError, gpu_called, parse_tokens, plan
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
+from train.planning.recommend import recommend
 from train.planning.setting import Setting
 
 SPEED = 0.12
@@ -207,47 +208,6 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     assert largest_micro_batch(s, 1.0) == 0
 
 
-def test_what_is_recommended_fits_and_is_not_slower() -> None:
-    s = setting(ranks=8, gradient_accumulation_steps=8)
-    for gpu in GPUS.values():
-        best = recommend(s, gpu, 8, s.step_tokens, 400)
-        assert best and best.fits and best.setting.step_tokens == s.step_tokens
-        assert best.estimate.tokens_per_second >= 0.99 * estimate(s, gpu).tokens_per_second
-    large = replace(s, sizes=load_sizes("mistral_7b"))
-    best = recommend(large, GPUS["h100"], 2, s.step_tokens, 400)
-    assert best and best.setting.zero_stage == 3 and best.fits
-    compiled = setting(model__variant="hf", model__compile=True, precision__compute="bf16")
-    alone = recommend(replace(compiled, sizes=large.sizes), GPUS["h100"], 2, s.step_tokens, 400)
-    assert alone is None  # torch.compile goes with no ZeRO 3
-
-
-@pytest.mark.parametrize(
-    ("micro_batch", "accumulation", "ranks", "chosen"),
-    [(3, 1, 1, (3, 1)), (1, 6, 8, (6, 1)), (6, 1, 16, (6, 1)), (24, 2, 1, (24, 2))],
-)
-def test_a_recommendation_keeps_the_step_and_is_as_configured_where_that_is_as_fast(
-    micro_batch: int, accumulation: int, ranks: int, chosen: tuple[int, int]
-) -> None:
-    s = replace(setting(), micro_batch=micro_batch, accumulation=accumulation, ranks=ranks)
-    best = recommend(s, GPUS["h200"], ranks, s.step_tokens, 400)
-    assert best and best.setting.step_tokens == s.step_tokens
-    assert (best.setting.micro_batch, best.setting.accumulation) == chosen
-    assert best.estimate.tokens_per_second >= estimate(s, GPUS["h200"]).tokens_per_second
-
-
-def test_what_is_configured_is_recommended_though_no_such_micro_batch_is_tried() -> None:
-    s = replace(setting(), seq_length=32, micro_batch=387, accumulation=1)
-    best = recommend(s, GPUS["h200"], 1, s.step_tokens, 400)
-    assert best and best.setting == s
-
-
-def test_a_recommendation_of_another_stage_keeps_the_switch_of_main_grad() -> None:
-    two = {"ranks": 8, "deepspeed": "ds_config_zero2.json"}
-    for switch in (False, True):
-        s = setting(speed__main_grad=switch, **two)
-        assert not s.main_grad and at(s, 8, 1, 1, False, s.step_tokens).main_grad is switch
-
-
 @pytest.mark.parametrize(
     ("config", "communication", "bytes_"),
     [("hare_0.4b", None, 4 + 2), ("hare_0.4b", "fp32", 4), ("hare_1.1b", None, 2)],
@@ -306,6 +266,51 @@ def test_what_takes_longer() -> None:
     assert of_each[1] > 0.5 * of_each[0]
 
 
+SCHEDULE = [
+    {"until_step": 50, "compute": "bf16"},
+    {"until_share": 0.9, "bf16_modules": []},
+    {"compute": "bf16"},
+]
+
+
+def test_a_schedule_takes_the_memory_of_its_dearest_stage_and_the_time_of_all() -> None:
+    keys: dict[str, Any] = {
+        "gradient_accumulation_steps": 8,
+        "max_steps": 1000,
+        "per_device_eval_batch_size": 1,
+    }
+    s = setting(precision__schedule=SCHEDULE, **keys)
+    bf16, fp8 = setting(precision__compute="bf16", **keys), setting(precision__bf16_modules=[], **keys)
+    assert [share for share, _ in s.in_each_stage] == pytest.approx([0.05, 0.85, 0.1])
+    assert [its for _, its in s.in_each_stage] == [bf16, fp8, bf16]
+    peaks = [memory_of(its).peak_gib for its in (bf16, fp8)]
+    assert memory_of(s).peak_gib == max(peaks) > 1.02 * min(peaks)
+    seconds = [estimate(its, MEASURED_ON).step_s for its in (bf16, fp8)]
+    found = estimate(s, MEASURED_ON)
+    assert found.step_s == pytest.approx(0.15 * seconds[0] + 0.85 * seconds[1])
+    assert found.tokens_per_second == pytest.approx(s.step_tokens / found.step_s)
+    assert "bf16, 5 % of the steps: " in found.basis and "FP8 delayed, 85 % of the steps: " in found.basis
+    assert "te_layer bf16 (5 %), then FP8 delayed (85 %), then bf16 (10 %), lm_head in FP8" in s.described()
+    largest = largest_micro_batch(s, 79.1)
+    assert largest == min(largest_micro_batch(its, 79.1) for its in (bf16, fp8))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shares"), [("500K", [1.0]), ("3276800", [0.25, 0.65, 0.1]), ("81.92M", [0.01, 0.89, 0.1])]
+)
+def test_the_shares_of_stages_are_those_of_the_tokens_that_are_planned(
+    tokens: str, shares: list[float], tmp_path: Path
+) -> None:
+    """The stage that ends at step 50, of 16,384 tokens, is another share of each length."""
+    output = tmp_path / "plan.json"
+    words = ["train_config_fp8", "--gpus=1", "--train_batch_size_tokens=16384", f"--tokens={tokens}"]
+    words += [f"--precision.schedule={json.dumps(SCHEDULE)}", f"--output={output}"]
+    assert program.main(words) == 0
+    stages = json.loads(output.read_text())["stages"]
+    assert [its["share"] for its in stages] == pytest.approx(shares, abs=0.01)
+    assert [its["compute"] for its in stages] == ["bf16", "fp8", "bf16"][: len(shares)]
+
+
 # ---------------------------------------------------------------- the program
 
 
@@ -333,7 +338,10 @@ def test_tokens(text: str, tokens: int) -> None:
             "learnin_rate: unknown key (did you mean learning_rate",
         ),
         (["train_config_fp8", "--gpus", "3"], "not divisible by per_device_train_batch_size 8"),
-        (["mistral_7b", "--gpus", "1"], "in no way: ZeRO 3 with recomputation and micro-batch 1"),
+        (
+            ["mistral_7b", "--gpus", "1"],
+            "in no way: micro-batch 1 of 2048 tokens with ZeRO 1, optimizer_states int8, ",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(
@@ -346,7 +354,7 @@ def test_what_cannot_be_planned_is_said(
 
 def test_a_model_that_fits_nowhere_is_told_where_it_would() -> None:
     s = setting(ranks=1, model__config="mistral_7b")
-    with pytest.raises(PlanError, match=r"needs 1\d\d GiB a GPU. Take --gpus 2, or --gpu h200, or a smaller"):
+    with pytest.raises(PlanError, match=r"needs \d\d GiB a GPU. Take --gpus 2, or --gpu h200, or a smaller"):
         plan("mistral_7b", s, gpu_called("H100"), 10**9, 400)
 
 
@@ -365,6 +373,8 @@ def test_a_plan_in_words_and_as_json(config: str, tmp_path: Path, capsys: pytest
     parts = dict(configured["memory_gib"])
     peak, needed = parts.pop("peak"), parts.pop("needed")
     assert sum(parts.values()) == pytest.approx(peak) and needed > peak
+    assert "  optimizer states: fp32, " in text and configured["optimizer_states"] == "fp32"
+    assert found["recommended"]["why_these_states"] in text and configured["why_these_states"] is None
     seconds = 600e9 / configured["tokens_per_second"]
     assert configured["days"] == pytest.approx(seconds / 86400)
     assert configured["gpu_hours"] == pytest.approx(seconds / 3600 * 8)
