@@ -108,11 +108,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def scalar_code() -> Iterator[None]:
-    """torch.compile writes code for this CPU without vector instructions, which takes a compiler half the time."""
+def scalar_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile writes code without vector instructions, which takes a compiler half the time, asks no compiler
+    which of them this CPU has, and starts no processes that would compete with the other tests."""
     import torch._inductor.config as config
+    from torch._inductor import cpu_vec_isa
 
-    with config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": True}):
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    with config.patch(compile_threads=1):
         yield
 
 

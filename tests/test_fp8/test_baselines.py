@@ -140,7 +140,7 @@ def test_compiled_code_is_not_taken_from_another_pin() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.interpreter  # torch.compile asks one what this processor can do
+@pytest.mark.usefixtures("scalar_code")
 def test_compiled_code_runs_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a CPU torch has flash and math."""
     monkeypatch.setitem(baselines.BACKENDS, "math", torch.nn.attention.SDPBackend.MATH)

@@ -73,23 +73,14 @@ def test_a_run_says_which_modules_ran_torchaos_fp8(settings: dict, capsys: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # compilers, on a loaded machine
-@pytest.mark.interpreter  # torch._inductor tries in one of its own whether what it compiled loads, unless it is cached
+@pytest.mark.usefixtures("traced")  # tests/model/fp8/test_torchao.py has the code of a layer
 @pytest.mark.skipif(GPU, reason="on the GPU torchao is compiled in the resume test")
 @pytest.mark.parametrize(
-    "variant,precision,compilers",  # those of a fixture; tests/model/fp8/test_torchao.py has torchao's code
-    [("torchao", TORCHAO["tensorwise"], "traced"), ("hf", PRECISIONS["bf16"], "scalar_code")],
+    "variant,precision", [("torchao", TORCHAO["tensorwise"]), ("hf", PRECISIONS["bf16"])]
 )
 def test_a_compiled_run_follows_the_uncompiled_one(
-    settings: dict,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-    variant: str,
-    precision: dict,
-    compilers: str,
-    request: pytest.FixtureRequest,
+    settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture, variant: str, precision: dict
 ) -> None:
-    request.getfixturevalue(compilers)
     settings["max_eval_samples"] = 4  # of whole micro-batches: one graph evaluates
     curves = []
     for compile in (False, True):
