@@ -9,6 +9,7 @@ from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.fp8.state import fp8_state
 from model.proof import ProofError, attention_errors, check_attention, probe_tokens, prove
 from tests.conftest import small_config
 
@@ -30,6 +31,11 @@ def test_positions_that_are_no_multiple_of_16_pass(recipe: str) -> None:
     lines = prove(model, precision, seq_length=100)
     assert any("14 of 15 GEMM modules ran FP8" in line for line in lines)
     assert "FP8 GEMMs of the probe: 14 forward, 28 backward" in lines
+    # the run begins as if it had not been
+    state = fp8_state(model, precision)
+    assert bool(state) == (recipe == "delayed") and all(p.grad is None for p in model.parameters())
+    for key, tensor in state.items():
+        assert tensor.eq(1.0 if key.endswith(".scale") else 0.0).all(), key
 
 
 @pytest.mark.parametrize(

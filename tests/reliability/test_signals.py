@@ -22,7 +22,7 @@ from tests.reliability.stopping import assert_equal_runs, stop_when
 from tests.train.runs import ROOT, metrics, run
 from train import loop, train
 from train.checkpoint import save
-from train.checkpoint.files import committed, problems
+from train.checkpoint.files import committed, problems, read_state
 from train.guard import signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
 from train.launch import Launcher, parse
@@ -82,6 +82,8 @@ def test_an_evaluation_is_left_and_made_up_for(
     made_up = [(m["step"], m["eval_loss"]) for m in metrics(folder) if m.get("eval_loss") is not None]
     expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
     assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
+    # what was saved since then has none to make up for
+    assert read_state(committed(folder / "checkpoints")[-1]).evaluation_due == (step == 6)
     assert (folder / "hf/config.json").exists()
 
 
@@ -218,6 +220,46 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     (tmp_path / "ranks.py").write_text(f"{head}; os.chdir({str(tmp_path)!r})\n{script}")
     assert launch(2, str(tmp_path / "ranks.py"), hasty=True).returncode == status
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "waited_s"),
+    [
+        ([(0, 75), (50, 75)], 75, 50),
+        ([(0, 75), (100, 75)], 75, 60),
+        ([(0, 1), (50, 1)], 1, 4),
+        ([(0, 75), (10, 1), (50, 75)], 1, 14),
+        ([(0, 0), (50, 0)], 0, 50),
+        ([(0, 130), (50, 75)], 130, 1),
+        ([(3, 2), (50, 2)], 2, 3),
+        ([(50, 2), (3, 2)], 2, 7),
+    ],
+)
+def test_how_long_the_launcher_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, ends: list[tuple[float, int]], status: int, waited_s: float
+) -> None:
+    """A save that a stop waits for takes longer than last words do. ends: of each rank, when and with which status."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    class Rank:
+        def __init__(self, at: float, status: int):
+            self.at, self.status, self.returncode = at, status, None
+
+        def poll(self) -> int | None:
+            self.returncode = self.status if now >= self.at else None  # type: ignore[assignment]
+            return self.returncode
+
+    launcher: Any = Launcher.__new__(Launcher)
+    launcher.first_rank, launcher.ends, launcher.interrupted, launcher.asked_to_stop = 0, False, False, False
+    launcher.logs, launcher.processes = [], [Rank(*end) for end in ends]
+    monkeypatch.setattr(
+        sys.modules["train.launch"], "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    )
+    assert launcher.wait() == status and waited_s <= now < waited_s + 0.5
 
 
 @pytest.mark.parametrize(

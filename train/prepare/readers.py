@@ -162,12 +162,17 @@ def read_stream(
             if not lines.number and not start:
                 yield Dropped(EMPTY, str(path), "an empty file")
     except (EOFError, OSError, zlib.error) as error:
-        if not packing or getattr(error, "errno", None):  # the disk's, not the file's
+        if not packing or _is_of_disk(error):
             raise
         number = lines.number if lines else 0
         yield Dropped(f"truncated or corrupt {packing}", f"{path}:{number + 1}", str(error))
     finally:
         place.file = None
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Whether it is the system that cannot read, and not the file that is broken."""
+    return bool(getattr(error, "errno", None))
 
 
 def _unpacked(file: BinaryIO, packing: str) -> BinaryIO:
@@ -355,6 +360,8 @@ def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
                     yield from _read_group(file, group, path, text_key, first)
                 first += file.metadata.row_group(group).num_rows
     except (pyarrow.ArrowException, OSError) as error:
+        if _is_of_disk(error):
+            raise
         if start == 0:
             yield Dropped(BAD_PARQUET, f"{path}:1", str(error).splitlines()[0])
 
@@ -370,6 +377,8 @@ def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) ->
                 row += 1
                 yield item
     except (pyarrow.ArrowException, OSError) as error:
+        if _is_of_disk(error):
+            raise
         yield Dropped(BAD_PARQUET, f"{path}:{row + 1}", str(error).splitlines()[0])
 
 
@@ -393,6 +402,8 @@ def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
             if row == 0 and start == 0:
                 yield _no_column(path, 0, text_key, stream.schema)
     except (pyarrow.ArrowException, OSError) as error:
+        if _is_of_disk(error):
+            raise
         if start == 0:
             yield Dropped("unreadable .arrow", f"{path}:{row + 1}", str(error).splitlines()[0])
 

@@ -184,6 +184,18 @@ def test_the_history_length_can_change():
     assert scales(module)[0] == E4M3_MAX / x.abs().max()
 
 
+def test_a_module_whose_recipe_changes_leaves_those_of_the_old_one():
+    """Modules of one recipe move together, by the recipe and the length of the first."""
+    before, after = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=6, margin=2)
+    stays, changes, x = linear(), linear(seed=1), torch.randn(16, 32)
+    for module in (stays, changes):
+        step(module, x, before)
+    step(changes, x, after)
+    for direction, most, amax in (("scaling_fwd", E4M3_MAX, x.abs().max()), ("scaling_bwd", 57344, 1)):
+        assert scales(changes, direction)[0] == most / 4 / amax
+        assert scales(stays, direction)[0] == most / amax
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_weight_copies_follow_is_first_microbatch(recipe):
     module, x = linear(), torch.randn(16, 32)

@@ -9,6 +9,7 @@ import torch
 
 from test_fp8.common.folders import make_folder
 from tests.train.runs import metrics, run
+from train.data import format
 from train.data.format import DataError, read_manifest, verify_shard
 from train.data.source import TokenSource, check_fit
 from train.data.stream import open_stream
@@ -139,8 +140,9 @@ def test_files_that_the_manifest_does_not_list_are_never_opened(folder):
     )
 
 
-def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder):
-    """Also in a file whose hash is the manifest's: what was prepared is wrong, not what was copied."""
+def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder, monkeypatch):
+    """Also in a file whose hash is the manifest's: what was prepared is wrong, not what was copied; in whichever of
+    the parts that are read at a time."""
     path = folder / "train_00001.ds"
     ids = np.fromfile(path, "<u2")
     ids[500] = 400
@@ -153,7 +155,11 @@ def test_an_id_beyond_the_vocabulary_is_found_by_verify_and_when_read(folder):
         DataError, match=r"train_00001.ds: token 500 has the id 400, beyond the vocabulary of 400"
     ):
         stream.batch(0, stream.num_samples)
-    assert "train_00001.ds holds token id 400, beyond the vocabulary of 400" in refused(folder, verify=True)
+    for size in (format.READ_BYTES, 64):
+        monkeypatch.setattr(format, "READ_BYTES", size)
+        assert "train_00001.ds holds token id 400, beyond the vocabulary of 400" in refused(
+            folder, verify=True
+        )
 
 
 # ---------------------------------------------------------------- vocabularies beyond 16 bits

@@ -93,3 +93,12 @@ def test_what_a_tokenizer_does_not_know(folder_of: Callable[[tokenizers.Tokenize
     assert pieces is not None and pieces.added_space
     (ids,) = encoder.encode_batch(["a \u00e9\u6771b"])
     assert pieces.sizes[ids].tolist() == [1, 1, 1, 2, UNKNOWN, 1]
+
+
+def test_a_vocabulary_with_unused_ids_reaches_to_its_largest(
+    folder_of: Callable[[tokenizers.Tokenizer], Path],
+) -> None:
+    """A model has a row for each id below vocab_size."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 7}, unk_token="a"))
+    encoder = TextEncoder(folder_of(tokenizer))
+    assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8

@@ -115,10 +115,12 @@ def test_ranks_that_do_not_come_are_named_to_all_others() -> None:
         assert str(error).startswith("of 6 ranks 2 to 3, 5 did not come within 1 s; rank 0 waits on")
 
 
-def test_unequal_numbers_of_ranks_are_named_on_both_nodes() -> None:
+@pytest.mark.parametrize(("number", "ranks", "here"), [(4, 8, 4), (3, 4, 1)])
+def test_unequal_numbers_of_ranks_are_named_on_both_nodes(number: int, ranks: int, here: int) -> None:
+    """Also where they are as many in all."""
     port = free_port()
-    errors = all_meet(rank(0, port, 4, 2), rank(4, port, 8, 4))
-    text = f"rank 4 on {socket.gethostname()} was started as one of 8 ranks, 4 on its node, and rank 0 on"
+    errors = all_meet(rank(0, port, 4, 2), rank(number, port, ranks, here))
+    text = f"rank {number} on {socket.gethostname()} was started as one of {ranks} ranks, {here} on its node, and rank"
     for error in errors:
         assert (
             isinstance(error, ValueError)

@@ -1,10 +1,13 @@
 """Text with separators, .json and .csv, packed or not; a single text that is cut for its eval split."""
 
+import errno
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 
-import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from tests.fixtures import corpus_texts
@@ -107,6 +110,29 @@ def test_records_are_read_and_what_is_wrong_is_named(tmp_path, name):
     if name == "cut.txt.gz":
         path.write_bytes(gzip.compress(b"some text" * 99)[:-9])
     assert outcome(path) == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_documents_that_a_disk_does_not_give_are_not_dropped(tmp_path, monkeypatch, name):
+    """They are there: another start reads them."""
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    path, table = tmp_path / name, pyarrow.table({"text": ["one"]})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        write(path, b'{"text": "one"}')
+    read = partial(readers.read_arrow, path, "text", 0, 1) if name == "a.arrow" else partial(outcome, path)
+    assert len(list(read())) == 1
+    monkeypatch.setattr(readers, "_check_column", fails)
+    monkeypatch.setattr(readers.Lines, "_counted", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        list(read())
 
 
 def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
