@@ -39,3 +39,14 @@ def prefetch(places):
 def magnitude_bits(x):
     """int32 that are ordered as the magnitudes of float32 x are, a NaN above all (tl.max drops a NaN)."""
     return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def two_digits(wide, dtype: tl.constexpr):
+    """float32 `wide` within FP8's range as FP8, and 16 times what that leaves, as FP8 too; a NaN in at least one.
+
+    Rounded to the four bits of e4m3 as integers: where a kernel packs FP8 and unpacks it again, the ptxas of CUDA 12.8
+    (Triton 3.6.0) unpacks half of the values from a register that holds something else."""
+    bits = wide.to(tl.int32, bitcast=True)
+    head = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return head.to(dtype), ((wide - head) * 16.0).to(dtype)

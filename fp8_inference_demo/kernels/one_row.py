@@ -7,7 +7,8 @@
     add         down projection + residual
 
 A program asks for its part of the weight, the scales and the gains of the norm before the kernel before it ends, and
-holds them in registers where they fit; then what is left to wait for is the row.
+holds them where they fit; then what is left to wait for is the row. FP8 weights with a scale a row meet the row on the
+tensor cores, as two FP8 digits: widened to be multiplied one by one they cost as much time as to be read. Others are.
 Shapes: R rows and C columns of a weight, G groups of columns that share a scale, S cache.
 """
 
@@ -22,9 +23,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fp8_inference_demo.kernels.attention import attend_cache
-from fp8_inference_demo.kernels.common import Late, Sums, prefetch
+from fp8_inference_demo.kernels.common import Late, Sums, magnitude_bits, prefetch, two_digits
 from fp8_inference_demo.kernels.rows import add, add_norm_rows
-from fp8_inference_demo.weights import Layer, Matrix
+from fp8_inference_demo.weights import FP8_MAX, Layer, Matrix
 
 if TYPE_CHECKING:
     from fp8_inference_demo.forward import Forward
@@ -133,8 +134,110 @@ def _multiply(
     tl.store(out + rows, one_sum.to(out.dtype.element_ty), mask=fits)
 
 
+@triton.jit
+def _multiply_digits(
+    x,
+    norm,
+    weight,
+    scale,
+    out,
+    residual,
+    R,
+    eps,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """`_multiply` of FP8 weights with a scale a row, ROWS of them (for SWIGLU, gate and up in turns, half of each).
+
+    Tensor cores multiply 64 rows at a time by 16 columns, and there is one row. So PARTS of the columns stand as rows
+    of their own, and the second operand has, of each part of x, two digits as columns: of the products, what belongs
+    together is added up. Digits: x / scale rounded to FP8, and 16 times what that leaves, as in rows.py."""
+    PAIRS: tl.constexpr = KIND == SWIGLU
+    WIDTH: tl.constexpr = C // (PARTS * STEPS)
+    WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
+    OUT: tl.constexpr = ROWS // 2 if PAIRS else ROWS
+    line = tl.arange(0, PARTS * ROWS)
+    part, r = line // ROWS, line % ROWS
+    rows = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    fits = rows < R
+    safe = tl.where(fits, rows, 0)
+    row = tl.program_id(0) * OUT + (r // 2 if PAIRS else r)
+    row = tl.where(row < R, row, 0)
+    if PAIRS:
+        row += (r % 2) * R
+    inner = tl.arange(0, WIDE)
+    real = None if WIDE == WIDTH else (inner < WIDTH)[None, :]
+    nothing = None if WIDE == WIDTH else 0.0
+    theirs = weight + (row.to(tl.int64) * C + part * WIDTH)[:, None] + inner[None, :]
+    column = tl.arange(0, PARTS)[:, None] * WIDTH + inner[None, :]
+    if GPU:
+        gdc_launch_dependents()
+    held = ()
+    for step in tl.static_range(STEPS):
+        held = held + (tl.load(theirs + step * (PARTS * WIDTH), real, nothing),)  # type: ignore[assignment]
+    gains = ()
+    if KIND != ADD:
+        for step in tl.static_range(STEPS):
+            gain = tl.load(norm + column + step * (PARTS * WIDTH), real, nothing)
+            gains = gains + (gain.to(tl.float32),)  # type: ignore[assignment]
+    first_scale = tl.load(scale + safe)
+    if PAIRS:
+        second_scale = tl.load(scale + safe + R)
+    if GPU:
+        gdc_wait()
+    if KIND == ADD:
+        left = tl.load(residual + safe).to(tl.float32)
+    ours = ()
+    bits = tl.zeros((PARTS, WIDE), tl.int32)
+    squares = tl.zeros((PARTS, WIDE), tl.float32)
+    for step in tl.static_range(STEPS):
+        wide = tl.load(x + column + step * (PARTS * WIDTH), real, nothing).to(tl.float32)
+        if KIND != ADD:
+            squares += wide * wide
+            wide = wide * gains[step]
+        bits = tl.maximum(bits, magnitude_bits(wide))
+        ours = ours + (wide,)  # type: ignore[assignment]
+    largest = tl.max(tl.max(bits, 1), 0).to(tl.float32, bitcast=True)
+    x_scale = tl.maximum(largest / LIMIT, 1e-12, propagate_nan=tl.PropagateNan.ALL)
+    inverse = 1.0 / x_scale
+    if KIND != ADD:
+        x_scale = x_scale * tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / C + eps)
+    products = tl.zeros((PARTS * ROWS, 2 * PARTS), tl.float32)
+    for step in tl.static_range(STEPS):
+        wide = tl.clamp(ours[step] * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        one, two = two_digits(wide, weight.dtype.element_ty)
+        digits = tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (2 * PARTS, WIDE))
+        products = tl.dot(held[step], tl.trans(digits), products)
+    of = tl.arange(0, 2 * PARTS)
+    worth = tl.where(of % 2 == 0, 1.0, 1.0 / 16.0)
+    own = tl.where(part[:, None] == (of // 2)[None, :], products * worth[None, :], 0.0)
+    sums = tl.sum(tl.reshape(tl.sum(own, 1), (PARTS, ROWS)), 0) * x_scale
+    if PAIRS:
+        one_sum, two_sum = tl.split(tl.reshape(sums, (OUT, 2)))
+        one_sum = one_sum * first_scale
+        result = one_sum * tl.sigmoid(one_sum) * (two_sum * second_scale)
+    else:
+        result = sums * first_scale
+    if KIND == ADD:
+        result += left
+    tl.store(out + rows, result.to(out.dtype.element_ty), mask=fits)
+
+
+def _digits_cut(kind: int, C: int) -> tuple[int, int, int, int] | None:
+    """(ROWS, PARTS, STEPS, warps) of _multiply_digits; None where _multiply is faster, or columns do not divide. What
+    was fastest on an H200 in a step of hare_1.1b."""
+    if kind == NORM.value or C % 128 or not 256 <= C <= 4096:
+        return None
+    return (16 if kind == SWIGLU.value else 8), 8, 1, 4
+
+
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
-    """Rows and columns of a program, and warps: what was fastest on an H200 in a whole step of hare_1.1b."""
+    """Of _multiply: rows and columns of a program, and warps. What was fastest on an H200 in a step of hare_1.1b."""
     if C > 4096:
         return 1, 512, 2
     if kind == NORM.value:
@@ -154,6 +257,29 @@ def _product(
     C = x.shape[1]
     G = 0 if weight.scale is None else weight.scale.shape[1]
     R = weight.rows // 2 if kind == SWIGLU.value else weight.rows
+    cut = _digits_cut(kind, C) if G == 1 else None
+    if cut is not None:
+        rows, parts, steps, warps = cut
+        _multiply_digits[(triton.cdiv(R, rows // 2 if kind == SWIGLU.value else rows),)](
+            x,
+            norm,
+            weight.values,
+            weight.scale,
+            out,
+            residual,
+            R,
+            forward.eps,
+            C=C,
+            KIND=kind,
+            LIMIT=FP8_MAX,
+            ROWS=rows,
+            PARTS=parts,
+            STEPS=steps,
+            GPU=x.is_cuda,
+            launch_pdl=True,
+            num_warps=warps,
+        )
+        return out
     rows, columns, warps = _blocks(kind, R, C, weight.fp8)
     columns = C // G if G > 1 else min(columns, triton.next_power_of_2(C))
     _multiply[(triton.cdiv(R, rows),)](

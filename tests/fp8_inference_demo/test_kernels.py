@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +109,54 @@ def test_prompts_are_as_exact_as_in_torch(precision: str) -> None:
     for part in range(2):
         expected, theirs, ours = (result[part].float() for result in found)
         assert error(ours, expected) < 1.2 * error(theirs, expected)
+
+
+@pytest.mark.parametrize("C", [256, 384, 2048, 4096])
+@pytest.mark.parametrize("kind", ["add", "swiglu"])
+def test_one_row_meets_fp8_weights_as_two_digits(kind: str, C: int) -> None:
+    """Against float64: no worse than an x in bf16 is. 100 rows are no multiple of what a program has."""
+    from fp8_inference_demo.kernels import one_row
+
+    generator = torch.Generator("cuda").manual_seed(C)
+    noise = torch.randn(200, C, generator=generator, device="cuda") * 0.05
+    codes = quantize_rows(noise if kind == "swiglu" else noise[:100])
+    weight = Matrix(codes.codes, codes.scale)
+    assert one_row._digits_cut(2 if kind == "swiglu" else 1, C)
+    x = torch.randn(1, C, generator=generator, device="cuda").bfloat16()
+    x[0, :8] = torch.logspace(-6, 2, 8, device="cuda")
+    norm, residual = torch.rand(C, device="cuda").bfloat16(), torch.randn(1, 100, device="cuda").bfloat16()
+    out = torch.full((1, 100), float("nan"), dtype=torch.float32, device="cuda")
+    forward = SimpleNamespace(eps=1e-5)
+    wide, matrix = x.double(), weight.dequantize(torch.float32).double()
+    if kind == "swiglu":
+        one_row._product(forward, 2, x, weight, out, norm)  # type: ignore[arg-type]
+        wide = wide * (wide.square().mean() + 1e-5).rsqrt() * norm.double()
+        gate, up = (wide @ matrix.T).chunk(2, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    else:
+        one_row._product(forward, 1, x, weight, out, residual=residual)  # type: ignore[arg-type]
+        expected = wide @ matrix.T + residual.double()
+    assert error(out, expected) < 2**-9
+
+
+@pytest.mark.parametrize("kind", ["add", "swiglu"])
+def test_a_nan_in_a_row_is_seen(kind: str) -> None:
+    from fp8_inference_demo.kernels import one_row
+
+    codes = quantize_rows(torch.randn(32, 512, device="cuda"))
+    x = torch.randn(1, 512, device="cuda").bfloat16()
+    x[0, 300] = float("nan")
+    out, norm = (
+        torch.zeros(1, 16, dtype=torch.bfloat16, device="cuda"),
+        torch.ones(512, device="cuda").bfloat16(),
+    )
+    weight = Matrix(codes.codes, codes.scale)
+    if kind == "swiglu":
+        one_row._product(SimpleNamespace(eps=1e-5), 2, x, weight, out, norm)  # type: ignore[arg-type]
+    else:
+        out = torch.zeros(1, 32, dtype=torch.bfloat16, device="cuda")
+        one_row._product(SimpleNamespace(eps=1e-5), 1, x, weight, out, residual=out.clone())  # type: ignore[arg-type]
+    assert out.isnan().all()
 
 
 def test_rows_are_quantized_as_in_torch_and_a_second_digit_keeps_bf16() -> None:
