@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits, prefetch, two_digits
+from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bits, prefetch
 from fp8_inference_demo.kernels.rows import rows as quantize
 from fp8_inference_demo.kernels.rows import swiglu_rows
 from fp8_inference_demo.reference import Rows
@@ -91,10 +91,9 @@ def _multiply_many(
         if LATE:
             wide = ours.to(tl.float32) * inverse[None, :]
             wide = tl.clamp(wide, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            ours = wide.to(weight.dtype.element_ty)
             if DIGITS == 2:
-                ours, second = two_digits(wide, weight.dtype.element_ty)
-            else:
-                ours = wide.to(weight.dtype.element_ty)
+                second = ((wide - ours.to(tl.float32)) * 16.0).to(weight.dtype.element_ty)
         elif DIGITS == 2:
             second = tl.load(x + (M + safe_m)[None, :] * C + column[:, None])
         if G > 1:  # a block has one group of columns

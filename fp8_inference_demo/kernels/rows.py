@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fp8_inference_demo.kernels.common import Sums, two_digits
+from fp8_inference_demo.kernels.common import Sums
 from fp8_inference_demo.reference import Rows
 from fp8_inference_demo.weights import FP8, FP8_MAX
 
@@ -70,12 +70,11 @@ def _row(
             tl.store(scales + M + row, scale / 16.0)
         # a NaN stays one, for whoever reads the logits to see
         wide = tl.clamp(wide / scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    code = wide.to(codes.dtype.element_ty)
+    tl.store(place, code, mask=inside)
     if DIGITS == 2:
-        one, two = two_digits(wide, codes.dtype.element_ty)
-        tl.store(place, one, mask=inside)
-        tl.store(codes + (M + row) * C + column, two, mask=inside)
-    else:
-        tl.store(place, wide.to(codes.dtype.element_ty), mask=inside)
+        rest = (wide - code.to(tl.float32)) * 16.0
+        tl.store(codes + (M + row) * C + column, rest.to(codes.dtype.element_ty), mask=inside)
 
 
 def _rows(
