@@ -1,6 +1,7 @@
 """Attention of one token of each row to the cache, split over programs (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding); the last split to end combines them. It begins with the token's projection:
-the rotation and the way into the cache are no launch of their own."""
+https://pytorch.org/blog/flash-decoding); the last split to end combines them. One row of a short cache is not split:
+there is nothing to combine. It begins with the token's projection: the rotation and the way into the cache are no
+launch of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from fp8_inference_demo.kernels.common import PROGRAMS, Late, Sums, magnitude_bi
 from fp8_inference_demo.reference import Rows
 
 ATTEND_BLOCK = 64
+# Elements of keys, and of values, that one program holds in registers.
+ATTEND_HELD = 32768
 
 
 @triton.jit
@@ -169,6 +172,72 @@ def _attend(
                     tl.atomic_max(largest + row, tl.max(tl.max(all_bits, 1), 0), sem="relaxed")
 
 
+@triton.jit
+def _attend_short(
+    qkv,
+    cosines,
+    sines,
+    positions,
+    keys,
+    values,
+    out,
+    S,
+    factor,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GPU: tl.constexpr,
+):
+    """One query head of the one row over all that it sees, which is read before the projection has ended. LENGTH, WIDE:
+    S and D, rounded up."""
+    PER: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(0)
+    kv_head = head // PER
+    s, d = tl.arange(0, LENGTH), tl.arange(0, WIDE)
+    if GPU:
+        gdc_launch_dependents()
+    position = tl.load(positions).to(tl.int32)
+    seen = s < position
+    if WINDOW > 0:
+        seen = seen & (s > position - WINDOW)
+    real = d < D
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    base = kv_head.to(tl.int64) * S * D
+    old = seen[:, None] & real[None, :]
+    place = base + s[:, None] * D + d[None, :]
+    key = tl.load(keys + place, mask=old, other=0.0)
+    value = tl.load(values + place, mask=old, other=0.0)
+    turn = position * HALF + d % HALF
+    cos = tl.load(cosines + turn, mask=real, other=1.0)
+    sin = tl.load(sines + turn, mask=real, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    if GPU:
+        gdc_wait()
+    q_at, k_at = qkv + head * D, qkv + (HEADS + kv_head) * D
+    query = tl.load(q_at + d, mask=real, other=0.0).to(tl.float32)
+    other = tl.load(q_at + partner, mask=real, other=0.0).to(tl.float32)
+    own = tl.load(k_at + d, mask=real, other=0.0).to(tl.float32)
+    own_other = tl.load(k_at + partner, mask=real, other=0.0).to(tl.float32)
+    own_value = tl.load(k_at + KV_HEADS * D + d, mask=real, other=0.0).to(key.dtype)
+    own_key = (own * cos + own_other * sin).to(key.dtype)
+    if head % PER == 0:
+        tl.store(keys + base + position * D + d, own_key, mask=real)
+        tl.store(values + base + position * D + d, own_value, mask=real)
+    rotated = (query * cos + other * sin).to(key.dtype).to(tl.float32) * factor
+    scores = tl.sum(key.to(tl.float32) * rotated[None, :], 1)
+    scores = tl.where(seen, scores, float("-inf"))
+    own_score = tl.sum(own_key.to(tl.float32) * rotated, 0)
+    peak = tl.maximum(tl.max(scores, 0), own_score)
+    weights, own_weight = tl.exp2(scores - peak), tl.exp2(own_score - peak)
+    mean = tl.sum(value.to(tl.float32) * weights[:, None], 0) + own_value.to(tl.float32) * own_weight
+    mean = mean / (tl.sum(weights, 0) + own_weight)
+    tl.store(out + head * D + d, mean.to(out.dtype.element_ty), mask=real)
+
+
 def attend_cache(
     qkv: Sums,
     turns: tuple[torch.Tensor, torch.Tensor],
@@ -188,6 +257,29 @@ def attend_cache(
     queries, wide = max(16, triton.next_power_of_2(N // K)), max(16, triton.next_power_of_2(D))
     splits = max(1, min(PROGRAMS // (M * K), triton.cdiv(S, ATTEND_BLOCK), 32))
     out = torch.empty(M, N * D, dtype=keys.dtype, device=keys.device)
+    factor = D**-0.5 * 1.4426950408889634  # exp2 for exp
+    length = triton.next_power_of_2(S)
+    if M == len(qkv) == 1 and not digits and length * wide <= ATTEND_HELD:
+        _attend_short[(N,)](
+            qkv,
+            *turns,
+            positions,
+            keys,
+            values,
+            out,
+            S,
+            factor,
+            WINDOW=window or 0,
+            HEADS=N,
+            KV_HEADS=K,
+            D=D,
+            WIDE=wide,
+            LENGTH=length,
+            GPU=keys.is_cuda,
+            launch_pdl=True,
+            num_warps=8,
+        )
+        return out, None
     partial = torch.empty(M, splits, N, D, dtype=torch.float32, device=keys.device)
     sums = torch.empty(M, splits, 2, N, dtype=torch.float32, device=keys.device)
     _attend[(M, K, splits)](
@@ -203,7 +295,7 @@ def attend_cache(
         arrived,
         M,
         S,
-        D**-0.5 * 1.4426950408889634,  # exp2 for exp
+        factor,
         WINDOW=window or 0,
         HEADS=N,
         KV_HEADS=K,
