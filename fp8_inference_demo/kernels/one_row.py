@@ -7,8 +7,9 @@
     add         down projection + residual
 
 A program asks for its part of the weight, the scales and the gains of the norm before the kernel before it ends, and
-holds them where they fit; then what is left to wait for is the row. FP8 weights with a scale a row meet the row on the
-tensor cores, as two FP8 digits: widened to be multiplied one by one they cost as much time as to be read. Others are.
+holds them where they fit; then what is left to wait for is the row. FP8 weights of o, gate and up with a scale a row
+meet the row on the tensor cores, as two FP8 digits: widened to be multiplied one by one they cost as much time as to be
+read. All others are widened.
 Shapes: R rows and C columns of a weight, G groups of columns that share a scale, S cache.
 """
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from fp8_inference_demo.forward import Forward
 
 NORM, ADD, SWIGLU = (tl.constexpr(kind) for kind in range(3))
+# Rows of a program of _multiply_digits, and parts of its columns.
+DIGIT_ROWS, DIGIT_PARTS = 16, 8
 
 
 @triton.jit
@@ -149,7 +152,6 @@ def _multiply_digits(
     LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    STEPS: tl.constexpr,
     GPU: tl.constexpr,
 ):
     """`_multiply` of FP8 weights with a scale a row, ROWS of them (for SWIGLU, gate and up in turns, half of each).
@@ -159,7 +161,7 @@ def _multiply_digits(
     together is added up. Digits: x / scale rounded to FP8, and 16 times what that leaves; a scale a part, so that
     nothing waits for the whole row before it is multiplied."""
     PAIRS: tl.constexpr = KIND == SWIGLU
-    WIDTH: tl.constexpr = C // (PARTS * STEPS)
+    WIDTH: tl.constexpr = C // PARTS
     WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
     OUT: tl.constexpr = ROWS // 2 if PAIRS else ROWS
     line = tl.arange(0, PARTS * ROWS)
@@ -174,18 +176,12 @@ def _multiply_digits(
     inner = tl.arange(0, WIDE)
     real = None if WIDE == WIDTH else (inner < WIDTH)[None, :]
     nothing = None if WIDE == WIDTH else 0.0
-    theirs = weight + (row.to(tl.int64) * C + part * WIDTH)[:, None] + inner[None, :]
     column = tl.arange(0, PARTS)[:, None] * WIDTH + inner[None, :]
     if GPU:
         gdc_launch_dependents()
-    held = ()
-    for step in tl.static_range(STEPS):
-        held = held + (tl.load(theirs + step * (PARTS * WIDTH), real, nothing),)  # type: ignore[assignment]
-    gains = ()
+    held = tl.load(weight + (row.to(tl.int64) * C + part * WIDTH)[:, None] + inner[None, :], real, nothing)
     if KIND != ADD:
-        for step in tl.static_range(STEPS):
-            gain = tl.load(norm + column + step * (PARTS * WIDTH), real, nothing)
-            gains = gains + (gain.to(tl.float32),)  # type: ignore[assignment]
+        gain = tl.load(norm + column, real, nothing).to(tl.float32)
     first_scale = tl.load(scale + safe)
     if PAIRS:
         second_scale = tl.load(scale + safe + R)
@@ -193,25 +189,16 @@ def _multiply_digits(
         gdc_wait()
     if KIND == ADD:
         left = tl.load(residual + safe).to(tl.float32)
-    ours = ()
-    bits = tl.zeros((PARTS, WIDE), tl.int32)
-    squares = tl.zeros((PARTS, WIDE), tl.float32)
-    for step in tl.static_range(STEPS):
-        wide = tl.load(x + column + step * (PARTS * WIDTH), real, nothing).to(tl.float32)
-        if KIND != ADD:
-            squares += wide * wide
-            wide = wide * gains[step]
-        bits = tl.maximum(bits, magnitude_bits(wide))
-        ours = ours + (wide,)  # type: ignore[assignment]
-    largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    wide = tl.load(x + column, real, nothing).to(tl.float32)
+    if KIND != ADD:
+        squares = wide * wide
+        wide = wide * gain
+    largest = tl.max(magnitude_bits(wide), 1).to(tl.float32, bitcast=True)
     x_scale = tl.maximum(largest / LIMIT, 1e-12, propagate_nan=tl.PropagateNan.ALL)
-    inverse = (1.0 / x_scale)[:, None]
-    products = tl.zeros((PARTS * ROWS, 2 * PARTS), tl.float32)
-    for step in tl.static_range(STEPS):
-        wide = tl.clamp(ours[step] * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        one, two = two_digits(wide, weight.dtype.element_ty)
-        digits = tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (2 * PARTS, WIDE))
-        products = tl.dot(held[step], tl.trans(digits), products)
+    wide = tl.clamp(wide * (1.0 / x_scale)[:, None], -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    one, two = two_digits(wide, weight.dtype.element_ty)
+    digits = tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (2 * PARTS, WIDE))
+    products = tl.dot(held, tl.trans(digits))
     of = tl.arange(0, 2 * PARTS)
     worth = tl.reshape(tl.join(x_scale, x_scale / 16.0), (2 * PARTS,))
     own = tl.where(part[:, None] == (of // 2)[None, :], products * worth[None, :], 0.0)
@@ -229,21 +216,20 @@ def _multiply_digits(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=fits)
 
 
-def _digits_cut(kind: int, C: int) -> tuple[int, int, int, int] | None:
-    """(ROWS, PARTS, STEPS, warps) of _multiply_digits; None where _multiply is faster, or columns do not divide. What
-    was fastest on an H200 in a step of hare_1.1b."""
-    if C % 128 or not 256 <= C <= 8192:
-        return None
-    return (8 if kind == ADD.value else 16), 8, 1, 4
+def _by_digits(kind: int, C: int) -> bool:
+    """Whether _multiply_digits, on an H200 in a step of hare_1.1b, is the faster one, and its columns divide."""
+    return kind != NORM.value and C % (16 * DIGIT_PARTS) == 0 and 256 <= C <= 4096
 
 
 def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
     """Of _multiply: rows and columns of a program, and warps. What was fastest on an H200 in a step of hare_1.1b."""
     if C > 4096:
-        return 1, 512, 2
+        return 1, 512, (4 if fp8 else 2)
     if kind == NORM.value:
         return (8 if fp8 or R > 8192 else 32), 2048, 8
-    return (2, 2048, 1) if kind == ADD.value else (4, 2048, 4)
+    if kind == ADD.value:
+        return (2, 2048, 1) if fp8 else (8, 2048, 4)
+    return 4, 2048, 4
 
 
 def _product(
@@ -258,10 +244,9 @@ def _product(
     C = x.shape[1]
     G = 0 if weight.scale is None else weight.scale.shape[1]
     R = weight.rows // 2 if kind == SWIGLU.value else weight.rows
-    cut = _digits_cut(kind, C) if G == 1 else None
-    if cut is not None:
-        rows, parts, steps, warps = cut
-        _multiply_digits[(triton.cdiv(R, rows // 2 if kind == SWIGLU.value else rows),)](
+    if G == 1 and _by_digits(kind, C):
+        rows = DIGIT_ROWS // 2 if kind == SWIGLU.value else DIGIT_ROWS
+        _multiply_digits[(triton.cdiv(R, rows),)](
             x,
             norm,
             weight.values,
@@ -273,12 +258,11 @@ def _product(
             C=C,
             KIND=kind,
             LIMIT=FP8_MAX,
-            ROWS=rows,
-            PARTS=parts,
-            STEPS=steps,
+            ROWS=DIGIT_ROWS,
+            PARTS=DIGIT_PARTS,
             GPU=x.is_cuda,
             launch_pdl=True,
-            num_warps=warps,
+            num_warps=4,
         )
         return out
     rows, columns, warps = _blocks(kind, R, C, weight.fp8)

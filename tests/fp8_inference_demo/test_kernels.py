@@ -124,7 +124,7 @@ def test_one_row_meets_fp8_weights_as_two_digits(kind: str, C: int) -> None:
     noise = torch.randn(200, C, generator=generator, device="cuda") * 0.05
     codes = quantize_rows(noise if kind == "swiglu" else noise[:100])
     weight = Matrix(codes.codes, codes.scale)
-    assert one_row._digits_cut(2 if kind == "swiglu" else 1, C)
+    assert one_row._by_digits(2 if kind == "swiglu" else 1, C)
     x = torch.randn(1, C, generator=generator, device="cuda").bfloat16()
     x[0, :8] = torch.logspace(-6, 2, 8, device="cuda")
     norm, residual = torch.rand(C, device="cuda").bfloat16(), torch.randn(1, 100, device="cuda").bfloat16()
