@@ -30,7 +30,13 @@ OPTIONS.add("--cache", ByMachine(512, 24), "tokens of a prompt with its answer",
 OPTIONS.add("--prefill_batch", ByMachine(64, 2), "prompts of the prefill", type=positive)
 OPTIONS.add("--prefill_length", ByMachine(2048, 32), "their tokens", type=positive)
 OPTIONS.add("--rounds", 3, "of which the median counts", type=positive)
-OPTIONS.add_flag("--without_transformers", "leave out transformers, which compiles for a minute a batch")
+OPTIONS.add(
+    "--transformers_batches",
+    ByMachine([1, 64], [1]),
+    "batches that transformers decodes, too; it compiles for a minute a batch",
+    type=positive,
+    nargs="*",
+)
 OPTIONS.add_output("JSON and plot")
 
 COLUMNS: report.Columns = {

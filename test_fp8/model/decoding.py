@@ -44,7 +44,7 @@ def measure(options: argparse.Namespace) -> list[Result]:
         results += _decode(options, weights, prompts)
         print(f"batch {batch} is done", flush=True)
     results += _prefill(options, config, weights)
-    if not options.without_transformers:
+    if options.transformers_batches:
         weights.clear()
         torch.cuda.empty_cache()
         results += _transformers(options, config, generator)
@@ -126,7 +126,7 @@ def _transformers(options: argparse.Namespace, config: Any, generator: torch.Gen
         model: Any = MistralForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     torch.set_default_dtype(torch.float32)
     results = []
-    for batch in options.batches:
+    for batch in options.transformers_batches:
         ids = torch.randint(config.vocab_size, (batch, options.prompt), generator=generator).to(DEVICE)
 
         def generate(new: int, ids: torch.Tensor = ids) -> float:

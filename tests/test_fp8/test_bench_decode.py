@@ -9,7 +9,7 @@ import pytest
 
 from test_fp8 import bench_decode
 
-SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1", "--without_transformers"]
+SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1", "--transformers_batches"]
 
 
 def test_a_report_with_both_precisions(tmp_path: Path) -> None:
