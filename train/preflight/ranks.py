@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -70,6 +71,8 @@ def check_ranks(args: TrainingArguments) -> Found:
     found = judge(args, every)
     links = measure_links([rank.host for rank in every])
     judge_links(links, names_of(every), found)
+    if len(every) > 1:
+        found.lines.append(f"all-reduce of all ranks: {all_reduce_gb_s():,.1f} GB/s through each rank's link")
     return found
 
 
@@ -260,18 +263,36 @@ def measure_links(hosts: list[str]) -> list[Link]:
 def exchange_gb_s(peer: int) -> float:
     """Bytes that this rank sends to rank `peer`, and at the same time receives, in a second, in GB; the peer calls it
     too."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sent = torch.zeros(LINK_BYTES[device] // 4, device=device)
+    sent = _to_send()
     received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return sent.nbytes / _seconds(exchange) / 1e9
+
+
+def all_reduce_gb_s() -> float:
+    """What a ring of all ranks sends and receives through each of them in a second; every rank calls it."""
+    tensor, ranks = _to_send(), dist.get_world_size()
+    return 2 * (ranks - 1) / ranks * tensor.nbytes / _seconds(lambda: dist.all_reduce(tensor)) / 1e9
+
+
+def _to_send() -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.zeros(LINK_BYTES[device] // 4, device=device)
+
+
+def _seconds(call: Callable[[], object]) -> float:
     for repeat in range(WARMUPS + REPEATS):
         if repeat == WARMUPS:
             _wait_for_gpu()
             start = time.perf_counter()
-        both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
+        call()
     _wait_for_gpu()
-    return REPEATS * sent.nbytes / (time.perf_counter() - start) / 1e9
+    return (time.perf_counter() - start) / REPEATS
 
 
 def _wait_for_gpu() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
+from train.preflight.devices import CLOCK, ECC, MAX_CLOCK, SLOWDOWNS, Health, Speed
 from train.preflight.together import check_alike, check_gradients
 
 ACCUMULATION, SAMPLES, TOKENS = 3, 2, 16
@@ -116,31 +119,71 @@ def gradients(
     }
 
 
-def alike(settings: dict, fault: str, folder: str) -> dict[str, Any]:
-    """What the check of the ranks says, the second of which is otherwise; `folder`: an empty one."""
-    args, other = TrainingArguments.from_dict(settings), dist.get_rank() == 1
-    right, right_existing = ranks.this_rank, ranks.existing
-    if other and fault == "no_data":
+def otherwise(fault: str) -> dict[str, Any]:
+    """What the second rank has with it, of ranks.Rank."""
+    right = GPUS_ALIKE
+    match fault:
+        case "gemm":
+            return {"speed": Speed(500.0, 2800.0)}
+        case "copy":
+            return {"speed": Speed(700.0, 1400.0)}
+        case "clocks":
+            return {
+                "health": Health(right["health"].fields | {CLOCK: "345", next(iter(SLOWDOWNS)): "Active"})
+            }
+        case "ecc":
+            return {"health": Health(right["health"].fields | {ECC: "3"})}
+        case "gpu":
+            return {"machine": {"gpu": "NVIDIA A100", "driver": "1.2.3"}}
+        case "no_fp8":
+            return {"capability": (8, 0)}
+        case "torch" | "cudnn":
+            return {"versions": {fault: "1.0"}}
+    return {}
+
+
+GPUS_ALIKE: dict[str, Any] = {
+    "machine": {"gpu": "NVIDIA H200", "driver": "2.3.4"},
+    "capability": (9, 0),
+    "speed": Speed(700.0, 2800.0),
+    "health": Health({CLOCK: "1980", MAX_CLOCK: "1980", ECC: "0"} | dict.fromkeys(SLOWDOWNS, "Not Active")),
+}
+
+
+def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[str, Any]:
+    """What the check of the ranks says, the second of which is otherwise; `folder`: an empty one. gpus: the ranks have
+    some, by a stand-in."""
+    args, rank = TrainingArguments.from_dict(settings), dist.get_rank()
+    right, right_existing, right_exchange = ranks.this_rank, ranks.existing, dist.batch_isend_irecv
+    if rank == 1 and fault == "no_data":
         args.data.sources = {"text": folder}
-    if other and fault == "other_data":
+    if rank == 1 and fault == "other_data":
         args.seed += 1
-    if other and fault == "other_folder":
+    if rank == 1 and fault == "other_folder":
         ranks.existing = lambda path: Path(folder)
     ranks.SEEN_WITHIN_S = 0.3
-    if other and fault == "version":
 
-        def this_rank(*values: Any, **named: Any) -> ranks.Rank:
-            found = right(*values, **named)
-            found.versions["torch"] = "1.0"
-            found.machine["driver"] = "1.2.3"
+    def this_rank(*values: Any, **named: Any) -> ranks.Rank:
+        found = replace(right(*values, **named), **(GPUS_ALIKE if gpus else {}))
+        if rank != 1:
             return found
+        changed = otherwise(fault)
+        return replace(found, **changed | {"versions": found.versions | changed.get("versions", {})})
 
-        ranks.this_rank = this_rank
+    def slow_exchange(operations: list[Any]) -> Any:
+        if rank + operations[0].peer == 1 + 2:
+            time.sleep(0.05)
+        return right_exchange(operations)
+
+    ranks.this_rank = this_rank
+    if fault == "link":
+        dist.batch_isend_irecv = slow_exchange
     said: list[str] = []
-    error = None
+    error, begun = None, time.monotonic()
     try:
         check_alike(args, lambda *lines: said.extend(lines))
     except PreflightError as found:
         error = str(found)
-    ranks.this_rank, ranks.existing = right, right_existing
-    return {"error": error, "said": said}
+    finally:
+        ranks.this_rank, ranks.existing, dist.batch_isend_irecv = right, right_existing, right_exchange
+    return {"error": error, "said": said, "seconds": time.monotonic() - begun}

@@ -26,7 +26,7 @@ def test_what_the_second_rank_has_otherwise_is_named(tmp_path: Path, data: Path,
     empty = tmp_path / "empty"
     empty.mkdir()
     settings = settings_of(data, small_model, tmp_path / "run")
-    faults = ["none", "no_data", "other_data", "other_folder", "version"]
+    faults = ["none", "no_data", "other_data", "other_folder", "torch"]
     cases = [(2, "alike", {"settings": settings, "fault": f, "folder": str(empty)}) for f in faults]
     before = sorted(tmp_path.iterdir())
     reports = dict(zip(faults, run_cases(tmp_path / "cases", cases), strict=True))
@@ -40,14 +40,54 @@ def test_what_the_second_rank_has_otherwise_is_named(tmp_path: Path, data: Path,
         "no_data": str(empty),
         "other_data": "its data.sources are other data than the others'; give all nodes the same folder",
         "other_folder": "did not see a file of rank 0 in it",
-        "version": "torch 1.0, and ",
+        "torch": "torch 1.0, and ",
     }
     for fault, found in errors.items():
         (error,) = found
         assert error is not None and named[fault] in error, (fault, error)
         assert f"rank 1 ({HERE})" in error and "preflight: the ranks have a problem:" in error, error
-    warned = [line for line in reports["version"][0]["said"] if line.startswith("warning")]
-    assert len(warned) == 1 and f"rank 1 ({HERE}): driver 1.2.3, and none on 1 other ranks" in warned[0]
+    assert "all-reduce of all ranks: " in lines[-1] and "GB/s through each rank's link" in lines[-1]
+
+
+# What is otherwise on the second of three ranks -> what is said of it, and whether the run starts all the same.
+INJECTED = {
+    "no_data": ("data has to be where all nodes see it", False),
+    "other_data": ("its data.sources are other data than the others'", False),
+    "other_folder": ("did not see a file of rank 0 in it", False),
+    "torch": ("torch 1.0, and ", False),
+    "cudnn": ("cudnn 1.0, and none on 2 other ranks", False),
+    "no_fp8": ("has compute capability 8.0, and FP8 needs 9.0", False),
+    "gpu": ("gpu NVIDIA A100, and NVIDIA H200 on 2 other ranks", True),
+    "gemm": ("its GPU has 500 TFLOP/s of a bf16 GEMM, and the others 700", True),
+    "copy": ("its GPU has 1,400 GB/s of a copy in its memory, and the others 2,800", True),
+    "clocks": ("its GPU at 345 of 1980 MHz: the hardware slows it down", True),
+    "ecc": ("3 uncorrected ECC errors of its GPU's memory", True),
+    "link": (f"the link within a node between rank 1 ({HERE}) and rank 2 ({HERE}) has", True),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_each_fault_is_found_within_a_minute_and_named(tmp_path: Path, data: Path, small_model: Path) -> None:
+    """By real ranks, to which a stand-in gives GPUs; those of the gradients and of the nodes' meeting are in
+    test_gradients.py and tests/train/engine/test_meeting.py."""
+    (empty := tmp_path / "empty").mkdir()
+    settings = settings_of(data, small_model, tmp_path / "run") | {
+        "precision": {"backend": "transformer_engine"}
+    }
+    arguments = {"settings": settings, "folder": str(empty), "gpus": True}
+    cases = [(3, "alike", arguments | {"fault": fault}) for fault in ["none", *INJECTED]]
+    none, *others = run_cases(tmp_path / "cases", cases)
+    assert {its["error"] for its in none} == {None}
+    assert [line for line in none[0]["said"] if "700 to 700 TFLOP/s of a bf16 GEMM" in line]
+    for (fault, (said, starts)), of_ranks in zip(INJECTED.items(), others, strict=True):
+        assert max(its["seconds"] for its in of_ranks) < 60, fault
+        (error,) = {its["error"] for its in of_ranks}
+        assert (error is None) is starts, (fault, error)
+        told = [line for line in of_ranks[0]["said"] if line.startswith("warning") and "rank 1 (" in line]
+        text = " ".join(told) if starts else error
+        assert said in text and f"rank 1 ({HERE})" in text, (fault, text)
+        print(f"{fault}: {max(its['seconds'] for its in of_ranks):.1f} s: {text}")
 
 
 def test_it_runs_before_anything_is_built(
