@@ -18,6 +18,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -120,7 +121,8 @@ def fail(message: str, status: int) -> int:
         # no step is left that a stop would have to wait for, and it does not change why this rank ends
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
-    tell(f"rank {rank}: {message}" if launchers.world_size() > 1 else message, file=sys.stderr)
+    host = f" ({socket.gethostname()})" if launchers.several_nodes() else ""
+    tell(f"rank {rank}{host}: {message}" if launchers.world_size() > 1 else message, file=sys.stderr)
     return leave(status)
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from train.engine import launchers
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 50.0  # with the start of Python, and on a slow file system, within a minute
 SETTING = "NODES_TIMEOUT_S"
 RETRY_S, ANSWER_S = 0.1, 5.0
+STRANGER = "something answers there that is not rank 0 of this run"
 LATE = (
     f"All nodes have to be started within that time; {SETTING}=600 gives more, to those who start them by hand. Else "
     "look whether its host is up, and whether it reaches"
@@ -190,12 +191,14 @@ def _come(at: tuple[str, int], me: dict[str, Any], deadline: float, timeout_s: f
                 connection.settimeout(timeout_s + ANSWER_S)
                 with connection.makefile("rb") as file:
                     answer = json.loads(file.readline() or b"null")
-        except (OSError, ValueError) as error:
+        except OSError as error:
             why = str(error)
+        except ValueError:  # no JSON
+            why = STRANGER
         else:
             if isinstance(answer, dict) and "problem" in answer:
                 return _raise(answer["problem"], answer["late"])
-            why = "something answers there that is not rank 0 of this run"
+            why = STRANGER
         time.sleep(RETRY_S)
     raise ConnectionError(
         f"rank {me['rank']} on {me['host']} did not find rank 0 within {timeout_s:g} s at MASTER_ADDR={at[0]}, "

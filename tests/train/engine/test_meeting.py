@@ -155,6 +155,20 @@ def test_a_rank_that_finds_nobody_says_where_it_looked(address: str) -> None:
     assert f"did not find rank 0 within 0.5 s at MASTER_ADDR={address}, MASTER_PORT={port}: " in str(error)
 
 
+def test_what_answers_and_is_not_rank_0_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0\r\n")
+
+        answered = pool.submit(answer)
+        (error,) = all_meet(rank(2, server.getsockname()[1], NODES_TIMEOUT_S="0.05"))
+        answered.result()
+    assert isinstance(error, ConnectionError) and "something answers there that is not rank 0" in str(error)
+
+
 def test_nobody_waits_on_one_node_nor_where_an_agent_has_met() -> None:
     meet({})
     meet(rank(1, 1, ranks=2, here=2))
@@ -168,8 +182,9 @@ def test_a_run_meets_before_it_imports(
 ) -> None:
     config = tmp_path / "config.json"  # type: ignore[operator]
     config.write_text(json.dumps(settings))
-    for key, value in rank(0, 1, 1, 1).items():
+    for key, value in rank(0, 1, 2, 1).items():
         monkeypatch.setenv(key, value)
+    monkeypatch.setattr(train, "leave", lambda status: status)
     monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: pytest.fail("it went on"))
 
     def nobody() -> None:
@@ -177,7 +192,7 @@ def test_a_run_meets_before_it_imports(
 
     monkeypatch.setattr(train, "meet", nobody)
     assert train.main([str(config)]) == train.CRASHED
-    assert "error: nobody came" in capsys.readouterr().err
+    assert f"rank 0 ({socket.gethostname()}): error: nobody came" in capsys.readouterr().err
 
 
 def test_numbers_are_short() -> None:
