@@ -69,8 +69,8 @@ def test_an_alarm_is_told_once_and_when_it_is_over() -> None:
     assert alarms.judge(1, health("input", underflow=0.06), said.append)["fp8_alarms"]["active"] == 1
     resumed = FP8Alarms()
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
-    for value in (0.06, 0.03, 0.051):
-        found = resumed.judge(2, health("input", underflow=value, error=0.2), said.append)["fp8_alarms"]
+    for value, error in ((0.06, 0.03), (0.03, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
+        found = resumed.judge(2, health("input", underflow=value, error=error), said.append)["fp8_alarms"]
         assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(said) == 1
     found = resumed.judge(9, health("input", underflow=0.02), said.append)["fp8_alarms"]
     over = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "since": 1}

@@ -283,6 +283,11 @@ def test_other_circumstances_are_measured_anew_unless_a_run_goes_on(
     assert len(measured) == 3
     resolve(arguments(settings, resume_from_checkpoint="never", gradient_checkpointing=True))
     assert len(measured) == 4
+    record.versions["torch"] = "2.0"
+    save(record, output_dir)
+    for setting, count in (("auto", 4), ("never", 5)):
+        log = resolve(arguments(settings, resume_from_checkpoint=setting))[2]
+        assert 'torch: "2.0" -> ' in log and len(measured) == count
 
 
 def test_a_choice_for_something_else_is_refused(settings: dict, measured: list[int], tmp_path: Path) -> None:

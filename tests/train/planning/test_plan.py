@@ -41,6 +41,25 @@ def test_every_measured_peak_is_predicted() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    ("patterns", "kept", "head"),
+    [
+        ([], 0, True),
+        (["lm_head"], 0, False),
+        (["model.layers.0", "model.layers.1"], 2, True),
+        (["model.layers.[23]", "*.o_proj"], 2, True),  # a layer of which a part is kept is FP8
+        (["model.layers"], None, True),
+        (["model"], None, True),
+    ],
+)
+def test_layers_that_bf16_modules_keeps_are_planned_so(
+    patterns: list[str], kept: int | None, head: bool
+) -> None:
+    s = setting(precision__bf16_modules=patterns)
+    layers = s.sizes.num_hidden_layers
+    assert (layers - s.fp8_layers, s.fp8_head) == (layers if kept is None else kept, head)
+
+
 @pytest.mark.parametrize("row", ["bf16", "delayed", "current", "block"])
 def test_trainings_of_a_model_without_rates_are_predicted(row: str) -> None:
     """compare_convergence.py's of mistral_0.4b, by train.py itself: peak and speed."""

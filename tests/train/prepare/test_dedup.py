@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +61,14 @@ def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_p
         assert texts == [ranks[0], [], others[2:4], others[4:7]]
         assert removed == {"duplicate (minhash)": 5}
     assert tree_hashes(tmp_path / "0") == tree_hashes(tmp_path / "1")
+
+
+def test_minhash_seed_chooses_the_hashes(tmp_path: Path) -> None:
+    text, found = text_of(random.Random(4)), []
+    for words in ((), ("--minhash_seed", "1"), ("--minhash_seed", "7")):
+        block: Any = passes(parse("--dedup", "minhash", *words), tmp_path, 1, Read([]))[0].pipeline[-1]
+        found.append(block.get_signature(block.get_shingles(text)))
+    assert found[0] == found[1] != found[2]
 
 
 def test_minhash_finds_equal_short_texts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.train.prepare.prepare_documents import needs_fasttext, needs_spacy, parse, run
 from train.data.format import DataError
 from train.prepare import filters as prepare_filters
+from train.prepare.steps import QUALITY
 
 PROSE = (
     "The old lighthouse on the northern cliff was built by the people of the village many years ago.\n"
@@ -54,6 +55,11 @@ def test_stop_words_are_asked_of_english_alone(tmp_path: Path) -> None:
     assert removed == {"quality gopher_quality: gopher_enough_stop_words": 1}
 
 
+@pytest.mark.parametrize("name", QUALITY)
+def test_quality_language_is_that_of_each_filter(name: str) -> None:
+    assert prepare_filters.quality_filter(name, "de").language == "de"  # type: ignore[attr-defined]
+
+
 def test_a_language_without_a_splitter_is_an_error_at_start() -> None:
     with pytest.raises(DataError, match="--quality_language zzz: .*doesn't have a tokenizer assigned"):
         parse("--quality", "c4", "--quality_language", "zzz")
@@ -94,6 +100,11 @@ def test_languages_by_a_local_model(tmp_path: Path, language_model: Path) -> Non
     assert removed == {"language": 2}
     both = parse("--languages", "en", "de", "--language_model", str(language_model))
     assert run(both, ranks, tmp_path) == (ranks, Counter())
+    above_0 = ("--language_threshold", "0")
+    english = parse("--languages", "en", "--language_model", str(language_model), *above_0)
+    assert run(english, ranks, tmp_path) == (ranks, Counter()), (
+        "by its score, whichever language scores highest"
+    )
     assert options.sha256 == ((str(language_model), hashlib.sha256(language_model.read_bytes()).hexdigest()),)
 
 
