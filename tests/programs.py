@@ -324,7 +324,7 @@ def _run(args: list[str]) -> int:
         file = os.path.abspath(args[0])
         main.__file__, folder, sys.argv = file, os.path.dirname(file), args
         code = compile(Path(file).read_bytes(), file, "exec")
-    more = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+    more = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path[1:]]
     sys.path[:] = [folder, *more, *sys.path[1:]]
     status = 0
     try:

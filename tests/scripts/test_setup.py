@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.scripts.machine import ROOT, executable
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -219,7 +220,6 @@ def test_local_versions_are_the_same_version(monkeypatch: pytest.MonkeyPatch) ->
     assert check_requirements.installed_version("torch") == "2.13.0"
 
 
-@pytest.mark.interpreter
 @pytest.mark.slow
 def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> None:
     test, results = tmp_path / "test_x.py", tmp_path / "results" / "gpu_tests.json"
@@ -235,7 +235,7 @@ def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> Non
         (skip + fail, 1, ["test_x.py::test_b"], ["test_x.py::test_c"]),
     ):
         test.write_text(body + more)
-        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        run = programs.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == status, run.stdout + run.stderr
         assert ("counts as failed" in run.stdout) is bool(skipped)
         report = json.loads(results.read_text())

@@ -139,7 +139,7 @@ def test_a_gradient_that_underflows_is_found_in_the_first_step(settings: dict) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_a_channel_that_grows_is_found_where_it_is(
     settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_channel_that_grows_is_found_where_it_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_a_healthy_run_has_no_alarm(settings: dict, recipe: str) -> None:
-    settings |= {"max_steps": 60, "warmup_steps": 20, "learning_rate": 1e-3, "logging_steps": 60}
+    settings |= {"max_steps": 24, "warmup_steps": 8, "learning_rate": 1e-3, "logging_steps": 24}
     folder = run(settings, precision={"recipe": recipe, "health_steps": 2})
-    assert len([m for m in metrics(folder) if "fp8_health" in m]) == 30
+    assert len([m for m in metrics(folder) if "fp8_health" in m]) == 12
     assert not [m for m in metrics(folder) if "fp8_alarms" in m]

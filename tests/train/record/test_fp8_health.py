@@ -190,29 +190,31 @@ def test_a_run_that_looks_has_the_numbers_of_one_that_does_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "variant,precision",
+    [("te_layer", "current"), ("te_layer", "block"), ("te_linear", "delayed"), ("te_linear", "bf16")],
+)
 def test_no_recipe_is_changed_by_a_look(settings: dict, tmp_path: Path, variant: str, precision: str) -> None:
-    settings["model"]["variant"] = variant
+    settings["model"]["variant"], settings["max_steps"] = variant, 4
     folders = []
     for steps in (0, 1):
         settings["precision"] = {**PRECISIONS[precision], "health_steps": steps}
         folders.append(run(settings, output_dir=str(tmp_path / f"{steps}")))
     off, on = folders
     assert curve(on) == curve(off) and weights(on) == weights(off)
-    assert len(health_lines(on)) == (0 if precision == "bf16" else 6) and not health_lines(off)
+    assert len(health_lines(on)) == (0 if precision == "bf16" else 4) and not health_lines(off)
 
 
 @pytest.mark.slow
 def test_recomputation_and_zero_3(settings: dict, tmp_path: Path) -> None:
     """The same statistics where layers are computed twice, and where weights are partitioned; there they are quantized
     by each micro-batch, of which the first is looked at."""
-    settings["precision"] = {"recipe": "current", "health_steps": 3}
+    settings |= {"precision": {"recipe": "current", "health_steps": 2}, "max_steps": 4}
     found = []
     for index, change in enumerate(
         ({}, {"gradient_checkpointing": True}, {"deepspeed": {"zero_optimization": {"stage": 3}}})
     ):
         found.append(health_lines(run(settings, output_dir=str(tmp_path / f"{index}"), **change)))
     assert len(found[0]) == 2 and found[1] == found[0]
-    assert [step for step, _ in found[2]] == [3, 6]
+    assert [step for step, _ in found[2]] == [2, 4]
     assert all(None not in values for *_, values in fp8_health.values(found[2][-1][1]))
