@@ -36,6 +36,8 @@ class Gemms:
         self.report = fp8_modules(model, precision)
         modules = gemm_modules(model, precision)
         self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
+        # of which modules gradients are computed in FP8, too
+        self.backwards = [name for name in self.weights if precision.level(name) != "bf16_backward"]
         self.recipe = precision.config.recipe if precision.fp8 else None
         self.forward: Counter[str] = Counter()
         self.backward = 0
@@ -76,12 +78,12 @@ class Gemms:
                 f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]} "
                 f"({self.forward[wrong[0]]} FP8 GEMMs, not {planned.get(wrong[0], 0)}); check precision.bf16_modules"
             )
-        expected = 2 * sum(planned.values()) if backward else 0
+        expected = 2 * sum(planned[name] for name in self.backwards) if backward else 0
         if self.backward != expected:
             return (
-                f"the backward of {len(planned)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; look for "
-                "environment variables (NVTE_...) that change what Transformer Engine computes in, and for a version "
-                "that requirements-gpu.txt does not name"
+                f"the backward of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; "
+                "look for environment variables (NVTE_...) that change what Transformer Engine computes in, and for a "
+                "version that requirements-gpu.txt does not name"
             )
         return ""
 

@@ -48,16 +48,20 @@ class HealthCheck:
     """Totals of the operands of all FP8 GEMMs of `model` in one forward and backward, for a model of Transformer
     Engine's modules or its reference's.
 
-    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2.
+    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2. not_fp8: which of their operands are
+    in high precision, (GEMM, operand).
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
         self.precision = precision
         self._modules: list[tuple[nn.Module, list[str]]] = []
+        self.not_fp8: set[tuple[str, str]] = set()
         for name in fp8_modules(model, precision).planned:
             module = model.get_submodule(name)
             parts = [name] if len(matrices(module)) == 1 else [f"{name}.fc1", f"{name}.fc2"]
             self._modules.append((module, parts))
+            if precision.level(name) == "bf16_backward":
+                self.not_fp8.update((part, "gradient") for part in parts)
         self.gemms = [name for _, names in self._modules for name in names]
         self._rows = {name: 3 * index for index, name in enumerate(self.gemms)}
         self._seen: dict[int, torch.Tensor] = {}  # by the row in the table
@@ -71,13 +75,14 @@ class HealthCheck:
             yield
 
     def totals(self) -> torch.Tensor:
-        """float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN where nothing was seen."""
+        """float64 [GEMMs, OPERANDS, TOTALS] on the device; NaN where nothing was seen, as of an operand that is not
+        FP8."""
         if self._replayed is not None:
             return self._replayed
         device = next((t.device for t in self._seen.values()), self.precision.device)
         nothing = torch.full((len(TOTALS),), math.nan, dtype=torch.float64, device=device)
         rows = [self._seen.get(row, nothing) for row in range(3 * len(self.gemms))]
-        return torch.stack(rows).view(len(self.gemms), len(OPERANDS), len(TOTALS))
+        return torch.cat([nothing[:0], *rows]).view(len(self.gemms), len(OPERANDS), len(TOTALS))
 
     @torch.no_grad()
     def _note(
@@ -107,9 +112,11 @@ class HealthCheck:
 
 
 def check_due(model: nn.Module, precision: Precision, step: int) -> HealthCheck | None:
-    """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due."""
+    """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due, or no
+    module has FP8 operands (Precision.levels)."""
     steps = precision.health_steps
-    return HealthCheck(model, precision) if steps and step % steps == 0 else None
+    check = HealthCheck(model, precision) if steps and step % steps == 0 else None
+    return check if check and check.gemms else None
 
 
 @contextmanager

@@ -13,32 +13,54 @@ from model.variants import VARIANTS
 if TYPE_CHECKING:
     from model.fp8.precision import Precision
 
+# What the log says of a level.
+WORDS = {
+    "current": "current scaling",
+    "block": "block scaling",
+    "bf16_backward": "block scaling, gradients computed in bf16",
+    "bf16": "bf16",
+}
+TAKEN_OUT = "precision.on_trouble took it out"
+
 
 @dataclass
 class FP8Report:
-    """`planned`: the GEMM modules meant to run FP8; `kept`: the others with the reason. What runs: see gemms.py."""
+    """`planned`: the GEMM modules meant to run FP8; `kept`: the others with the reason; `levels`: of those of `planned`
+    that precision.on_trouble has taken to another level than the recipe. What runs: see gemms.py."""
 
     planned: list[str]
     kept: dict[str, str]
+    levels: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
         """The log's statement: one line for FP8, one a reason for what stays in high precision."""
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
-        for reason in dict.fromkeys(self.kept.values()):
-            names = [name for name, why in self.kept.items() if why == reason]
-            shown = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
-            out.append(f"  not FP8: {shown}: {reason}")
+        for level, names in _by_value(self.levels).items():
+            out.append(f"  {WORDS[level]}, by precision.on_trouble: {_shown(names)}")
+        for reason, names in _by_value(self.kept).items():
+            out.append(f"  not FP8: {_shown(names)}: {reason}")
         return out
 
 
-def keep_out_of_fp8(module: nn.Module, te: Any) -> None:
-    """Run `module`, with everything inside, under a disabled autocast."""
+def _by_value(items: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, value in items.items():
+        found.setdefault(value, []).append(key)
+    return found
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+
+
+def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
+    """Run `module`, with everything inside, under an autocast of its own: with `recipe`, or for None without FP8."""
     stack: list[Any] = []
 
     def enter(*_: Any) -> None:
-        context = te.autocast(enabled=False)
+        context = te.autocast(enabled=recipe is not None, recipe=recipe)
         context.__enter__()
         stack.append(context)
 
@@ -77,7 +99,7 @@ def bf16_pattern(name: str, patterns: list[str]) -> str | None:
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     """Which GEMM modules of `model` are meant to run FP8, and which not and why."""
-    report = FP8Report([], {})
+    report = FP8Report([], {}, {})
     for name in gemm_modules(model, precision):
         reason = None
         if not precision.fp8:
@@ -85,8 +107,12 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
         else:
             pattern = bf16_pattern(name, precision.config.bf16_modules)
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
+            if reason is None and precision.level(name) == "bf16":
+                reason = TAKEN_OUT
         if reason is None:
             report.planned.append(name)
+            if (level := precision.level(name)) != precision.config.recipe:
+                report.levels[name] = level
         else:
             report.kept[name] = reason
     return report

@@ -8,6 +8,7 @@ for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipe
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ import torch
 from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.modules import fp8_modules, keep_out_of_fp8
-from model.fp8.recipes import FP8_FEATURE_MULTIPLE, RECIPES, PrecisionConfig
+from model.fp8.modules import TAKEN_OUT, bf16_pattern, fp8_modules, gemm_modules, run_under
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE, LEVELS, RECIPES, PrecisionConfig, recipe_of
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -32,12 +33,17 @@ class Precision:
 
     Attributes: `te` (namespace of TE modules), `recipe` (TE recipe object or torchao's Float8LinearConfig, None unless
     compute is fp8), `dtype` (parameters and activations), `device` (the GPU where there is one, unless it is given),
-    `emulated` (see PrecisionConfig).
+    `emulated` (see PrecisionConfig), `levels` (module -> one of LEVELS, to which precision.on_trouble has taken it).
 
     Raises PrecisionError: invalid section, or FP8 that this machine cannot run.
     """
 
-    def __init__(self, config: PrecisionConfig, device: torch.device | None = None):
+    def __init__(
+        self,
+        config: PrecisionConfig,
+        device: torch.device | None = None,
+        levels: Mapping[str, str] | None = None,
+    ):
         problems = config.problems()
         if problems:
             raise PrecisionError("; ".join(problems))
@@ -58,16 +64,12 @@ class Precision:
                 "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"
             )
         self.emulated = config.emulated
+        self.levels = dict(levels or {})
         self.recipe = None
         if self.fp8:
-            try:
-                if self.torchao:
-                    torchao_fp8.require(config.recipe, self.emulated)
-                else:
-                    te_backend.require_fp8(self.te, config.recipe)
-            except te_backend.BackendError as error:
-                raise PrecisionError(f"precision.backend {config.backend!r}: {error}") from error
-            self.recipe = self._make_recipe()
+            for level in {config.recipe: None} | dict.fromkeys(self.levels.values()):
+                self.require(level)
+            self.recipe = self.make_recipe(config.recipe)
 
     @property
     def fp8(self) -> bool:
@@ -97,10 +99,35 @@ class Precision:
         except te_backend.BackendError as error:
             raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
 
-    def _make_recipe(self) -> Any:
+    def require(self, level: str) -> None:
+        """Raises PrecisionError unless this machine has `level`, or the recipe of that name."""
+        try:
+            if self.torchao:
+                torchao_fp8.require(level, self.emulated)
+            elif level != "bf16":
+                te_backend.require_fp8(self.te, recipe_of(level))
+        except te_backend.BackendError as error:
+            raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
+
+    def level(self, name: str) -> str:
+        """That of the FP8 module `name`: the recipe, or where it is above that, the one of `levels`."""
+        base = self.config.recipe
+        return max(base, self.levels[name], key=LEVELS.index) if name in self.levels else base
+
+    def level_above(self, name: str, module: nn.Module) -> str:
+        """The next level for `name`, which is `module` and runs FP8."""
+        levels = list(LEVELS)
+        if isinstance(module, self.te.LayerNormMLP):  # of which Transformer Engine has no such backward
+            levels.remove("bf16_backward")
+        return levels[levels.index(self.level(name)) + 1]
+
+    def make_recipe(self, level: str) -> Any:
+        """None for bf16."""
         if self.torchao:
-            return torchao_fp8.linear_config(self.config.recipe, self.emulated)
-        c, recipes = self.config, self.te.recipe
+            return torchao_fp8.linear_config(level, self.emulated)
+        if level == "bf16":
+            return None
+        c, recipes = self.config.with_recipe(recipe_of(level)), self.te.recipe
         fp8_format = {"hybrid": recipes.Format.HYBRID, "e4m3": recipes.Format.E4M3}[c.fp8_format]
         if c.recipe == "delayed":
             recipe = recipes.DelayedScaling(
@@ -121,6 +148,8 @@ class Precision:
         if c.fast_accumulation_wgrad:
             # in TE's MMParams "split accumulator" means: no fast accumulation
             recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
+        if level == "bf16_backward":
+            recipe.backward_override = "high_precision"
         return recipe
 
     def autocast(self) -> Any:
@@ -130,8 +159,8 @@ class Precision:
         return self.te.autocast(enabled=True, recipe=self.recipe)
 
     def apply(self, model: nn.Module) -> None:
-        """Keep the modules that match `bf16_modules` out of FP8; with torchao, swap the others for FP8 ones. Raises
-        PrecisionError: as `check`."""
+        """Keep the modules that match `bf16_modules` out of FP8, and give those of `levels` their own autocast; with
+        torchao, swap the others for FP8 ones. Raises PrecisionError: as `check`."""
         if not self.fp8:
             return
         planned = self.check(model)
@@ -141,7 +170,11 @@ class Precision:
         names = [name for name, _ in model.named_modules() if name]
         for pattern in self.config.bf16_modules:
             for name in fnmatch.filter(names, pattern):
-                keep_out_of_fp8(model.get_submodule(name), self.te)
+                run_under(model.get_submodule(name), self.te, None)
+        for name, module in gemm_modules(model, self).items():
+            level = self.level(name)
+            if level != self.config.recipe and not bf16_pattern(name, self.config.bf16_modules):
+                run_under(module, self.te, self.make_recipe(level))
 
     def check(self, model: nn.Module) -> list[str]:
         """The names of the modules of `model` that would run FP8. Nothing is changed.
@@ -157,7 +190,7 @@ class Precision:
                     f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
                 )
         report = fp8_modules(model, self)
-        if not report.planned:
+        if not report.planned and TAKEN_OUT not in report.kept.values():
             raise PrecisionError(
                 f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
                 'remove patterns or set precision.compute to "bf16"'

@@ -33,7 +33,7 @@ class Recipe:
 
 _HISTORY = ("margin", "amax_history_len", "amax_compute_algo", "calibration_passes", "reduce_amax")
 _EPSILON = ("power_2_scales", "amax_epsilon")
-_ALL = ("fp8_format", "health_steps")
+_ALL = ("fp8_format", "health_steps", "on_trouble")
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -44,6 +44,16 @@ RECIPES = {
         Recipe("rowwise", "torchao"),
     )
 }
+
+
+# What precision.on_trouble takes a module through, a level at a time: recipes, block scaling with gradients computed in
+# bf16, no FP8.
+LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
+
+
+def recipe_of(level: str) -> str:
+    """That of the forward of a module at `level`, which is none of "bf16"."""
+    return "block" if level == "bf16_backward" else level
 
 
 Compute = Literal["fp8", "bf16", "fp16", "fp32"]
@@ -101,6 +111,12 @@ class PrecisionSettings:
         "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
         0,
         ge=0,
+        resume="free",
+    )
+    on_trouble: Literal["warn", "escalate"] = option(
+        "escalate: a module with an alarm of health_steps goes a level up (delayed, current, block, bf16 in the "
+        "backward, bf16) and stays there; at each change the run saves, and goes on as a resume would",
+        "warn",
         resume="free",
     )
 
@@ -182,6 +198,14 @@ class PrecisionConfig(PrecisionSettings):
             return 2 * MOMENT_BYTES["fp32"]
         return bytes_of_states(self.optimizer_states, self.moment_type)
 
+    def with_recipe(self, recipe: str) -> PrecisionConfig:
+        """This section with another recipe; what that does not read has its default."""
+        defaults = PrecisionConfig()
+        left_out = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
+        return dataclasses.replace(
+            self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in left_out}
+        )
+
     def described_states(self) -> str | None:
         """For the log: what AdamW keeps, and how gradients travel, where it is not the usual."""
         parts = []
@@ -193,6 +217,19 @@ class PrecisionConfig(PrecisionSettings):
         if self.gradient_communication:
             parts.append(f"gradients are reduced in {self.gradient_communication}")
         return "; ".join(parts) or None
+
+    def described_levels(self, variant: str) -> str | None:
+        """For the log: what on_trouble may do, where it may do something."""
+        if self.compute != "fp8" or self.on_trouble != "escalate":
+            return None
+        above = ", ".join(LEVELS[LEVELS.index(self.recipe) + 1 :])
+        without = (
+            "; layernorm_mlp has no bf16_backward in Transformer Engine" if variant == "te_layer" else ""
+        )
+        return (
+            f"precision.on_trouble escalate: a module with an FP8 alarm goes a level up, to {above}{without}. The run "
+            "saves then, and goes on as a resume would"
+        )
 
     def problems(self) -> list[str]:
         """What does not go together in this section, as sentences; empty when everything does."""
@@ -215,6 +252,11 @@ class PrecisionConfig(PrecisionSettings):
                         f"precision.{knob}: only the recipe {readers} reads it, and the recipe is {self.recipe}; "
                         "remove it"
                     )
+            if self.on_trouble == "escalate" and not (self.health_steps or torchao):
+                problems.append(
+                    "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen; set "
+                    "precision.health_steps, for example to 100, or on_trouble to warn"
+                )
             if torchao and self.backend == "transformer_engine":
                 problems.append(
                     f"precision.backend: Transformer Engine has no recipe {self.recipe}, it is torchao's; remove it"

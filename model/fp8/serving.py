@@ -20,7 +20,7 @@ from model.conversion import Parts, hf_parts, load_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.modules import bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import RECIPES, PrecisionConfig
+from model.fp8.recipes import RECIPES, PrecisionConfig, recipe_of
 from model.fp8.state import load_fp8_state
 from model.te_reference import quantize as te
 from model.te_reference.base import WEIGHT
@@ -44,21 +44,30 @@ class Matrix:
 
 
 class TrainedFP8:
-    """The weights that a run of te_linear or te_layer multiplies in FP8, but for lm_head, which nobody serves in FP8.
+    """The weights that a run of te_linear or te_layer multiplies in FP8, but for lm_head, which nobody serves in FP8,
+    and for those of modules that precision.on_trouble has taken from a scale a tensor to blocks: a folder has one or
+    the other.
 
-    Attributes: `names` of the Hugging Face tensors; `blocks`, whether a scale is a block's.
+    levels: see Precision. Attributes: `names` of the Hugging Face tensors; `blocks`, whether a scale is a block's.
     Raises PrecisionError: block scaling, and a size that blocks of 128 do not divide.
     """
 
-    def __init__(self, config: MistralConfig, variant: str, precision: PrecisionConfig):
-        self.precision = Precision(dataclasses.replace(precision, backend="reference"), torch.device("meta"))
+    def __init__(
+        self,
+        config: MistralConfig,
+        variant: str,
+        precision: PrecisionConfig,
+        levels: Mapping[str, str] | None = None,
+    ):
+        reference = dataclasses.replace(precision, backend="reference")
+        self.precision = Precision(reference, torch.device("meta"), levels)
         self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())
         self.precision.apply(self.model)
         self.blocks = precision.recipe == "block"
         self.matrices = [
             Matrix(name, gemm, hf_parts(f"{name}.{parameter}", weight.shape, config))
             for name in fp8_modules(self.model, self.precision).planned
-            if name != "lm_head"
+            if name != "lm_head" and (recipe_of(self.precision.level(name)) == "block") == self.blocks
             for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
         ]
         self.names = [name for matrix in self.matrices for name, _ in matrix.parts]
@@ -89,24 +98,28 @@ class TrainedFP8:
         Raises PrecisionError: weights that are not finite.
         """
         quantized = {}
-        recipe: Any = self.precision.recipe
         for matrix in self.matrices:
             tensors = {name: _finite(name, weights[name]) for name, _ in matrix.parts}
             if self.blocks:
                 for name, tensor in tensors.items():
-                    options = asdict(recipe.fp8_quant_fwd_weight)
+                    options = self._weight_options(matrix)
                     codes, scale = te.quantize_blocks(tensor, (te.BLOCK, te.BLOCK), E4M3, **options)
                     quantized[name] = Quantized(codes, scale)
                 continue
-            if self.precision.has_state:
+            if self.precision.level(matrix.module) == "delayed":
                 scale = fp8_state[f"{matrix.module}.scaling_fwd.scale"][3 * matrix.gemm + WEIGHT]
             else:
                 amax = torch.stack([te.amax(tensor) for tensor in tensors.values()]).max()
-                scale = te.scale_from_amax(amax, te.FP8_MAX[E4M3], **asdict(recipe.fp8_quant_fwd_weight))
+                scale = te.scale_from_amax(amax, te.FP8_MAX[E4M3], **self._weight_options(matrix))
             for name, tensor in tensors.items():
                 rows = scale.reciprocal().repeat(tensor.shape[0], 1)
                 quantized[name] = Quantized(te.scaled_cast(tensor, scale, E4M3), rows)
         return quantized
+
+    def _weight_options(self, matrix: Matrix) -> dict[str, Any]:
+        """How its module's recipe quantizes weights."""
+        recipe = self.precision.make_recipe(self.precision.level(matrix.module))
+        return asdict(recipe.fp8_quant_fwd_weight)
 
     @torch.no_grad()
     def of_training(

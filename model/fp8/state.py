@@ -14,16 +14,18 @@ def fp8_state(model: nn.Module, precision: Precision) -> dict[str, torch.Tensor]
     """Scales and amax histories of delayed scaling, as plain float32 tensors.
 
     Keys are "<module>.scaling_fwd.scale" ([3 x GEMMs]), "....amax_history" ([history, 3 x GEMMs]) and the same for
-    scaling_bwd (2 x GEMMs). Empty for recipes without state. Attention is left out, for which TE keeps scales that
-    nothing uses: its products are not FP8, and the reference has none. TE's own `_extra_state` is a pickle that it
-    refuses to load, so it is not used.
+    scaling_bwd (2 x GEMMs). Empty for recipes without state, and without modules at other levels (Precision.level).
+    Attention is left out, for which TE keeps scales that nothing uses: its products are not FP8, and the reference has
+    none. TE's own `_extra_state` is a pickle that it refuses to load, so it is not used.
     """
     state = {}
     if precision.has_state:
         for name, module in model.named_modules():
             meta = getattr(module, "fp8_meta", None)
+            if meta is None or _is_attention(module) or precision.level(name) != precision.config.recipe:
+                continue
             for direction in COLUMNS:
-                if meta and direction in meta and not _is_attention(module):
+                if direction in meta:
                     state[f"{name}.{direction}.scale"] = meta[direction].scale
                     state[f"{name}.{direction}.amax_history"] = meta[direction].amax_history
     return state
@@ -39,7 +41,8 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 
 
 def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
-    """Put back what `fp8_state` gave, allocating the state of modules that have not run yet.
+    """Put back what `fp8_state` gave, allocating the state of modules that have not run yet. What modules had that are
+    at another level since is left.
 
     Raises PrecisionError: a module or tensor of the saved state that this model does not have, or the reverse.
     """
@@ -48,6 +51,8 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
         name, direction, what = ["", "", *key.rsplit(".", 2)][-3:]
         if name in modules and _is_attention(modules[name]):
             continue  # an attention's, of a checkpoint that has it
+        if precision.level(name) != precision.config.recipe:
+            continue
         if name not in modules or not hasattr(modules[name], "fp8_meta"):
             raise PrecisionError(f"saved FP8 state names {name!r}, which this model does not have")
         if direction not in COLUMNS or what not in ("scale", "amax_history"):

@@ -98,6 +98,11 @@ class FP8Call:
     trains: bool
     moves_backward_scales: bool
 
+    @property
+    def high_precision_backward(self) -> bool:
+        """Whether gradients are computed from what was not quantized (the recipe's backward_override)."""
+        return _overrides_backward(self.forward_state.recipe)
+
     def quantizer(self, tensor: int, gemm: int) -> Quantizer:
         """Quantizer of a forward tensor, INPUT or WEIGHT, of GEMM number `gemm`."""
         kind = "fwd_weight" if tensor == WEIGHT else "fwd_inp"
@@ -116,6 +121,10 @@ class FP8Call:
         recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
         params = getattr(recipe, name, getattr(Float8CurrentScaling, name))
         return not params.use_split_accumulator
+
+
+def _overrides_backward(recipe: Recipe) -> bool:
+    return getattr(recipe, "backward_override", None) is not None
 
 
 class FP8Module(nn.Module):
@@ -176,7 +185,8 @@ class FP8Module(nn.Module):
         wanted = any(tensor.requires_grad for tensor in (inp, *self.parameters()))
         trains = torch.is_grad_enabled() and wanted
         record = running.replaying is None
-        return FP8Call(forward, backward, scale, record, trains, trains and take_first_module())
+        moves = trains and take_first_module() and not _overrides_backward(running.recipe)
+        return FP8Call(forward, backward, scale, record, trains, moves)
 
     def quantize_weight(
         self, gemm: int, weight: Tensor, quantizer: Quantizer, is_first_microbatch: bool | None

@@ -47,9 +47,17 @@ class SwiGLU(torch.autograd.Function):
         return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
+def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
+    """left right ("dgrad") or left^T right ("wgrad"), of (matrix, inverse scale) in FP8, or as they were."""
+    if call.high_precision_backward:
+        return (left[0] if gemm == "dgrad" else left[0].t()) @ right[0]
+    layout = {"dgrad": "nn", "wgrad": "tn"}[gemm]
+    return fp8_matmul(left, right, dtype, layout=layout, fast=call.accumulates_fast(gemm))
+
+
 class _FP8Gemm(torch.autograd.Function):
     """(x [M, K], or [M, 2 K] before SwiGLU; norm weight [K] or None; W [N, K]) -> f(x) W^T [M, N]; f(x) and W are saved
-    in FP8, x only where f is not nothing."""
+    in FP8, or for a backward in high precision as they were, x only where f is not nothing."""
 
     @staticmethod
     def forward(
@@ -63,11 +71,13 @@ class _FP8Gemm(torch.autograd.Function):
         eps: float,
         swiglu: bool,
     ) -> Tensor:
-        quantizer, columnwise = call.quantizer(INPUT, gemm), ctx.needs_input_grad[2]
-        inverse_rms = None
+        quantizer, exact = call.quantizer(INPUT, gemm), call.high_precision_backward
+        columnwise = ctx.needs_input_grad[2] and not exact
+        source, inverse_rms = x, None
         if norm_weight is not None:
             y, inverse_rms = rms_norm_forward(x, norm_weight, eps)
             operand = quantizer.fused(y, x.dtype, columnwise=columnwise)
+            source = y.to(x.dtype) if exact else x
         elif swiglu:
             operand = quantizer.fused(
                 _swiglu_forward(x), x.dtype, columnwise=columnwise, amax_before_rounding=True
@@ -76,12 +86,14 @@ class _FP8Gemm(torch.autograd.Function):
             operand = quantizer(x, columnwise=columnwise)
         before = x if swiglu or norm_weight is not None else None
         # the gradient of the weight contracts over the rows, that of the input over the outputs
-        operands = (
-            operand.columns,
-            operand.columns_scale_inv,
-            weight_fp8.columns,
-            weight_fp8.columns_scale_inv,
-        )
+        operands = (source, None, weight, None)
+        if not exact:
+            operands = (
+                operand.columns,
+                operand.columns_scale_inv,
+                weight_fp8.columns,
+                weight_fp8.columns_scale_inv,
+            )
         ctx.save_for_backward(before, norm_weight, inverse_rms, *operands)
         ctx.call, ctx.gemm, ctx.swiglu, ctx.dtype = call, gemm, swiglu, x.dtype
         left, right = (operand.rows, operand.rows_scale_inv), (weight_fp8.rows, weight_fp8.rows_scale_inv)
@@ -92,18 +104,19 @@ class _FP8Gemm(torch.autograd.Function):
         before, norm_weight, inverse_rms, *operands = ctx.saved_tensors
         call, x, weight = ctx.call, operands[:2], operands[2:]
         needs_weight, needs_input = ctx.needs_input_grad[2], any(ctx.needs_input_grad[:2])
-        grad = call.grad_quantizer(ctx.gemm)(grad_output, rowwise=needs_input, columnwise=needs_weight)
+        rows = columns = grad_output, None
+        if not call.high_precision_backward:
+            grad = call.grad_quantizer(ctx.gemm)(grad_output, rowwise=needs_input, columnwise=needs_weight)
+            rows, columns = (grad.rows, grad.rows_scale_inv), (grad.columns, grad.columns_scale_inv)
         grad_x = grad_norm = grad_weight = None
         if needs_input:
-            left = grad.rows, grad.rows_scale_inv
-            grad_x = fp8_matmul(left, weight, ctx.dtype, layout="nn", fast=call.accumulates_fast("dgrad"))
+            grad_x = _gradient_gemm(call, "dgrad", rows, weight, ctx.dtype)
             if norm_weight is not None:
                 grad_x, grad_norm = rms_norm_backward(grad_x, before, norm_weight, inverse_rms)
             elif ctx.swiglu:
                 grad_x = _swiglu_backward(grad_x, before)
         if needs_weight:
-            left = grad.columns, grad.columns_scale_inv
-            grad_weight = fp8_matmul(left, x, ctx.dtype, layout="tn", fast=call.accumulates_fast("wgrad"))
+            grad_weight = _gradient_gemm(call, "wgrad", columns, x, ctx.dtype)
         # the last backward of the module: that of its first GEMM, or the only one that is needed
         if call.moves_backward_scales and (ctx.gemm == 0 or not needs_input):
             update_scales(forward=False)

@@ -115,6 +115,11 @@ class LayerNormMLP(FP8Module):
         """[..., hidden_size] -> the same shape; see Linear.forward."""
         norm_weight, fc1, fc2, eps = self.layer_norm_weight, self.fc1_weight, self.fc2_weight, self.eps
         call = self.prepare_fp8(inp, fc1)
+        if call is not None and call.high_precision_backward:
+            raise ValueError(
+                "LayerNormMLP: as in Transformer Engine its backward is FP8 where its forward is; use a recipe without "
+                "backward_override, or run this module under autocast(enabled=False)."
+            )
         if call is None:
             return F.linear(SwiGLU.apply(F.linear(rms_norm(inp, norm_weight, eps), fc1)), fc2)
         hidden = fp8_gemm(self, call, inp, fc1, is_first_microbatch, norm_weight=norm_weight, eps=eps)

@@ -73,13 +73,22 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
 
+def _check_backward(override: str | None) -> None:
+    if override not in (None, "high_precision"):
+        raise ValueError(
+            f"backward_override={override!r}: the CPU reference has None, and 'high_precision' for a backward without "
+            "FP8."
+        )
+
+
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
 _BLOCK_POWER_2 = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
 
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """Scale of each tensor from its own amax."""
+    """Scale of each tensor from its own amax. backward_override: None, or "high_precision": gradients are computed
+    from what was not quantized."""
 
     fp8_format: Format = Format.HYBRID
     fp8_quant_fwd_inp: QParams = field(init=False, default=QParams(_CURRENT_POWER_2))
@@ -88,11 +97,16 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_backward(self.backward_override)
 
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """Scale of each 1x128 tile (activations, gradients) or 128x128 tile (weights) from its own amax."""
+    """Scale of each 1x128 tile (activations, gradients) or 128x128 tile (weights) from its own amax. backward_override:
+    as in Float8CurrentScaling."""
 
     fp8_format: Format = Format.E4M3
     fp8_quant_fwd_inp: QParams = field(init=False, default=QParams(_BLOCK_POWER_2))
@@ -101,3 +115,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_backward(self.backward_override)

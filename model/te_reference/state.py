@@ -118,7 +118,9 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
     """Context in which the FP8 modules quantize with `recipe` (default: DelayedScaling()).
 
     Contexts nest: an inner one replaces the outer until it exits, so that `autocast(enabled=False)` switches
-    FP8 off inside. Wrap only the forward. At the exit of the outermost enabled context the forward scales of
+    FP8 off inside. As in Transformer Engine a module in an inner one does not use up the mark of the first module:
+    where its own backward is not FP8, the next one's moves the backward scales; where both do, the second finds no
+    new amax. Wrap only the forward. At the exit of the outermost enabled context the forward scales of
     delayed scaling move, which reduces amaxes over all ranks: every rank must exit equally often.
 
     Raises ValueError: a recipe that is not one of this package's.
@@ -131,12 +133,12 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
             )
         self.enabled = enabled
         self.recipe = recipe
-        self._outer: tuple[bool, Recipe | None] | None = None
+        self._outer: tuple[bool, Recipe | None, bool] | None = None
 
     def __enter__(self) -> autocast:
         if self._outer is not None:
             raise RuntimeError("this autocast is already entered; make a new one")
-        self._outer = (running.enabled, running.recipe)
+        self._outer = (running.enabled, running.recipe, running.first_module)
         running.enabled = self.enabled
         running.recipe = (self.recipe or DelayedScaling()) if self.enabled else None
         if running.depth == 0:
@@ -148,13 +150,12 @@ class autocast:  # noqa: N801 (Transformer Engine's name)
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._outer is not None
-        running.enabled, running.recipe = self._outer
+        running.enabled, running.recipe, running.first_module = self._outer
         self._outer = None
         running.depth -= 1
-        if running.depth == 0:
-            running.first_module = False
-            if self.enabled and torch.is_grad_enabled() and running.replaying is None and error is None:
-                update_scales(forward=True)
+        outermost, moves = running.depth == 0, torch.is_grad_enabled() and running.replaying is None
+        if outermost and self.enabled and moves and error is None:
+            update_scales(forward=True)
 
 
 def take_first_module() -> bool:

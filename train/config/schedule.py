@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from model.fp8.recipes import ENDS, RECIPES, PrecisionConfig, PrecisionStage
+from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage
 from model.variants import variant_problems
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ def precision_of(section: PrecisionConfig, number: int) -> PrecisionConfig:
     """The section as it is in one stage, without a schedule. What another recipe does not read is left out."""
     stages = section.schedule or [{}]
     own = {key: value for key, value in stages[number].items() if key not in ENDS}
-    defaults, out = PrecisionConfig(), replace(section, schedule=None, **own)
+    out = replace(section, schedule=None, **own)
     if out.compute == "fp8" and out.recipe != section.recipe:
-        left_out = set(RECIPES[section.recipe].knobs) - set(RECIPES[out.recipe].knobs) - own.keys()
-        out = replace(out, **{key: getattr(defaults, key) for key in left_out})
+        out = replace(section.with_recipe(out.recipe), schedule=None, **own)
     return out
 
 
@@ -82,13 +81,18 @@ def stage_text(section: PrecisionConfig, number: int) -> str:
 
 
 def stage_problems(args: TrainingArguments) -> list[str]:
-    """What is wrong with the stages each by itself, a line a problem."""
-    section = args.precision
+    """What is wrong with the stages, of which a run without a schedule has one, each by itself, a line a problem."""
+    section, found = args.precision, []
+    escalates = any(own.on_trouble == "escalate" and own.compute == "fp8" for own in precisions_of(section))
+    if escalates and args.save_strategy == "no":
+        found.append(
+            "precision.on_trouble, save_strategy: when a module goes a level up the run goes on from a checkpoint; set "
+            "save_strategy to steps, or on_trouble to warn"
+        )
     if not (stages := section.schedule):
-        return []
-    found = [
-        line for number, stage in enumerate(stages) for line in _end_problems(stage, number, len(stages))
-    ]
+        return found
+    for number, stage in enumerate(stages):
+        found += _end_problems(stage, number, len(stages))
     if section.auto:
         found.append(
             "precision.auto, precision.schedule: auto chooses one precision for the whole run; remove one of them"

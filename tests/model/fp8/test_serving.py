@@ -22,11 +22,13 @@ SIZES = {"num_key_value_heads": 4, "intermediate_size": 256}
 """Of a model that blocks of 128 divide."""
 
 
-def train(variant: str, steps: int = 2, **keys: Any) -> tuple[Any, Any, dict, dict, dict]:
-    """A model that took some steps: configurations, weights, FP8 state, and the FP8 copies that its modules keep in the
-    next step's first forward, by module and GEMM."""
+def train(
+    variant: str, steps: int = 2, levels: dict[str, str] | None = None, **keys: Any
+) -> tuple[Any, Any, dict, dict, dict]:
+    """A model, with modules at `levels`, that took some steps: configurations, weights, FP8 state, and the FP8 copies
+    that its modules keep in the next step's first forward, by module and GEMM."""
     config, precision_config = small_config(**SIZES), PrecisionConfig(**keys)
-    precision = Precision(precision_config)
+    precision = Precision(precision_config, levels=levels)
     model: Any = build_model(config, variant, precision, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for step in range(steps):
@@ -124,6 +126,31 @@ def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> Non
         trained.names[-1]: weights[trained.names[-1]],
     }
     assert trained.differences(altered, weights, state) == [first, second, trained.names[-1]]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_modules_at_other_levels_have_codes_where_the_folder_can_hold_them(recipe: str) -> None:
+    """A scale a row or blocks: what the recipe has. The others stay in bf16."""
+    names = [
+        f"model.layers.{layer}.mlp.{name}"
+        for layer in (0, 1)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    levels = dict(zip(names, ["current", "block", "bf16_backward", "bf16"], strict=False))
+    config, precision, weights, state, copies = train("te_linear", levels=levels, recipe=recipe)
+    trained = TrainedFP8(config, "te_linear", precision, levels)
+    quantized = trained.quantize(weights, state)
+    absent = names[3:4] if recipe == "block" else names[1:4]
+    assert {f"{name}.weight" for name in absent} == weights.keys() - trained.names - _without_fp8(weights)
+    for name, ours in quantized.items():
+        kept = copies[f"{name.removesuffix('.weight')}.0"]
+        assert torch.equal(ours.codes.view(torch.uint8), kept.rows.view(torch.uint8))
+        assert torch.equal(ours.scale, kept.rows_scale_inv.expand_as(ours.scale))
+    assert trained.differences(quantized, weights, state) == []
+
+
+def _without_fp8(weights: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in weights if "_proj." not in name}
 
 
 @pytest.mark.gpu

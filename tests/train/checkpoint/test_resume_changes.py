@@ -17,8 +17,8 @@ KEYS = keys_of(TrainingArguments)
 
 FREE = set(
     "model.init_from data.verify data.eval_sources precision.calibration_passes precision.auto speed.cuda_graphs "
-    "precision.health_steps max_skipped_steps per_device_eval_batch_size spike_threshold on_spike spike_window "
-    "replica_check_steps "
+    "precision.health_steps precision.on_trouble max_skipped_steps per_device_eval_batch_size spike_threshold "
+    "on_spike spike_window replica_check_steps "
     "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
     "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
     "run_name wandb_project gradient_checkpointing dry_run preflight".split()
@@ -55,6 +55,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "precision.power_2_scales": ({"precision.recipe": "current"}, True),
     "precision.amax_epsilon": ({"precision.recipe": "current"}, 0.5),
     "precision.optimizer_moments": ({"precision.optimizer_states": "bf16_remainder"}, "fp32"),
+    "precision.on_trouble": ({"precision.health_steps": 10}, "escalate"),
     "precision.schedule": ({}, [{"until_step": 50, "compute": "bf16"}, {}]),
     "max_seq_length": ({}, 128),
     "per_device_eval_batch_size": ({}, 4),

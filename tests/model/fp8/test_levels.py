@@ -1,0 +1,223 @@
+"""Modules at levels above the recipe (precision.on_trouble): each runs as its level says, and the proof knows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from model.build import build_model
+from model.fp8 import te_backend
+from model.fp8.gemms import count_gemms
+from model.fp8.health import HealthCheck, check_due
+from model.fp8.modules import gemm_modules
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import LEVELS, PrecisionConfig
+from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
+from model.proof import ProofError, prove
+from tests.conftest import random_ids, small_config
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# of te_linear's modules, one at each level that is above delayed scaling; the first FP8 module among them
+LINEAR = {
+    "model.layers.0.self_attn.q_proj": "bf16_backward",
+    "model.layers.0.self_attn.o_proj": "current",
+    "model.layers.1.self_attn.q_proj": "block",
+    "model.layers.1.mlp.down_proj": "bf16",
+}
+LAYER = {
+    "model.layers.0.self_attention.layernorm_qkv": "bf16_backward",
+    "model.layers.0.layernorm_mlp": "current",
+    "model.layers.1.self_attention.proj": "block",
+    "model.layers.1.layernorm_mlp": "bf16",
+}
+OF = {"te_linear": LINEAR, "te_layer": LAYER}
+
+
+def model_of(
+    variant: str, levels: dict[str, str], device: str = "cpu", checkpointing: bool = False, **keys: object
+) -> tuple[nn.Module, Precision]:
+    precision = Precision(PrecisionConfig(**keys), torch.device(device), levels)
+    config = small_config(head_dim=64)
+    model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing)
+    return model.train(), precision
+
+
+def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
+    """Loss and gradients."""
+    ids = random_ids(model.config, 2, 65, seed).to(model.lm_head.weight.device)
+    loss = model(ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous()).loss
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", OF)
+def test_the_proof_counts_what_each_level_runs(variant: str, device: str) -> None:
+    """FP8 GEMMs forward and backward, the operands that are looked at, and whose scales are state."""
+    levels = OF[variant]
+    model, precision = model_of(variant, levels, device)
+    names = {level: name for name, level in levels.items()}
+    lines = prove(model, precision)
+    total, matrices = (15, 13) if variant == "te_linear" else (7, 6)
+    assert f"FP8: {total - 2} of {total} GEMM modules ran FP8 (delayed scaling)" in lines
+    assert (
+        f"  block scaling, gradients computed in bf16, by precision.on_trouble: {names['bf16_backward']}"
+        in lines
+    )
+    assert f"  current scaling, by precision.on_trouble: {names['current']}" in lines
+    assert f"  not FP8: {names['bf16']}: precision.on_trouble took it out" in lines
+    assert f"FP8 GEMMs of the probe: {matrices} forward, {2 * (matrices - 1)} backward" in lines
+
+    check = HealthCheck(model, precision)
+    with check.watching():
+        step(model)
+    seen = check.totals().isfinite().all(-1)
+    exact = check.gemms.index(names["bf16_backward"])
+    assert check.not_fp8 == {(names["bf16_backward"], "gradient")} and seen[exact].tolist() == [
+        True,
+        True,
+        False,
+    ]
+    assert seen[[row for row in range(len(check.gemms)) if row != exact]].all()
+    assert not any(gemm.startswith(names["bf16"]) for gemm in check.gemms)
+    with_state = {key.partition(".scaling")[0] for key in fp8_state(model, precision)}
+    assert with_state == gemm_modules(model, precision).keys() - levels.keys() - {"lm_head"}
+
+
+def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
+    model, precision = model_of(
+        "te_linear", {"model.layers.0.self_attn.q_proj": "bf16_backward"}, recipe="block"
+    )
+    precision.recipe.backward_override = "high_precision"
+    with pytest.raises(ProofError, match="the backward of 13 FP8 modules ran 0 FP8 GEMMs, not 26"):
+        prove(model, precision)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", OF)
+@pytest.mark.parametrize("level", LEVELS[1:4])
+def test_delayed_scales_move_whatever_the_first_module_is(variant: str, level: str, device: str) -> None:
+    """Its backward, which is the last one, moves the gradients' scales of all others; they are those of a run in which
+    it is delayed."""
+    first = next(iter(OF[variant]))
+    model, precision = model_of(variant, {first: level}, device)
+    for seed in range(3):
+        step(model, seed)
+    histories = [t for key, t in fp8_state(model, precision).items() if key.endswith("bwd.amax_history")]
+    assert len(histories) == (13 if variant == "te_linear" else 5)
+    for history in histories:
+        assert ((history[-3:, 0] > 0).tolist(), float(history[0, 0])) == ([True] * 3, 0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_a_backward_in_high_precision_has_what_was_not_quantized(kind: str, device: str) -> None:
+    """The forward is that of block scaling, gradients are those of bf16's GEMMs, which block scaling's are not."""
+    precision = Precision(PrecisionConfig(recipe="block"), torch.device(device))
+    te, generator = precision.te, torch.Generator().manual_seed(1)
+    options = {"normalization": "RMSNorm"} if kind == "LayerNormLinear" else {}
+    placement = {"params_dtype": torch.bfloat16, "device": precision.device}
+    weight = torch.randn(128, 256, generator=generator)
+    x, upstream = (torch.randn(64, n, generator=generator) for n in (256, 128))
+    outputs, gradients = {}, {}
+    for level in ("block", "bf16_backward", "bf16"):
+        module = getattr(te, kind)(256, 128, bias=False, **placement, **options)
+        with torch.no_grad():
+            module.weight.copy_(weight)
+        given = x.to(precision.device, torch.bfloat16).requires_grad_()
+        with te.autocast(enabled=level != "bf16", recipe=precision.make_recipe(level)):
+            out = module(given)
+        out.backward(upstream.to(out))
+        outputs[level] = out.detach()
+        gradients[level] = [given.grad, *(p.grad for p in module.parameters())]
+    assert torch.equal(outputs["block"], outputs["bf16_backward"])
+    for exact, wanted, quantized in zip(
+        *(gradients[n] for n in ("bf16_backward", "bf16", "block")), strict=True
+    ):
+        errors = [float((g - wanted).float().norm() / wanted.float().norm()) for g in (exact, quantized)]
+        assert errors[0] < 4e-3 < 2e-2 < errors[1]
+
+
+def test_a_fused_mlp_has_no_such_backward_and_no_such_level() -> None:
+    model, precision = model_of("te_layer", {})
+    ladder = {}
+    for name in ("model.layers.0.self_attention.proj", "model.layers.0.layernorm_mlp"):
+        module, precision.levels = model.get_submodule(name), {}
+        while precision.level(name) != "bf16":
+            precision.levels[name] = precision.level_above(name, module)
+            ladder.setdefault(name.rpartition(".")[2], []).append(precision.levels[name])
+    assert ladder == {"proj": list(LEVELS[1:]), "layernorm_mlp": ["current", "block", "bf16"]}
+    with pytest.raises(ValueError, match="LayerNormMLP: as in Transformer Engine its backward is FP8"):
+        step(model_of("te_layer", {"model.layers.0.layernorm_mlp": "bf16_backward"})[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("variant", OF)
+def test_recomputation_gives_the_same_bits(variant: str, device: str) -> None:
+    torch.use_deterministic_algorithms(device == "cuda")
+    try:
+        results = []
+        for checkpointing in (False, True):
+            model, precision = model_of(variant, OF[variant], device, checkpointing)
+            results.append([t for seed in range(2) for t in step(model, seed)])
+            results[-1] += fp8_state(model, precision).values()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, *results))
+
+
+def test_a_state_from_before_is_that_of_the_modules_that_still_have_one() -> None:
+    before, delayed = model_of("te_layer", {}, amax_history_len=4)
+    step(before)
+    saved = snapshot_fp8_state(before, delayed)
+    model, precision = model_of("te_layer", LAYER, amax_history_len=4)
+    load_fp8_state(model, precision, saved)
+    kept = fp8_state(model, precision)
+    assert 0 < len(kept) < len(saved) and all(torch.equal(t, saved[key]) for key, t in kept.items())
+    lacking = {key: t for key, t in saved.items() if "layers.0.self_attention.proj" not in key}
+    with pytest.raises(
+        PrecisionError, match=r"lacks 4 tensors, such as model\.layers\.0\.self_attention\.proj"
+    ):
+        load_fp8_state(model, precision, lacking)
+
+
+def test_a_level_below_the_recipe_changes_nothing() -> None:
+    """As after a resume with a higher recipe, or in a stage that has one."""
+    plain, levelled = (model_of("te_linear", levels, recipe="block")[0] for levels in ({}, {**LINEAR}))
+    precision = levelled.precision
+    assert [precision.level(name) for name in LINEAR] == ["bf16_backward", "block", "block", "bf16"]
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        del precision.levels[name]
+    levelled = model_of("te_linear", precision.levels, recipe="block")[0]
+    assert all(map(torch.equal, step(plain), step(levelled)))
+
+
+def test_a_model_of_which_every_module_was_taken_out_trains_on() -> None:
+    model, precision = model_of("te_layer", {})
+    every = dict.fromkeys(gemm_modules(model, precision), "bf16")
+    model, precision = model_of("te_layer", every, health_steps=1)
+    assert "FP8: 0 of 7 GEMM modules ran FP8 (delayed scaling)" in prove(model, precision)
+    assert check_due(model, precision, 1) is None and fp8_state(model, precision) == {}
+    assert HealthCheck(model, precision).totals().shape[0] == 0
+    with count_gemms(model, precision) as gemms:
+        step(model)
+    assert gemms.problem() == "" and not gemms.ran
+
+
+def test_levels_that_the_machine_has_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require(te: SimpleNamespace, recipe: str) -> None:
+        if recipe == "block":
+            raise te_backend.BackendError("recipe block is not available here; use delayed or current")
+
+    monkeypatch.setattr(te_backend, "require_fp8", require)
+    config = PrecisionConfig(backend="reference")
+    for level in ("block", "bf16_backward"):
+        with pytest.raises(PrecisionError, match="recipe block is not available here"):
+            Precision(config, levels={"lm_head": level})
+    Precision(replace(config, health_steps=1, on_trouble="escalate"), levels={"a": "current", "b": "bf16"})
