@@ -131,7 +131,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     fp8_state = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)["fp8"]
     trained = None
     if serving.trained_in_fp8(precision):
-        trained = serving.TrainedFP8(model.config, variant, precision)
+        trained = serving.TrainedFP8(model.config, variant, precision, state.levels)
         quantized = trained.quantize(weights, fp8_state)
     else:
         quantized = serving.by_row(weights, serving.untrained_fp8(model, precision))

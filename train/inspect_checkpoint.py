@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def report(path: Path, verify: bool) -> list[str] | None:
             f"changed at step {c['step']}: {c['key']}: {json.dumps(c['old'])} -> {json.dumps(c['new'])}"
             for c in state.changes
         ]
+        for level, count in Counter(state.levels.values()).items():
+            changes.append(f"by precision.on_trouble at level {level}: {count} modules")
         if state.began_at:
             changes.insert(0, f"began at {state.began_at['path']}")
         description = f"{state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}"

@@ -32,6 +32,7 @@ from train.data.stream import MicroBatches, SampleStream
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
+from train.guard.escalation import escalations
 from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
 from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
@@ -83,7 +84,8 @@ class Run:
 
 def train(run: Run) -> Path | None:
     """Train from `run.state.step` to max_steps, if there are steps left, or to the end of its stage of
-    precision.schedule; returns the checkpoint of the last step, None with save_strategy no.
+    precision.schedule, or until modules go a level up (precision.on_trouble); returns the checkpoint of the last step,
+    None with save_strategy no.
 
     Raises Stopped: by a signal, after the step and its checkpoint. TrainingError: max_skipped_steps skipped in a row, a
     loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
@@ -118,6 +120,7 @@ class Step:
     record: dict[str, Any] = field(default_factory=dict)  # for the metrics
     last: bool = False
     ends_stage: bool = False  # the next one has another precision
+    judges: bool = False  # by what the check saw modules may go a level up
     stops: bool = False
     logs: bool = False
     saves: bool = False
@@ -126,7 +129,7 @@ class Step:
     @property
     def due(self) -> bool:
         """Something follows for which the loop waits for the GPU."""
-        return self.logs or self.saves or self.evaluates or self.stops
+        return self.logs or self.saves or self.evaluates or self.stops or self.judges
 
 
 class Loop:
@@ -157,7 +160,7 @@ class Loop:
     def to_the_end(self) -> Path | None:
         run, state = self.run, self.state
         first = state.step + 1
-        while state.step < self.args.max_steps and self._stage() == run.stage:
+        while state.step < self.args.max_steps and not self._changes_precision():
             step = self._take_step()
             if state.step == first:
                 check_attention(self.engine.module, run.precision, run.attention)
@@ -170,9 +173,7 @@ class Loop:
                 if step.logs:
                     self._log(step, loss)
             if step.check is not None:
-                layers = self.engine.module.config.num_hidden_layers
-                found = step.record[FP8_HEALTH] = health_record(step.check, layers)  # waits
-                step.record |= self.health.fp8_alarms.judge(state.step, found, run.metrics.message)
+                self._look_at_fp8(step, step.check)
             if step.evaluates:
                 self._evaluate(step)
             if step.record:
@@ -188,6 +189,10 @@ class Loop:
     def _stage(self) -> int:
         """The stage of precision.schedule that the next step belongs to."""
         return stage_at(self.args, self.state.step, self.state.consumed_tokens)
+
+    def _changes_precision(self) -> bool:
+        """The next step has another precision than the engine: that of another stage, or modules at other levels."""
+        return self._stage() != self.run.stage or self.state.levels != self.run.precision.levels
 
     def _logs(self, number: int) -> bool:
         return number == self.args.max_steps or number % self.args.logging_steps == 0
@@ -254,11 +259,12 @@ class Loop:
             settle(run)
         self.slow_ranks.step(number, run.metrics.message)
         step.last, step.logs = number == args.max_steps, self._logs(number)
-        step.ends_stage = not step.last and self._stage() != run.stage
+        step.ends_stage = not step.last and self._changes_precision()
         step.saves, step.evaluates = (
             step.last or bool(n and number % n == 0) for n in (args.save_steps, args.eval_steps)
         )
         step.saves |= by_time or step.ends_stage
+        step.judges = step.check is not None and run.precision.config.on_trouble == "escalate"
         step.logs |= step.ends_stage
         if args.replica_check_steps and number % args.replica_check_steps == 0:
             check_replicas(self.engine, run.precision, number)
@@ -331,6 +337,16 @@ class Loop:
             how = {key: state.precision[key] for key in ("compute", "recipe")}
             record["precision_stage"] = {"number": run.stage + 1, "tokens_per_second": speed, **how}
         self._start_clock()
+
+    def _look_at_fp8(self, step: Step, check: HealthCheck) -> None:
+        """The health of FP8; modules that go a level up end the loop with this step."""
+        run, state, model, tell = self.run, self.state, self.engine.module, self.run.metrics.message
+        found = step.record[FP8_HEALTH] = health_record(check, model.config.num_hidden_layers)  # waits
+        step.record |= self.health.fp8_alarms.judge(state.step, found, tell, check.not_fp8)
+        if changes := escalations(state.step, found, model, run.precision, tell):
+            state.escalations += changes  # in place: run.json has this list
+            step.record["fp8_escalations"] = {"changes": changes, "count": len(state.escalations)}
+            step.saves = step.ends_stage = True
 
     def _evaluate(self, step: Step) -> None:
         run = self.run

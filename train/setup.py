@@ -103,15 +103,17 @@ class Proven:
 # ---------------------------------------------------------------- model and data
 
 
-def model_for(args: TrainingArguments, resume_from: Path | None = None) -> tuple[nn.Module, Precision]:
+def model_for(
+    args: TrainingArguments, resume_from: Path | None = None, levels: dict[str, str] | None = None
+) -> tuple[nn.Module, Precision]:
     """The model, with the attention that the arguments name; nothing of it has run. Its weights are those of
-    model.init_from only in a run that begins.
+    model.init_from only in a run that begins. levels: see Precision.
 
     Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
     """
     attention = args.model.attention_backend
     te_backend.choose_attention_backend(attention)
-    precision = Precision(args.precision)
+    precision = Precision(args.precision, levels=levels)
     if args.data.document_mask:
         attention = te_backend.document_attention(attention, precision.te, precision.dtype)
         te_backend.choose_attention_backend(attention)
@@ -172,6 +174,7 @@ def starting_point(
         say(*resume_state(state, saved, resume_from, args.allow_changes_on_resume))
         state.began_at = saved.began_at if is_of(resume_from, checkpoints) else origin(resume_from)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
+        state.escalations = saved.escalations
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
     return state, resume_from
@@ -199,12 +202,17 @@ def announce(
         note(table(args))
         tell(differing(args))
     say(*_report(args, model, precision, stream, state))
-    for number, section in enumerate(precisions_of(args.precision) if args.precision.schedule else ()):
+    sections = precisions_of(args.precision)
+    changes = len(sections) > 1 or sections[0].on_trouble == "escalate"
+    for number, section in enumerate(sections if changes else ()):
         try:
-            if (later := Precision(section, precision.device)).fp8:
+            if (later := Precision(section, precision.device, state.levels)).fp8:
                 later.check(model)
+                if section.on_trouble == "escalate":
+                    later.require("block")
         except PrecisionError as error:
-            raise PrecisionError(f"{stage_text(args.precision, number)}: {error}") from error
+            stage = stage_text(args.precision, number) if args.precision.schedule else "precision.on_trouble"
+            raise PrecisionError(f"{stage}: {error}") from error
     return prove_all(args, model, precision)
 
 
@@ -219,7 +227,8 @@ def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -
     say("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
     report = fp8_modules(model, precision)
     fp8 = f"{len(report.planned)}/{len(report.planned) + len(report.kept)} {precision.config.recipe}"
-    how = ", emulated" if precision.emulated else ""
+    how = f", {len(report.levels)} of them at another level" if report.levels else ""
+    how += ", emulated" if precision.emulated else ""
     return Proven(fp8 + how if precision.fp8 else precision.config.compute, proven, ranks, lines)
 
 
@@ -262,6 +271,7 @@ def _report(
     assert isinstance(args.deepspeed, dict)
     if said := msamp.described(args.deepspeed):
         lines.append(said)
+    lines += filter(None, [args.precision.described_levels(args.model.variant)])
     if precision.emulated:
         lines.append(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"

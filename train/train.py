@@ -176,7 +176,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     stage = stage_at(args, state.step, state.consumed_tokens)
     staged = at_stage(args, stage)
-    model, precision = setup.model_for(staged, resume_from)
+    model, precision = setup.model_for(staged, resume_from, state.levels)
     proven = setup.announce(args, model, precision, train_stream, state)
     planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
     engine, micro_step = setup.engine_for(
@@ -213,6 +213,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     del engine, micro_step
     start["time"] = round(log.begun, 1)
     start["plan"] = planned and planned.to_json()
+    start["escalations"] = state.escalations  # which grows while it runs
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
         beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
@@ -220,7 +221,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
             with beside:  # what was planned is the first stage's
                 last = train(run)
             while state.step < args.max_steps:
-                stage_record = enter_stage(run, ds_config)
+                stage_record = change_precision(run, ds_config)
                 if main:
                     record.add_stage(stage_record)
                 last = train(run)
@@ -237,22 +238,27 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     dist.barrier()
 
 
-def enter_stage(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Change to the precision of the stage of precision.schedule that begins, as a stop would and a start from the
-    checkpoint of this step with the changed keys; what run.json says of it."""
+def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Change to the precision of the stage of precision.schedule that begins, and to the levels that on_trouble has
+    taken modules to, as a stop would and a start from the checkpoint of this step with the changed keys; what run.json
+    says of it."""
     from train import setup
     from train.config.schedule import at_stage, stage_at, stage_text
     from train.engine.step import release
     from train.guard.watchdog import Watchdog
 
     began, state = time.monotonic(), run.state
-    run.stage = stage_at(run.arguments, state.step, state.consumed_tokens)
-    args, what = at_stage(run.arguments, run.stage), stage_text(run.arguments.precision, run.stage)
-    run.metrics.message(f"step {state.step + 1}: {what} begins; model and engine are built anew")
+    number, before = stage_at(run.arguments, state.step, state.consumed_tokens), run.precision.levels
+    begins = [] if number == run.stage else [f"{stage_text(run.arguments.precision, number)} begins"]
+    moved = sum(before.get(name) != level for name, level in state.levels.items())
+    modules = f"{moved} module{'s' if moved > 1 else ''} at another level by precision.on_trouble"
+    begins += [modules] if moved else []
+    run.stage, args, what = number, at_stage(run.arguments, number), "; ".join(begins)
+    run.metrics.message(f"step {state.step + 1}: {what}; model and engine are built anew")
     release(run.engine)
     del run.engine, run.micro_step, run.saver.engine
     setup.clear_memory()
-    model, run.precision = setup.model_for(args, run.checkpoint)
+    model, run.precision = setup.model_for(args, run.checkpoint, state.levels)
     proven = setup.prove_all(args, model, run.precision)
     of_run = run.train_stream, ds_config, state, run.checkpoint
     run.engine, run.micro_step = setup.engine_for(args, model, run.precision, *of_run)

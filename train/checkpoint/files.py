@@ -63,6 +63,13 @@ class RunState:
     began_at: dict[str, str] = field(default_factory=dict)
     # the section "precision" that the last step was computed with, as a stage of its schedule has it
     precision: dict[str, Any] = field(default_factory=dict)
+    # what precision.on_trouble has taken a level up (train/guard/escalation.py), oldest first
+    escalations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def levels(self) -> dict[str, str]:
+        """For Precision: module -> the level that it is at."""
+        return {change["module"]: change["to"] for change in self.escalations}
 
     def __post_init__(self) -> None:
         if not self.precision:  # of a version without schedules

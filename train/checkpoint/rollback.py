@@ -42,6 +42,7 @@ OF_THIS_START = (
     "changes",
     "began_at",
     "precision",
+    "escalations",  # the modules that run are at these levels
 )
 
 

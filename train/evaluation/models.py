@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +77,14 @@ class Plan:
     document_mask: bool = False
     attention_backend: str = "auto"
     speed: SpeedConfig | None = None
+    levels: dict[str, str] = field(default_factory=dict)  # of modules, see Precision
 
     def describe(self) -> str:
         """One line."""
         fp8 = self.precision.compute == "fp8"
         how = f"FP8 ({self.precision.recipe} scaling)" if fp8 else self.precision.compute
+        if self.levels:
+            how += f", {len(self.levels)} modules at the levels that precision.on_trouble has taken them to"
         trained = (
             "" if self.state is None else f", step {self.state.step}, {self.state.consumed_tokens:,} tokens"
         )
@@ -138,7 +141,7 @@ class Plan:
         from model.fp8.precision import Precision
         from model.fp8.state import load_fp8_state
 
-        precision, attention = Precision(self.precision), self.attention_backend
+        precision, attention = Precision(self.precision, levels=self.levels), self.attention_backend
         if self.document_mask:
             attention = te_backend.document_attention(attention, precision.te, precision.dtype)
         te_backend.choose_attention_backend(attention)
@@ -194,6 +197,7 @@ def plan(path: Path, compute: str | None) -> Plan:
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
     precision.backend = "auto"  # this machine's
+    levels = state.levels if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
         keeps = VARIANTS[variant].te
         if compute == "fp8":
@@ -212,4 +216,5 @@ def plan(path: Path, compute: str | None) -> Plan:
         trained["data"]["document_mask"],
         trained["model"]["attention_backend"],
         SpeedConfig(**trained["speed"]),
+        levels,
     )

@@ -10,12 +10,12 @@ Healthy runs of 200 steps of a small model on the CPU reference, with each recip
 once 0.22; all of these with delayed scaling.
 
 An alarm is told when it begins and when it is over, and counted; metrics.jsonl and checkpoints have it. It costs
-nothing beside the look, whose numbers it takes.
+nothing beside the look, whose numbers it takes. What is done about it: escalation.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from train.record.fp8_health import values
@@ -68,14 +68,20 @@ class FP8Alarms:
             (gemm, operand): step for gemm, operand, step in saved.get("active", [])
         }
 
-    def judge(self, step: int, health: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-        """`health`: of health_record. `tell` hears of alarms that begin and of those that are over. For metrics.jsonl,
-        "fp8_alarms": those that began, those that are over, how many there are, and how many there have been in the
-        run; {} where all is well and was."""
+    def judge(
+        self,
+        step: int,
+        health: dict[str, Any],
+        tell: Callable[[str], None],
+        not_fp8: Collection[tuple[str, str]] = (),
+    ) -> dict[str, Any]:
+        """`health`: of health_record; `not_fp8`: operands of its GEMMs that are in high precision. `tell` hears of
+        alarms that begin and of those that are over. For metrics.jsonl, "fp8_alarms": those that began, those that are
+        over, how many there are, and how many there have been in the run; {} where all is well and was."""
         began: list[dict[str, Any]] = []
         over: list[dict[str, Any]] = []
         told: list[tuple[float, str]] = []
-        before, operands = len(self.active), _by_operand(health)
+        before, operands = len(self.active), by_operand(health)
         for (gemm, operand), found in operands.items():
             parts = {what: value / limit_of(what, operand) for what, value in found.items()}
             worst, key = max(parts.values()), (gemm, operand)
@@ -88,7 +94,7 @@ class FP8Alarms:
                 over.append({"gemm": gemm, "operand": operand, "since": self.active.pop(key)})
         # bf16_modules may name a GEMM since; one whose operand alone is not finite is another matter
         of_fp8 = {gemm for gemm, _ in operands}
-        for gemm, operand in [key for key in self.active if key[0] not in of_fp8]:
+        for gemm, operand in [key for key in self.active if key[0] not in of_fp8 or key in not_fp8]:
             over.append({"gemm": gemm, "operand": operand, "since": self.active.pop((gemm, operand))})
         self.count += len(began)
         for _, line in sorted(told, reverse=True)[:NAMED]:
@@ -108,7 +114,7 @@ def limit_of(what: str, operand: str) -> float:
     return LIMITS.get((what, operand)) or LIMITS[what, ""]
 
 
-def _by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
+def by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
     """(GEMM, operand) -> statistic -> value."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for kind, operand, what, column in values(health):

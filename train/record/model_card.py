@@ -59,6 +59,10 @@ def _facts(trained: dict[str, Any], step: int, tokens: int, history: History | N
     starts = [start for start in history.starts if start["step"] < step]
     if starts:
         last = starts[-1]
+        taken = {change["module"] for change in last.get("escalations", []) if change["step"] < step}
+        facts["precision"] += (
+            f"; {len(taken)} modules went to other levels (precision.on_trouble)" if taken else ""
+        )
         facts["proved at the start"] = "; ".join(line.strip() for line in last.get("proof", []))
         facts["GPU"] = str(last.get("machine", {}).get("gpu", "none: the CPU reference of FP8"))
         facts["GPUs"] = str(last.get("gpus") or "")

@@ -1,0 +1,401 @@
+"""precision.on_trouble escalate: each trouble injected into a run is found, named and mended; a run with escalations
+goes on from its checkpoints bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import small_config
+from tests.reliability.launching import launch
+from tests.train.runs import PRECISIONS, curve, metrics, run
+from tests.train.test_schedule import tensors
+from train import loop
+from train.checkpoint.files import read_state
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.evaluation.models import plan
+from train.guard import fp8_alarms
+from train.guard.escalation import escalations
+from train.inspect_checkpoint import inspect
+from train.loop import Loop
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
+
+GPU = torch.cuda.is_available()
+ESCALATE = {"health_steps": 1, "on_trouble": "escalate"}
+WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
+
+
+def changes(folder: Path) -> list[dict[str, Any]]:
+    return [c for m in metrics(folder) for c in m.get("fp8_escalations", {}).get("changes", [])]
+
+
+def path_of(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """Module -> (step, level) of each change."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for change in changes(folder):
+        found.setdefault(change["module"].rpartition("layers.")[2], []).append((change["step"], change["to"]))
+    return found
+
+
+def active(folder: Path) -> dict[int, int]:
+    """Alarms after each step."""
+    return {m["step"]: m.get("fp8_alarms", {}).get("active", 0) for m in metrics(folder)}
+
+
+# ---------------------------------------------------------------- what is decided
+
+
+def look(**operands: dict[str, float]) -> dict[str, Any]:
+    """Of the second of two layers' fc1 and fc2; each operand well but for what is given as <gemm>_<operand>."""
+    found: dict[str, Any] = {}
+    for gemm in ("fc1", "fc2"):
+        columns = found[f"model.layers.*.layernorm_mlp.{gemm}"] = {}
+        for operand in ("input", "weight", "gradient"):
+            values = WELL | operands.get(f"{gemm}_{operand}", {})
+            columns[operand] = {what: [WELL[what], value] for what, value in values.items()}
+    return found
+
+
+def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(), "te_layer", precision)
+    said: list[str] = []
+    trouble = look(
+        fc1_input={"underflow": 0.1, "error": 0.2}, fc2_gradient={"underflow": 0.75, "saturated": 0.05}
+    )
+    (change,) = escalations(7, trouble, model, precision, said.append)
+    mlp = "model.layers.1.layernorm_mlp"
+    assert change == {
+        "step": 7,
+        "module": mlp,
+        "from": "delayed",
+        "to": "current",
+        "gemm": f"{mlp}.fc2",
+        "operand": "gradient",
+        "statistic": "underflow",
+        "value": 0.75,
+        "threshold": 0.25,
+    }
+    assert said == [
+        f"step 7: precision.on_trouble: {mlp} goes from delayed to current: underflow of the gradient of {mlp}.fc2 is "
+        "0.75, the limit 0.25"
+    ]
+    at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
+    assert escalations(8, at_the_limit, model, precision, said.append) == []
+    precision.levels[mlp] = "block"
+    (change,) = escalations(8, look(fc1_weight={"error": 0.11}), model, precision, said.append)
+    assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
+    precision.config.on_trouble = "warn"
+    assert escalations(9, trouble, model, precision, said.append) == [] and len(said) == 2
+
+
+def test_of_many_modules_some_are_named_the_worst_first() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(num_hidden_layers=10), "te_layer", precision)
+    columns = {what: [value] * 10 for what, value in WELL.items()} | {"range": [5.0 + n for n in range(10)]}
+    said: list[str] = []
+    found = escalations(
+        1, {"model.layers.*.self_attention.proj": {"input": columns}}, model, precision, said.append
+    )
+    assert [c["value"] for c in found] == [14.0 - n for n in range(10)] and len(said) == 9
+    assert (
+        "layers.9." in said[0]
+        and said[8] == "step 1: precision.on_trouble: 2 more modules, see metrics.jsonl"
+    )
+
+
+BAD = [
+    (
+        {"health_steps": 0},
+        {},
+        "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen",
+    ),
+    (
+        {"recipe": "tensorwise", "health_steps": 0},
+        {},
+        "precision.on_trouble: only the recipe delayed and current and",
+    ),
+    ({}, {"save_strategy": "no"}, "when a module goes a level up the run goes on from a checkpoint"),
+    (
+        {"schedule": [{"until_step": 2, "health_steps": 0}, {}]},
+        {},
+        "(stage 1 of 2): precision.on_trouble escalate: with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "others", "message"), BAD)
+def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, message: str) -> None:
+    if "recipe" in keys:
+        settings["model"]["variant"] = "torchao"
+    with pytest.raises(ConfigurationError) as error:
+        TrainingArguments.from_dict({**settings, "precision": {**ESCALATE, **keys}, **others}).resolve(1)
+    assert message in str(error.value)
+
+
+# ---------------------------------------------------------------- what it mends
+
+
+def growing(variant: str) -> Callable[[Any], None]:
+    """The input of one MLP, 64 times larger in one channel each step, of which its matrices take nothing."""
+
+    def change(model: Any, step: int) -> None:
+        layer = model.model.layers[1]
+        if variant == "te_layer":
+            norm, taking = layer.layernorm_mlp.layer_norm_weight, [layer.layernorm_mlp.fc1_weight]
+        else:
+            norm, taking = (
+                layer.post_attention_layernorm.weight,
+                [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight],
+            )
+        norm[3] = 64.0**step
+        for weight in taking:
+            weight[:, 3] = 0
+
+    return change
+
+
+def before_each_step(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int], None]) -> None:
+    take = Loop._take_step
+
+    def changed(self: Loop) -> Any:
+        with torch.no_grad():
+            change(self.engine.module, self.state.step)
+        return take(self)
+
+    monkeypatch.setattr(Loop, "_take_step", changed)
+
+
+def test_a_run_goes_on_from_a_change_as_it_went_on(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Bit for bit; said, counted, proved anew, and known to whoever takes the checkpoint."""
+    before_each_step(monkeypatch, growing("te_layer"))
+    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["delayed"], **ESCALATE}}
+    whole = run(settings)
+    mlp = "model.layers.1.layernorm_mlp"
+    out = capsys.readouterr().out
+    assert (
+        f"step 2: precision.on_trouble: {mlp} goes from delayed to current: error of the input of {mlp}.fc1"
+        in out
+    )
+    assert "step 3: 1 module at another level by precision.on_trouble; model and engine are built anew" in out
+    assert f"  current scaling, by precision.on_trouble: {mlp}\n" in out
+    assert path_of(whole) == {"1.layernorm_mlp": [(2, "current"), (4, "block")]}
+    counts = {m["step"]: m["fp8_escalations"]["count"] for m in metrics(whole) if "fp8_escalations" in m}
+    (start,) = read_starts(RunFolder(whole))
+    assert counts == {2: 1, 4: 2} and start["escalations"] == changes(whole)
+    assert [stage["fp8"] for stage in start["stages"]] == [
+        "6/7 delayed, 1 of them at another level, emulated"
+    ]
+    saved = [whole / f"checkpoints/step-0000000{n}" for n in (2, 4)]
+    assert [read_state(path).levels for path in saved] == [{mlp: "current"}, {mlp: "block"}]
+    evaluated = plan(saved[0], None)
+    model, precision = evaluated.build()
+    assert precision.level(mlp) == "current" and "1 modules at the levels" in evaluated.describe()
+    assert plan(saved[0], "bf16").levels == {}
+    assert (
+        inspect(saved[0], False)
+        and "by precision.on_trouble at level current: 1 modules" in capsys.readouterr().out
+    )
+    assert "delayed scaling; 1 modules went to other levels" in (whole / "hf/README.md").read_text()
+
+    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(saved[0]))
+    assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
+    assert changes(again) == changes(whole)[1:]
+
+
+# Steps at which the module of `growing` goes to each level, by recipe; te_layer's has no bf16_backward.
+UP = {
+    "delayed": [(2, "current"), (4, "block"), (5, "bf16_backward"), (6, "bf16")],
+    "current": [(4, "block"), (5, "bf16_backward"), (6, "bf16")],
+    "block": [(4, "bf16_backward"), (5, "bf16")],
+}
+
+
+def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant: str, recipe: str) -> None:
+    """The whole way up, and on from the first change, and on the GPU and of delayed scaling from the others, too."""
+    before_each_step(monkeypatch, growing(variant))
+    settings |= {"learning_rate": 1e-4, "max_steps": 7, "save_steps": 1, "save_total_limit": 20}
+    settings["precision"] = {**PRECISIONS[recipe], **ESCALATE}
+    settings["model"]["variant"] = variant
+    whole, up = run(settings), UP[recipe]
+    if variant == "te_layer":
+        last = min(step for step, level in up if level == "bf16_backward")
+        up = [entry for entry in up if entry[1] not in ("bf16_backward", "bf16")] + [(last, "bf16")]
+    modules = ["1.layernorm_mlp"] if variant == "te_layer" else ["1.mlp.gate_proj", "1.mlp.up_proj"]
+    assert path_of(whole) == dict.fromkeys(modules, up)
+    assert {c["operand"] for c in changes(whole)} == {"input"}
+    # mended: from the look after the last change on
+    assert all(count == 0 for step, count in active(whole).items() if step > up[-1][0])
+    for step, _ in up if GPU or recipe == "delayed" else up[:1]:
+        branch = {"output_dir": str(tmp_path / f"from-{step}"), "save_steps": 3}
+        start = str(whole / f"checkpoints/step-{step:08d}")
+        folder = run(settings, **branch, resume_from_checkpoint=start)
+        assert curve(folder) == curve(whole)[step:] and tensors(folder, 7) == tensors(whole, 7)
+        assert changes(folder) == [c for c in changes(whole) if c["step"] > step]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GPU, reason="the GPU form of this test runs there")
+@pytest.mark.parametrize(
+    ("variant", "recipe"), [("te_linear", "delayed"), ("te_layer", "current"), ("te_linear", "block")]
+)
+def test_every_level_is_reached_and_gone_on_from(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str
+) -> None:
+    check_every_level(settings, tmp_path, monkeypatch, variant, recipe)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_every_level_is_reached_and_gone_on_from_on_the_gpu(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str, graphs: bool
+) -> None:
+    settings["speed"] = {"cuda_graphs": graphs}
+    check_every_level(settings, tmp_path, monkeypatch, variant, recipe)
+
+
+def growing_gradient(model: Any, step: int) -> None:
+    """One channel of the gradient of the residual stream, 4096 times larger each step; what is in it stays 0."""
+    model.model.norm.weight[3] = 4096.0 ** (step + 1)
+    model.model.embed_tokens.weight[:, 3] = 0
+    for name, weight in model.named_parameters():
+        if name.endswith(("proj.weight", "fc2_weight")) and not name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        ):
+            if weight.shape[0] == model.config.hidden_size:
+                weight[3] = 0
+
+
+LEAVES = {
+    "te_linear": {"self_attn.o_proj": "bf16_backward", "mlp.down_proj": "bf16_backward"},
+    "te_layer": {"self_attention.proj": "bf16_backward", "layernorm_mlp": "bf16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", LEAVES)
+def test_a_gradient_that_underflows_ends_in_bf16(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """With a scale for each 128 elements, here a row; a module of one GEMM keeps FP8 in its forward."""
+    before_each_step(monkeypatch, growing_gradient)
+    settings["model"]["variant"] = variant
+    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["block"], **ESCALATE}}
+    folder = run(settings)
+    assert {(c["operand"], c["statistic"]) for c in changes(folder)} == {("gradient", "underflow")}
+    first = changes(folder)[0]["step"]
+    assert path_of(folder) == {
+        f"{layer}.{name}": [(first, level)] for layer in (0, 1) for name, level in LEAVES[variant].items()
+    }
+    assert active(folder)[first] == 4 and not any(active(folder)[step] for step in range(first + 1, 5))
+
+
+@pytest.mark.slow
+def test_a_jump_of_the_rate_is_mended_by_scales_of_their_own(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jumps: what was found at the look after the first is in no trouble after the second, as it is with a warning
+    alone."""
+    settings |= {"max_steps": 9, "learning_rate": 1e-3}
+    rate = loop.learning_rate_at
+    jumps = {4: 100, 7: 300}
+    monkeypatch.setattr(loop, "learning_rate_at", lambda n, args: rate(n, args) * jumps.get(n, 1))
+    found = {}
+    for on_trouble in ("warn", "escalate"):
+        keys = {"health_steps": 3, "on_trouble": on_trouble}
+        found[on_trouble] = run(settings, precision=keys, output_dir=str(tmp_path / on_trouble))
+    warned, escalated = (active(folder) for folder in found.values())
+    assert warned[6] == escalated[6] > 3 and warned[9] > 0 == escalated[9]
+    taken = changes(found["escalate"])
+    assert {(c["step"], c["from"], c["to"]) for c in taken} == {(6, "delayed", "current")}
+    assert {c["statistic"] for c in taken} <= {"saturated", "range", "error"}
+
+
+@pytest.mark.slow
+def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_each_step(monkeypatch, growing("te_layer"))
+    schedule = [{"until_step": 3}, {"until_step": 4, "compute": "bf16"}, {}]
+    section = {**PRECISIONS["delayed"], **ESCALATE, "schedule": schedule}
+    settings |= {"learning_rate": 1e-4, "max_steps": 6}
+    whole = run(settings, precision=section)
+    assert path_of(whole) == {"1.layernorm_mlp": [(2, "current"), (5, "block"), (6, "bf16")]}
+    (start,) = read_starts(RunFolder(whole))
+    assert [stage["step"] for stage in start["stages"]] == [2, 3, 4, 5]
+    assert [stage["fp8"].partition(",")[0] for stage in start["stages"]] == [
+        "6/7 delayed",
+        "bf16",
+        *["6/7 delayed"] * 2,
+    ]
+    resume_from = str(whole / "checkpoints/step-00000004")
+    again = run(
+        settings, precision=section, output_dir=str(tmp_path / "again"), resume_from_checkpoint=resume_from
+    )
+    assert curve(again) == curve(whole)[4:] and tensors(again, 6) == tensors(whole, 6)
+    section["on_trouble"] = "warn"
+    kept = run(
+        settings, precision=section, output_dir=str(tmp_path / "kept"), resume_from_checkpoint=resume_from
+    )
+    assert curve(kept)[0] == curve(whole)[4] and active(kept)[6] == 1
+    levels = read_state(kept / "checkpoints/step-00000006").levels
+    assert levels == {"model.layers.1.layernorm_mlp": "current"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [3])
+def test_weights_that_are_spread_over_ranks_have_every_level(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    """Of each gradient more is asked than FP8 can do."""
+    monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
+    settings |= {
+        "max_steps": 3,
+        "deepspeed": f"ds_config_zero{stage}.json",
+        "precision": {"recipe": "block", **ESCALATE},
+    }
+    settings["model"]["variant"] = "te_linear"
+    whole = run(settings)
+    assert len(path_of(whole)) == 14 and all(
+        path == [(1, "bf16_backward")] for path in path_of(whole).values()
+    )
+    start = str(whole / "checkpoints/step-00000001")
+    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
+    assert curve(again) == curve(whole)[1:] and tensors(again, 3) == tensors(whole, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path, stage: int) -> None:
+    """Two ranks, which see other samples; then one, at the same levels. Without calibration the first gradients are
+    below what their scales resolve."""
+    settings |= {"max_steps": 3, "deepspeed": f"ds_config_zero{stage}.json", "save_steps": 1}
+    settings["precision"] = {"calibration_passes": 0, **ESCALATE}
+    whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
+    start = str(whole / "checkpoints/step-00000001")
+    for folder, resume_from, ranks in ((whole, "never", 2), (again, start, 2), (alone, start, 1)):
+        of_folder = {"output_dir": str(folder), "resume_from_checkpoint": resume_from}
+        config = settings | of_folder | ({"gradient_accumulation_steps": 4} if ranks == 1 else {})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = launch(ranks, "train/train.py", str(tmp_path / "config.json"))
+        assert done.returncode == 0, done.stdout[-3000:]
+    up = path_of(whole)
+    assert {level for path in up.values() for _, level in path} == {"current"} and path_of(again) == {}
+    assert curve(again) == curve(whole)[1:] and tensors(again, 3) == tensors(whole, 3)
+    levels = [read_state(folder / "checkpoints/step-00000003").levels for folder in (whole, again, alone)]
+    assert levels[0] == levels[1] == levels[2] and len(levels[0]) == len(up)
+    assert curve(alone)[0][1] == pytest.approx(curve(whole)[1][1], rel=1e-4)

@@ -1,0 +1,64 @@
+"""precision.on_trouble escalate: a module with an alarm goes a level up and stays there.
+
+    delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
+
+One level at a look (precision.health_steps), however many of its operands are in trouble: the next look shows whether
+that was enough. A LayerNormMLP, whose backward Transformer Engine has in FP8 alone, goes from block to bf16.
+
+Statistics are those of all ranks, so that each rank decides the same. Nothing changes within a model that runs: the
+loop saves, and train.py builds model and engine anew from that checkpoint, whose state has all changes of the run. A
+resume does no other thing, on whatever number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from model.fp8.modules import gemm_modules
+from model.fp8.precision import Precision
+from train.guard.fp8_alarms import by_operand, limit_of
+
+NAMED = 8  # modules, of those that a look takes up
+
+
+def escalations(
+    step: int, health: dict[str, Any], model: nn.Module, precision: Precision, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """What a look (`health`: of health_record) takes a level up, worst first: "step", "module", "from", "to", and of
+    what is furthest above its limit "gemm", "operand", "statistic", "value", "threshold". `tell` hears of each."""
+    if precision.config.on_trouble != "escalate":
+        return []
+    modules, worst = gemm_modules(model, precision), dict[str, tuple[float, dict[str, Any]]]()
+    for (gemm, operand), found in by_operand(health).items():
+        name = gemm if gemm in modules else gemm.rpartition(".")[0]  # of a LayerNormMLP's two
+        for what, value in found.items():
+            limit = limit_of(what, operand)
+            if value > max(limit, worst.get(name, (1.0,))[0] * limit):
+                seen = {
+                    "gemm": gemm,
+                    "operand": operand,
+                    "statistic": what,
+                    "value": value,
+                    "threshold": limit,
+                }
+                worst[name] = value / limit, seen
+    taken = []
+    for name, (_, seen) in sorted(worst.items(), key=lambda item: -item[1][0]):
+        levels = {"from": precision.level(name), "to": precision.level_above(name, modules[name])}
+        taken.append({"step": step, "module": name, **levels, **seen})
+    for change in taken[:NAMED]:
+        tell(f"step {step}: precision.on_trouble: {told(change)}")
+    if len(taken) > NAMED:
+        tell(f"step {step}: precision.on_trouble: {len(taken) - NAMED} more modules, see metrics.jsonl")
+    return taken
+
+
+def told(change: dict[str, Any]) -> str:
+    """One of `escalations`, in words."""
+    return (
+        f"{change['module']} goes from {change['from']} to {change['to']}: {change['statistic']} of the "
+        f"{change['operand']} of {change['gemm']} is {change['value']:.3g}, the limit {change['threshold']:g}"
+    )
