@@ -7,6 +7,10 @@ without and with CUDA graphs, Megatron's rows without.
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
     python test_fp8/bench_model.py --rows hf_bf16 --row mine model.variant=te_layer speed.fused_rope=false
 
+    python train/launch.py --nproc 2 test_fp8/bench_model.py --measure step --micro_batch 16 --attention flash \
+        --rows te_layer_fp8_delayed --row zero_3 precision.compute=fp8 deepspeed=ds_config_zero3.json \
+        --one_rank ONE.json
+
 --config: a name of model/configs, a MistralConfig JSON, or a folder that has one. --rows and --step_rows choose rows by
 name (* and ? as in file names; '*' is all); --row adds one, in keys of the training configuration.
 
@@ -43,12 +47,17 @@ between the rounds that visited both (the largest less the smallest); that takes
 Memory is the peak of a visit, what torch had allocated and reserved. Graphs have a pool of their own, which only
 "reserved" counts in full. "launch ms" is the host's time to enqueue a pass.
 
+On several ranks, a GPU each, with whatever starts them, each has a micro-batch of its own size, and rows have as many
+times the tokens of a step; --one_rank, a report of the same rows on one GPU, adds what share they are of as many times
+its tokens/s. Memory is rank 0's.
+
 Without a GPU the CPU reference runs a small model: it shows that everything works, and no speed can be read from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +65,9 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import ATTENTION_BACKENDS
-from test_fp8.common.options import ByMachine, Options, model_config, positive, seconds
+from test_fp8.common.options import ByMachine, Options, json_report, model_config, positive, seconds
 from test_fp8.model import rows
+from train.engine import launchers
 
 OPTIONS = Options(__file__, __doc__, usage=argparse.SUPPRESS)
 OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
@@ -93,6 +103,7 @@ OPTIONS.add(
     "--seconds", ByMachine(1.0, 0.0), "timed a visit, at least 4 passes or --steps steps", type=seconds
 )
 OPTIONS.add_flag("--deterministic", "deterministic kernels, as train.py's default")
+OPTIONS.add("--one_rank", None, "a report of these rows on one rank", type=json_report, metavar="FILE.json")
 OPTIONS.add("--seed", 42, "of weights and tokens", type=int)
 OPTIONS.add_output("JSON and a plot")
 
@@ -100,6 +111,10 @@ OPTIONS.add_output("JSON and a plot")
 def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     try:
+        launchers.adopt()
+        if launchers.rank():  # rank 0 tells it all
+            options.output = None
+            sys.stdout = io.StringIO()
         every = rows.all_rows(options)
         OPTIONS.settle(options)
         chosen = rows.configured_rows(options, every)

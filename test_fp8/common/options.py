@@ -4,6 +4,7 @@ it without torch, so that --help and a bad argument are answered at once."""
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from model.config import config_file
 from model.keys import between
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NOT_REPEATED = ("output", "work_dir", "time_limit_s")
+NOT_REPEATED = ("output", "work_dir", "time_limit_s", "one_rank")
 
 
 class ByMachine(NamedTuple):
@@ -101,6 +102,18 @@ def output_file(text: str) -> Path:
             f"{text}: allowed is a file that ends in .json; a plot goes beside it, as .png"
         )
     return Path(text)
+
+
+def json_report(text: str) -> dict[str, Any]:
+    """The argparse type of a file that --output wrote: its content."""
+    try:
+        found = json.loads(Path(text).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and isinstance(found.get("results"), list):
+            return found
+        why = 'it has no "results"'
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise argparse.ArgumentTypeError(f"{text}: allowed is a file that --output has written; {why}")
 
 
 positive, seconds = between(1), between(0, 1000, float)

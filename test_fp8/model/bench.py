@@ -23,7 +23,15 @@ from test_fp8.common.report import Result
 from test_fp8.common.rows import Row
 from test_fp8.common.same_model import LOSS_TOLERANCE, Reference
 from test_fp8.model import megatron
-from test_fp8.model.results import EXPLAINED, Series, lines, plot, results_of
+from test_fp8.model.results import (
+    EXPLAINED,
+    Series,
+    add_ratio_to_one_rank,
+    lines,
+    other_conditions,
+    plot,
+    results_of,
+)
 from test_fp8.model.rows import MEASURES, Setting, Settings
 from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
 from train.data.stream import Batch
@@ -49,6 +57,8 @@ class Bench:
                 f"max_position_embeddings {longest} is expected"
             )
         self.flops = flops_per_token(self.config, length)
+        if options.one_rank and (problem := other_conditions(options)):
+            raise ValueError(f"--one_rank: {problem}; measure it with the same options on one GPU")
         self.series = [Series(row, measure, settings) for measure, row, settings in rows]
         self.optimizer_ms: list[float] = []
         self.finished = dict.fromkeys(options.measure, 0)  # rounds
@@ -66,7 +76,7 @@ class Bench:
         print(
             f"{about}: {num_parameters(self.config) / 1e6:,.1f} M parameters, {self.flops / 1e9:.3f} GFLOP a token at "
             f"{options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "
-            f"deterministic kernels {'on' if options.deterministic else 'off'}"
+            f"deterministic kernels {'on' if options.deterministic else 'off'}; ranks: {dist.get_world_size()}"
         )
         if not torch.cuda.is_available():
             print("No GPU: small models and the CPU reference; these speeds mean nothing.")
@@ -116,6 +126,8 @@ class Bench:
                 yield
 
     def _time_optimizer(self, series: Sequence[Series]) -> None:
+        if dist.get_world_size() > 1:  # which share it
+            return
         arguments = next(iter(series[0].settings.values()))
         try:
             self.optimizer_ms += optimizer_ms(self.visitor.reference.weights, arguments, OPTIMIZER_SAMPLES)
@@ -134,6 +146,8 @@ class Bench:
                 visit = self._measured(series, setting)
                 visit.turn = turn
             except Exception as error:  # whatever it is, the other rows go on
+                if dist.get_world_size() > 1:  # the other ranks may wait for this one
+                    raise
                 if series.refuse(setting, error) and not isinstance(error, EXPLAINED):
                     traceback.print_exc()
                 print(f"{label} {series.reasons[setting]}", flush=True)
@@ -170,7 +184,10 @@ class Bench:
                 one.choices[setting] = asdict(record.choice) | {"why": record.why} if record else {}
 
     def results(self) -> list[Result]:
-        return results_of(self.series, self.optimizer_ms, self.flops)
+        results = results_of(self.series, self.optimizer_ms, self.flops)
+        if self.options.one_rank:
+            add_ratio_to_one_rank(results, self.options.one_rank, dist.get_world_size())
+        return results
 
     def conditions(self) -> dict[str, Any]:
         """What all rows have in common, for the report."""
@@ -180,6 +197,7 @@ class Bench:
             "parameters": num_parameters(self.config),
             "gflop_per_token": self.flops / 1e9,
             **{key: getattr(self.options, key) for key in options},
+            "ranks": dist.get_world_size(),
             "rounds_finished": self.finished,
             "loss_tolerance": LOSS_TOLERANCE,
             "logits_tolerance": self.visitor.reference.logits_tolerance(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import statistics
@@ -101,8 +102,7 @@ class Series:
         tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
         laps = merged(visits or self.visits[setting])
         if self.measure == "step":
-            steps = arguments.gradient_accumulation_steps or 1
-            return tokens * steps / statistics.median(laps["step"]) * 1e3
+            return (arguments.train_batch_size_tokens or tokens) / statistics.median(laps["step"]) * 1e3
         return tokens / (self.pass_ms(setting, laps) or math.inf) * 1e3
 
     def pass_ms(self, setting: Setting, laps: Mapping[str, Sequence[float]]) -> float | None:
@@ -131,6 +131,32 @@ def results_of(
     for measure in dict.fromkeys(r["measure"] for r in results):
         _add_ratios([r for r in measured(results) if r["measure"] == measure])
     return results
+
+
+def other_conditions(options: argparse.Namespace) -> str:
+    """In what the report options.one_rank is of something else than these options; "" where it is not."""
+    one = options.one_rank
+    wanted = {
+        name: getattr(options, name)
+        for name in ("seq_length", "document_length", "accumulation", "deterministic")
+    }
+    wanted |= {"model": Path(options.config).name, "ranks": 1}
+    return "; ".join(
+        f"{name} is {one.get(name)} there, and {value} is expected"
+        for name, value in wanted.items()
+        if one.get(name) != value
+    )
+
+
+def add_ratio_to_one_rank(results: Sequence[Result], one: Mapping[str, Any], ranks: int) -> None:
+    """To so many times the speed of the same row in the report `one`."""
+    same = ("row", "measure", "configuration", "micro_batch", "attention")
+    for r in measured(results):
+        alike = [o for o in measured(one["results"]) if all(o[name] == r[name] for name in same)]
+        if alike:
+            r["one_rank_tokens_per_second"] = alike[0]["tokens_per_second"]
+            r["ratio_to_one_rank"] = r["tokens_per_second"] / (ranks * alike[0]["tokens_per_second"])
+            r["ranks"] = ranks
 
 
 def _add_ratios(results: Sequence[Result]) -> None:
@@ -266,6 +292,12 @@ def lines(results: Sequence[Result]) -> list[str]:
     shown = [report.table(measured(results), COLUMNS)]
     shown.append("* the fastest bf16 of its measure; x bf16: the ratio to it")
     shown += _even_lines(measured(results))
+    shown += [
+        f"{r['measure']} {r['row']}: {r['tokens_per_second']:,.0f} tokens/s on {r['ranks']} ranks are "
+        f"{r['ratio_to_one_rank']:.3f} of {r['ranks']} x {r['one_rank_tokens_per_second']:,.0f}"
+        for r in measured(results)
+        if "ratio_to_one_rank" in r
+    ]
     for r in measured(results):
         kernels = ", ".join(r["attention_kernels"]) or "none seen by the profiler"
         shown.append(f"{r['measure']} {r['row']}: attention {r['attention']}; kernels: {kernels}")

@@ -13,12 +13,14 @@ from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.options import ByMachine
 from test_fp8.common.rows import Row, RowError, parse_rows
 from train.config.arguments import TrainingArguments
+from train.engine import launchers
 
 MEASURES = ("bare", "step")
 COMPUTED = ("bf16", "fp8")  # what same_model.py has tolerances for
 # What a row may change: how the same model is computed, and nothing else. --row takes these keys.
 ROW_KEYS = (
-    "model.variant model.compile model.attention_backend precision speed gradient_checkpointing optim".split()
+    "model.variant model.compile model.attention_backend precision speed gradient_checkpointing optim "
+    "deepspeed".split()
 )
 
 BASELINE = "hf_bf16"
@@ -160,7 +162,16 @@ def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> lis
         raise RowError(
             "there is nothing to measure; name rows with --rows or --row, and with --step_rows some of them"
         )
-    return [(measure, row, settings_of(row, options)) for measure, row in found]
+    ready = [(measure, row, settings_of(row, options)) for measure, row in found]
+    if (ranks := launchers.world_size()) > 1:
+        for measure, row, settings in ready:
+            if measure == "bare" or row.megatron or len(settings) > 1 or "precision.auto" in row.settings:
+                raise RowError(
+                    f"row {row.name}: on {ranks} ranks steps are measured (--measure step), of rows of this project, "
+                    "with one --micro_batch, one --attention (--sdpa, --loss) and no precision.auto: each rank would "
+                    "choose by its own clock"
+                )
+    return ready
 
 
 def settings_of(row: Row, options: argparse.Namespace) -> Settings:
@@ -195,7 +206,8 @@ def _arguments(row: Row, options: argparse.Namespace, attention: str, micro_batc
         "output_dir": "nowhere",
         "resume_from_checkpoint": "never",
     }
-    arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}").resolve(1)
+    arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}")
+    arguments = arguments.resolve(launchers.world_size())
     if (compute := arguments.precision.compute) not in COMPUTED:
         raise RowError(
             f"row {row.name}: precision.compute is {compute}; what is compared is {' and '.join(COMPUTED)}"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from model.autotune.timing import release_memory
@@ -258,7 +259,7 @@ class Visitor:
         self, model: nn.Module, precision: Precision, arguments: TrainingArguments, key: object
     ) -> Visit:
         batch, accumulation = self._micro_batch(arguments), arguments.gradient_accumulation_steps or 1
-        ds_config = resolve_ds_config(arguments, 1)
+        ds_config = resolve_ds_config(arguments, dist.get_world_size())
         engine = build_engine(model, arguments, ds_config)
         try:
             micro_step = MicroStep(engine, precision, arguments)
@@ -274,8 +275,10 @@ class Visitor:
             step_ms = (time.perf_counter() - start) / len(others) * accumulation * 1e3
 
             passes = Passes(engine.module, micro_step.cache_weights, batch)
-            laps = Laps()
-            for number in range(times_in(self.seconds, step_ms, self.steps, max(self.steps, MAX_STEPS))):
+            # ZeRO 3 gathers weights in hooks that only the engine's own backward calls all
+            alone = engine.zero_optimization_stage() < 3
+            laps, times = Laps(), times_in(self.seconds, step_ms, self.steps, max(self.steps, MAX_STEPS))
+            for number in range(as_rank_0(times)):
                 if micro_step.main_grads:
                     micro_step.main_grads.zero()  # the passes added to them
                 laps.mark()
@@ -285,14 +288,22 @@ class Visitor:
                     if number == index == 0:  # the GPU was idle
                         launch_ms = (time.perf_counter() - start) * 1e3
                 laps.mark("step")
-                for index in range(PASSES_AFTER_A_STEP):
+                for index in range(PASSES_AFTER_A_STEP if alone else 0):
                     passes(index)
                     laps.mark(passes.kind(index))
             visit = Visit(laps.ms(), launch_ms, prepare_s, None, loss, error, micro_step.notes)
-            self.look(visit, key, lambda: passes(1))
+            self.look(visit, key, lambda: passes(1) if alone else micro_step(batch, 0))
         finally:
             engine.destroy()  # DeepSpeed's tables of names would keep the model
         return visit
+
+
+def as_rank_0(count: int) -> int:
+    """What rank 0 has; every rank calls it."""
+    told = [count]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def free_memory() -> None:

@@ -1,0 +1,127 @@
+"""test_fp8/bench_model.py on several ranks: what can be measured there, and its share of as many times one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from test_fp8 import bench_model
+from test_fp8.common.rows import RowError
+from test_fp8.model import visit
+from test_fp8.model.results import add_ratio_to_one_rank, lines, other_conditions
+from test_fp8.model.rows import all_rows, configured_rows
+from tests.reliability.launching import launch
+
+CONDITIONS = {
+    "model": "tiny",
+    "seq_length": 16,
+    "document_length": 16,
+    "accumulation": 2,
+    "deterministic": False,
+}
+FEW = "--measure step --rounds 1 --steps 1 --seq_length 16 --micro_batch 2".split()
+ROW = {"row": "te_layer_bf16", "measure": "step", "micro_batch": 2, "attention": "torch SDPA, flash"}
+CONFIGURATION = {"model.variant": "te_layer", "precision.compute": "bf16", "speed.cuda_graphs": False}
+
+
+def rows_of(*words: str) -> Any:
+    options = bench_model.OPTIONS.parse_args([*FEW, "--config", "tiny", *words])
+    every = all_rows(options)
+    bench_model.OPTIONS.settle(options)
+    return configured_rows(options, every)
+
+
+def test_rows_of_several_ranks_leave_nothing_to_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would choose for itself, and wait for the others for ever."""
+    one = ["--rows", "te_layer_bf16", "--step_rows", "te_layer_bf16"]
+    refused = [["--micro_batch", "2", "4"], ["--attention", "auto", "flash"], ["--measure", "bare"],
+               ["--rows", "te_layer_auto", "--step_rows", "te_layer_auto"],
+               ["--rows", "hf_bf16", "--step_rows", "hf_bf16", "--loss", "torch", "compiled"]]  # fmt: skip
+    tokens = {}
+    for ranks in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        ((_, _, settings),) = rows_of(*one)
+        tokens[ranks] = next(iter(settings.values())).train_batch_size_tokens
+        for words in refused:
+            if ranks == "1":
+                rows_of(*one, *words)
+                continue
+            with pytest.raises(RowError, match="on 2 ranks steps are measured .* by its own clock"):
+                rows_of(*one, *words)
+    assert tokens["2"] == 2 * tokens["1"]
+
+
+def test_ranks_take_as_many_steps_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda told, src: told.__setitem__(0, 7 + src))
+    assert visit.as_rank_0(3) == 7
+
+
+def test_the_share_of_one_rank_is_of_the_same_row_under_the_same_conditions() -> None:
+    options = SimpleNamespace(config="tiny", **{k: v for k, v in CONDITIONS.items() if k != "model"})
+    options.one_rank = CONDITIONS | {"ranks": 1}
+    assert other_conditions(options) == ""
+    options.one_rank = CONDITIONS | {"ranks": 2, "accumulation": 8}
+    assert (
+        other_conditions(options)
+        == "accumulation is 8 there, and 2 is expected; ranks is 2 there, and 1 is expected"
+    )
+    own = ROW | {"configuration": CONFIGURATION, "tokens_per_second": 190.0}
+    others = [own | {"tokens_per_second": 50.0, name: "other"} for name in (*ROW, "configuration")]
+    results: list[dict[str, Any]] = [dict(own)]
+    add_ratio_to_one_rank(results, {"results": [*others, own | {"tokens_per_second": 100.0}]}, 2)
+    assert results[0]["ratio_to_one_rank"] == 0.95 and results[0]["one_rank_tokens_per_second"] == 100.0
+    results = [dict(own)]
+    add_ratio_to_one_rank(results, {"results": others}, 2)
+    assert "ratio_to_one_rank" not in results[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{}", 'no "results"'), ("[", "Expecting value"), (None, "No such file")]
+)
+def test_a_report_that_is_none_is_refused(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "one.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        bench_model.main(["--one_rank", str(file)])
+    assert said in capsys.readouterr().err
+    file.write_text(json.dumps({"results": [], "ranks": 4}))
+    assert bench_model.main(["--one_rank", str(file), *FEW]) == 2
+    assert (
+        "--one_rank: " in (error := capsys.readouterr().err)
+        and "ranks is 4 there, and 1 is expected" in error
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_two_ranks_are_measured_and_told_once(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    of_one = ROW | {"configuration": CONFIGURATION, "tokens_per_second": 1000.0}
+    one.write_text(json.dumps(CONDITIONS | {"ranks": 1, "results": [of_one]}))
+    rows = ["--rows", "te_layer_bf16", "--step_rows", "te_layer_bf16"]
+    rows += ["--row", "zero_3", "model.variant=te_layer", "deepspeed=ds_config_zero3.json"]
+    done = launch(2, "test_fp8/bench_model.py", *FEW, *rows, "--one_rank", str(one), "--output", str(two))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("ranks: 2") == 1 and done.stdout.count("tokens/s, loss") == 2
+    written = json.loads(two.read_text())
+    assert written["ranks"] == 2 and "one_rank" not in written["command"]
+    own, zero_3 = written["results"]
+    assert (
+        own["ratio_to_one_rank"] == pytest.approx(own["tokens_per_second"] / 2000)
+        and own["deepspeed_share"] is None
+    )
+    step_tokens = 2 * 2 * 2 * 16
+    assert own["tokens_per_second"] == pytest.approx(step_tokens / own["step_ms"] * 1e3)
+    assert zero_3["pass_ms"] is None and zero_3["step_ms"] > 0 and "ratio_to_one_rank" not in zero_3
+    assert f"{own['ratio_to_one_rank']:.3f} of 2 x 1,000" in done.stdout and any(
+        "of 2 x" in line for line in lines([own])
+    )
