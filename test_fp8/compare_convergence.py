@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Does FP8 train as well as bf16? The same training in bf16 and with each FP8 recipe, and how far they come apart.
 
-    python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block] [--noise_seed 43]
-        [--row NAME key=value ...]... [--max_steps 300] [--output FILE.json] [-- --key value ...]
+    python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...] [--noise_seed 43]
+        [--row NAME key=value ...]... [--max_steps N] [--output FILE.json] [-- --key value ...]
 
 Each row is a real run of train/train.py with CONFIG, the keys after -- and the row's own, from the same seed on the
 same samples in the same order. --row adds rows, for instance
@@ -11,11 +11,15 @@ same samples in the same order. --row adds rows, for instance
     --row fast_wgrad precision.fast_accumulation_wgrad=true
     --row torchao model.variant=torchao precision.recipe=tensorwise
 
-A row may change how a step is computed and nothing else; that is checked. Nothing of the models is saved. A row that
-is finished in --work_dir, with the same configuration, data, machine, versions and sources, is not run again: rows can
-be added later.
+A row may change how a step is computed and nothing else; that is checked. But for the optimizer: such a row (muon_*)
+is compared with the one of the same optimizer in bf16. Nothing of the models is kept. A row that is finished in
+--work_dir, with the same configuration, data, machine, versions and sources, is not run again: rows can be added later.
 
-Exit status: 0; 1 when a row misses the tolerance; 2 when the rows could not be compared (a run failed).
+It can be done in several calls: with --stop_after, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and the
+same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it will take.
+
+Exit status: 0; 1 when a row misses the tolerance; 2 when the rows could not be compared (a run failed); 3 when rows are
+left to train: the table has those that are finished.
 """
 
 from __future__ import annotations
@@ -32,21 +36,40 @@ from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.options import Options, public
 from test_fp8.common.report import Result
+from test_fp8.convergence import durations, evidence
 from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
-from test_fp8.convergence.rows import LOG, PRESETS, Plan, make_plans, train_all
+from test_fp8.convergence.rows import (
+    DEFAULT_ROWS,
+    LOG,
+    MAY_DIFFER,
+    PRESETS,
+    Plan,
+    make_plans,
+    reference_of,
+    trained_under,
+)
+from test_fp8.convergence.trainings import Limits, train_all
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
-OPTIONS.add("--rows", list(PRESETS), "which of these", nargs="*", choices=list(PRESETS))
+OPTIONS.add("--rows", DEFAULT_ROWS, "which of these", nargs="*", choices=list(PRESETS))
 OPTIONS.add_rows()
 OPTIONS.add("--baseline", "bf16", "the row that the others are compared with")
 OPTIONS.add("--noise_seed", None, "also train the baseline with this seed, as a yardstick", type=int)
 OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float))
-OPTIONS.add("--max_steps", 300, "of each training", type=int)
-OPTIONS.add("--logging_steps", 5, "steps between points of a curve", type=int)
+OPTIONS.add("--max_steps", None, "of each training, in place of CONFIG's", type=int)
+OPTIONS.add("--logging_steps", None, "steps between points of a curve, in place of CONFIG's", type=int)
 OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)
 OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the trainings are kept", type=Path)
+OPTIONS.add("--at_once", 1, "rows at a time", type=between(1))
+OPTIONS.add("--stop_after", 0, "seconds, then stop with checkpoints; 0: never", type=between(0, 10**6, float))
+OPTIONS.add(
+    "--may_differ", [], "let finished rows stand whose sources, machine or versions were others, and say so",
+    nargs="+", choices=MAY_DIFFER,
+)  # fmt: skip
+OPTIONS.add("--plan", None, "train nothing: how long each row takes on such a GPU", choices=("h100", "h200"))
 OPTIONS.add_output("JSON and a plot")
+NOT_FINISHED = 3
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -57,33 +80,55 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def compare(plans: Sequence[Plan], records: dict[str, list[Result]], tolerance: float) -> list[Result]:
-    """One result a row, the baseline's first."""
-    base, results = plans[0], []
+def compare(
+    plans: Sequence[Plan], records: dict[str, list[Result]], tolerance: float
+) -> tuple[list[Result], Result | None]:
+    """One result a row that is finished, the baseline's first; and the band of the baseline's seeds, None of one."""
+    base = plans[0]
+    plans = [plan for plan in plans if plan.row.name in records]
+    seeds = [records[base.row.name], *(records[plan.row.name] for plan in plans if plan.measures_noise)]
+    band = evidence.band(seeds) if len(seeds) > 1 else None
+    without_fp8 = [p for p in plans if p.config["precision"]["compute"] != "fp8"] or [base]
+    results, under = [], trained_under(base)
     for plan in plans:
+        reference = reference_of(plan, plans)
+        own, other = records[plan.row.name], records[reference.row.name]
         result = compared(
             plan.row.name,
-            records[plan.row.name],
-            records[base.row.name],
+            own,
+            other,
             base.config["warmup_steps"],
             tolerance,
             same_samples=not plan.measures_noise,
+            held=plan.optimizer == reference.optimizer,
+            mean=band["final_mean"] if band and not plan.optimizer else None,
         )
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
+        alike = [p for p in without_fp8 if p.optimizer == plan.optimizer] or [reference]
         result |= {
             "overrides": {key: public(value) for key, value in plan.row.settings.items()},
             "settings": settings_of(plan.config),
             "measures_noise": plan.measures_noise,
+            "compared_with": None if plan is base else reference.row.name,
+            "equal_loss": evidence.equal_loss(own, {p.row.name: records[p.row.name] for p in without_fp8}),
+            "equal_loss_same_optimizer": evidence.equal_loss(
+                own, {p.row.name: records[p.row.name] for p in alike}
+            ),
+            "health": evidence.health(own),
+            "conditions_differ": [key for key in MAY_DIFFER if trained_under(plan)[key] != under[key]],
             "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
         }
         results.append(result)
-    return results
+    return results, band
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     try:
         plans = make_plans(arguments)
+        if arguments.plan:
+            print("\n".join(durations.lines(plans, arguments.plan, arguments.at_once, arguments.nproc)))
+            return 0
         from model.config import load_config, num_parameters
 
         machine, versions = describe()
@@ -94,21 +139,30 @@ def main(argv: Sequence[str]) -> int:
             f"{training['model.config']}, {training['parameters'] / 1e6:,.1f} M parameters; each row: "
             f"{training['max_steps']:,} steps of {training['train_batch_size_tokens']:,} tokens", flush=True
         )  # fmt: skip
-        results = compare(plans, train_all(plans, machine, versions), arguments.tolerance)
+        limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.stop_after)
+        records = train_all(plans, machine, versions, limits, arguments.may_differ)
+        left = [plan.row.name for plan in plans if plan.row.name not in records]
+        if plans[0].row.name not in records:
+            print(f"not finished: {', '.join(left)}; the same command goes on")
+            return NOT_FINISHED
+        results, seeds = compare(plans, records, arguments.tolerance)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print_table(results, training["warmup_steps"])
     if arguments.output:
         more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
+        more |= {"trained_under": trained_under(plans[0]), "seeds": seeds, "not_finished": left}
         behind = ["--", *map(public, arguments.training)] if arguments.training else []
         report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, **more)
-        print(
-            f"wrote {arguments.output} and {plot(results, training, arguments.tolerance, arguments.output)}"
-        )
+        drawn = plot(results, training, arguments.tolerance, arguments.output, seeds)
+        print(f"wrote {arguments.output} and {drawn}")
     misses = [f"{result['row']}: {miss}" for result in results for miss in result["misses"]]
     for miss in misses:
         print(f"missed: {miss}", file=sys.stderr)
+    if left:
+        print(f"not finished: {', '.join(left)}; the same command goes on")
+        return NOT_FINISHED
     return 1 if misses else 0
 
 

@@ -108,21 +108,25 @@ def compared(
     warmup_steps: int,
     tolerance: float,
     same_samples: bool = True,
+    held: bool = True,
+    mean: float | None = None,
 ) -> Result:
     """The result of row `name`: its `summary`, its `curves`, and what sets it apart from the baseline.
 
     `same_samples`: it was trained on the baseline's samples in their order, so that the training losses compare.
-    "misses" holds, in words, why such a row does not train as well: a final evaluation loss further than `tolerance`
-    (a fraction) from the baseline's, or more skipped steps.
+    `mean`: final evaluation loss of the baseline's seeds. "misses" holds, in words, why a row that is `held` to it does
+    not train as well: a final evaluation loss further than `tolerance` (a fraction) from `mean`, or without seeds from
+    the baseline's, or more skipped steps.
     """
     own, base = summary(records, warmup_steps), summary(baseline, warmup_steps)
     curve = curves(records, baseline, same_samples)
     difference = percent(own["eval_loss"], base["eval_loss"])
     misses = []
-    if not abs(difference) <= tolerance * 100:
+    of, allowed = ("the baseline's", base["eval_loss"]) if mean is None else ("the seeds' mean", mean)
+    if not abs(apart := percent(own["eval_loss"], allowed)) <= tolerance * 100:
         misses.append(
-            f"evaluation loss {own['eval_loss']:.4f} is {difference:+.2f} % from the baseline's "
-            f"{base['eval_loss']:.4f}; allowed are {tolerance * 100:g} %"
+            f"evaluation loss {own['eval_loss']:.4f} is {apart:+.2f} % from {of} {allowed:.4f}; allowed are "
+            f"{tolerance * 100:g} %"
         )
     if own["skipped_steps"] > base["skipped_steps"]:
         misses.append(
@@ -139,9 +143,10 @@ def compared(
         "row": name,
         **own,
         "eval_difference_percent": difference,
+        "difference_to_seeds_mean_percent": None if mean is None else apart,
         **largest,
         "speed_to_baseline": own["tokens_per_second"] / base["tokens_per_second"],
-        "misses": misses if same_samples else [],
+        "misses": misses if same_samples and held else [],
         "curves": curve,
     }
 
@@ -167,7 +172,8 @@ def settings_of(config: dict[str, Any]) -> Result:
 
 def print_table(results: Sequence[Result], warmup_steps: int) -> None:
     """The results on the terminal; the first row is the baseline."""
-    base = results[0]
+    base, seeds = results[0], any(r["measures_noise"] for r in results)
+    optimizers = any(r["equal_loss"]["row"] != r["equal_loss_same_optimizer"]["row"] for r in results)
 
     def to_base(get: Callable[[Result], str]) -> Callable[[Result], str]:
         return lambda r: "-" if r is base else get(r)
@@ -176,6 +182,7 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         "row": ("row", ""),
         "eval loss": ("eval_loss", ".4f"),
         "difference": (to_base(lambda r: f"{r['eval_difference_percent']:+.2f} %"), ""),
+        **({"to seeds' mean": (_to_seeds, "")} if seeds else {}),
         "largest": (to_base(lambda r: _at_step(r, "difference_percent")), ""),
         "smoothed": (to_base(lambda r: _at_step(r, "smoothed_difference_percent")), ""),
         "rise": (lambda r: f"{r['largest_rise_percent']:.1f} %", ""),
@@ -184,14 +191,34 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         "skipped": ("skipped_steps", ""),
         "tokens/s": ("tokens_per_second", ",.0f"),
         "ratio": ("speed_to_baseline", ".2f"),
+        "equal loss": (lambda r: r["equal_loss"]["ratio"], ".2f"),
+        **(
+            {"same optimizer": (lambda r: r["equal_loss_same_optimizer"]["ratio"], ".2f")}
+            if optimizers
+            else {}
+        ),
         "GiB": ("memory_gib", ".1f"),
     }
     print(
         f"\n{report.table(results, columns)}\n"
-        f"difference: to {base['row']}; largest, smoothed: of the training loss. These, the rise of the loss "
-        f"over its minimum until then, and the gradient norm: after warmup (step {warmup_steps})."
+        f"difference: to {base['row']}, with an optimizer of its own to that one's row in the same precision; largest, "
+        "smoothed: of the training loss. These, the rise of the loss over its minimum until then, and the gradient "
+        f"norm: after warmup (step {warmup_steps}). equal loss: how many times sooner than "
+        f"{base['equal_loss']['row']}, the best row without FP8, at the worse of the two's final evaluation losses, in "
+        "time of steps."
     )
     for r in results:
+        if found := r["health"]:
+            places = ", ".join(
+                f"{what} {v['value']:.3g} ({v['gemm'].rpartition('.')[2]}, {v['operand']}, layer {v['layer']}, step "
+                f"{v['step']})"
+                for what, v in found["worst"].items()
+            )
+            print(f"{r['row']}: {found['alarms']} FP8 alarms in {found['looks']} looks; worst: {places}")
+        if r["compared_with"] not in (None, base["row"]):
+            print(f"{r['row']}: compared with {r['compared_with']}")
+        if r["conditions_differ"]:
+            print(f"{r['row']}: {' and '.join(r['conditions_differ'])} were others than today's")
         if r["fp8"] and r["settings"]["precision.compute"] == "fp8":
             print(f"{r['row']}: {r['fp8']}")
         if r["measures_noise"]:
@@ -201,13 +228,21 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
             )
 
 
+def _to_seeds(result: Result) -> str:
+    found = result["difference_to_seeds_mean_percent"]
+    return "-" if found is None else f"{found:+.2f} %"
+
+
 def _at_step(result: Result, kind: str) -> str:
     point = result.get(f"largest_{kind}_after_warmup")
     return f"{point['percent']:+.2f} % at {point['step']}" if point else "-"
 
 
-def plot(results: Sequence[Result], training: Result, tolerance: float, output: Path) -> Path:
-    """Losses above, their differences to the baseline below, into the PNG beside `output`; returns its path."""
+def plot(
+    results: Sequence[Result], training: Result, tolerance: float, output: Path, seeds: Result | None = None
+) -> Path:
+    """Losses above, their differences to the baseline below, into the PNG beside `output`; returns its path.
+    `seeds`: evidence.band of the baseline's."""
     path, warmup, allowed = output.with_suffix(".png"), training["warmup_steps"], tolerance * 100
     with drawing(path, 2, figsize=(9, 8), sharex=True, height_ratios=[3, 2]) as (_, ((above,), (below,))):
         inside = [allowed]  # what the lower axis must show; what happens in warmup must not flatten it
@@ -228,6 +263,9 @@ def plot(results: Sequence[Result], training: Result, tolerance: float, output: 
                 below.plot(curve["step"], raw, color=color, linewidth=0.6, alpha=0.5)
                 below.plot(curve["step"], smooth, color=color, linewidth=1.8)
                 inside += [abs(d) for step, d in zip(curve["step"], smooth, strict=True) if step > warmup]
+        if seeds is not None:
+            between = seeds["step"], seeds["low_percent"], seeds["high_percent"]
+            below.fill_between(*between, color="C0", alpha=0.3, label=f"between {seeds['seeds']} seeds")
         below.set_ylim(-2 * max(inside), 2 * max(inside))
         below.axhspan(-allowed, allowed, color="gray", alpha=0.15, label=f"± {allowed:g} %")
         for axis in (above, below):

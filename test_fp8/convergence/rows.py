@@ -1,7 +1,8 @@
-"""The rows of `compare_convergence.py`: which there are, how each is configured, and their trainings.
+"""The rows of `compare_convergence.py`: which there are, how each is configured, and with which it is compared.
 
-A row's folder is that of its run (train_config.json, metrics.jsonl), with the run's output in log.txt and, once it is
-finished, conditions.json: what it was trained under, by which a later comparison knows whether it can stand.
+A row's folder is that of its run (train_config.json, metrics.jsonl), with the run's output in log.txt and, from its
+begin on, conditions.json: what it is trained under, and whether it is finished. By it a later comparison knows whether
+the row can stand, or go on.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,20 +27,28 @@ ROW_KEYS = (
     "model.variant model.attention_backend model.compile precision speed deepspeed per_device_train_batch_size "
     "per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing full_determinism"
 ).split()
+# And its optimizer: such a row trains otherwise, and is compared with the one that does so in the baseline's precision.
+OPTIMIZER_KEYS = ("optim", "learning_rate", "muon_momentum")
 # Follow from per_device_train_batch_size and the tokens of a step.
 DERIVED = ("per_device_eval_batch_size", "gradient_accumulation_steps")
+RECIPES = ("delayed", "current", "block")
+FP8 = {recipe: {"precision.compute": "fp8", "precision.recipe": recipe} for recipe in RECIPES}
 PRESETS = {
     "bf16": {"precision.compute": "bf16"},
-    **{
-        recipe: {"precision.compute": "fp8", "precision.recipe": recipe}
-        for recipe in ("delayed", "current", "block")
-    },
+    **FP8,
+    "muon": {"precision.compute": "bf16", "optim": "muon"},
+    **{f"muon_{recipe}": {**settings, "optim": "muon"} for recipe, settings in FP8.items()},
 }
-CONDITIONS = "conditions.json"  # written into a row's folder when its training is finished
+DEFAULT_ROWS = ["bf16", *RECIPES]
+CONDITIONS = "conditions.json"
 LOG = "log.txt"
-LAST_LINES = 20
-# What a launcher set for this process is not for the trainings that it starts.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What of `conditions` may be another than today's, if that is asked for; the report says it of each row.
+MAY_DIFFER = ("sources", "machine", "versions")
+# How a row is kept while it trains, not what it trains. A change of precision.schedule needs checkpoints.
+KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
+KEPT_KEYS = tuple(
+    option[2:].partition("=")[0] for option in (*KEPT, "--resume_from_checkpoint=", "--output_dir=")
+)
 
 
 class ComparisonError(ValueError):
@@ -62,6 +69,11 @@ class Plan:
         """Whether it is the baseline with another seed, which shows what a difference means and is held to nothing."""
         return "seed" in self.row.settings
 
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """What of OPTIMIZER_KEYS the row has for itself."""
+        return {key: value for key, value in self.row.settings.items() if is_under(key, OPTIMIZER_KEYS)}
+
 
 def chosen_rows(options: argparse.Namespace) -> list[Row]:
     """The rows of --rows and --row, the baseline first, and behind it its twin with another seed.
@@ -69,7 +81,8 @@ def chosen_rows(options: argparse.Namespace) -> list[Row]:
     Raises RowError: a bad --row; no row has the baseline's name.
     """
     rows = [Row(name, PRESETS[name]) for name in dict.fromkeys(options.rows)]
-    rows += parse_rows(options.row, options.rows, ROW_KEYS, "another training; for all rows: -- --KEY VALUE")
+    allowed = [*ROW_KEYS, *OPTIMIZER_KEYS]
+    rows += parse_rows(options.row, options.rows, allowed, "another training; for all rows: -- --KEY VALUE")
     first = [row for row in rows if row.name == options.baseline]
     if not first:
         names = ", ".join(row.name for row in rows)
@@ -86,15 +99,14 @@ def chosen_rows(options: argparse.Namespace) -> list[Row]:
 def make_plan(row: Row, arguments: argparse.Namespace) -> Plan:
     """How `row` is trained. Raises ConfigurationError: its configuration is not allowed."""
     folder = arguments.work_dir.resolve() / row.name
+    given = {key: getattr(arguments, key) for key in ("max_steps", "logging_steps")}
     options = [
         arguments.config,
-        f"--max_steps={arguments.max_steps}",
-        f"--logging_steps={arguments.logging_steps}",
+        *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *arguments.training,
         *(f"--{key}={value}" for key, value in row.settings.items()),
         f"--output_dir={folder}",
-        "--save_strategy=no",
-        "--resume_from_checkpoint=never",
+        *KEPT,
     ]
     launcher = [str(ROOT / "train/launch.py"), "--nproc", str(arguments.nproc)]
     script = [*(launcher if arguments.nproc > 1 else []), str(ROOT / "train/train.py")]
@@ -167,72 +179,53 @@ def read_metrics(folder: Path) -> list[Result]:
         return []
 
 
-def why_to_run(plan: Plan, now: Result) -> str | None:
-    """Why the training in the plan's folder cannot stand for it; None if it can: it is finished, its configuration is
-    the plan's, and its conditions are `now`'s."""
+def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
+    """The row that `plan` is compared with: that of its optimizer which computes as the baseline, the first, does; of
+    that one itself the baseline. Raises ComparisonError: there is none."""
+    base = plans[0]
+    for other in plans:
+        apart = {k: v for k, v in other.row.settings.items() if k not in other.optimizer}
+        if other.optimizer == plan.optimizer and apart == base.row.settings:
+            return base if other is plan else other
+    keys = " ".join(f"{key}={value}" for key, value in {**base.row.settings, **plan.optimizer}.items())
+    raise ComparisonError(
+        f"row {plan.row.name} has an optimizer of its own, and no row has it in the baseline's precision; add one, "
+        f"such as --row NAME {keys}"
+    )
+
+
+@dataclass(frozen=True)
+class State:
+    """How far the training in a row's folder is. why: it cannot stand for the row; None if it can. goes_on: it has
+    a checkpoint, from which it may be continued. differ: what of MAY_DIFFER was another then."""
+
+    why: str | None
+    goes_on: bool = False
+    differ: tuple[str, ...] = ()
+
+
+def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
+    """Of the training in the plan's folder, which stands if it is finished, its configuration is the plan's, and its
+    conditions are `now`'s but for `may_differ`."""
     try:
         was = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "not trained yet"
-    here = {"output_dir": None}
-    changed = differences(leaves(was["config"] | here), leaves(plan.config | here))
+        return State("not trained yet")
+    here = {"config": dict.fromkeys(KEPT_KEYS)}
+    changed = differences(leaves(was["config"] | here["config"]), leaves(plan.config | here["config"]))
     changed += differences(leaves(was["conditions"]), leaves(now))
-    if changed:
+    differ = tuple(key for key in may_differ if any(is_under(change.key, [key]) for change in changed))
+    if changed := [change for change in changed if not is_under(change.key, differ)]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"trained before, with other conditions ({changed[0]}{more})"
+        return State(f"trained before, with other conditions ({changed[0]}{more})")
     last, steps = (read_metrics(plan.folder) or [{"step": 0}])[-1], plan.config["max_steps"]
+    if not was["finished"]:
+        return State("not finished", goes_on=any(plan.folder.glob("checkpoints/step-*")), differ=differ)
     if last["step"] != steps or last.get("loss") is None or last.get("eval_loss") is None:
-        return f"its metrics end at step {last['step']} of {steps}, or without a loss"
-    return None
+        return State(f"its metrics end at step {last['step']} of {steps}, or without a loss")
+    return State(None, differ=differ)
 
 
-def run(plan: Plan, now: Result) -> None:
-    """Train one row; its output goes to log.txt in its folder.
-
-    Raises ComparisonError: the training failed, with its last lines; or it left no whole metrics.
-    """
-    plan.folder.mkdir(parents=True, exist_ok=True)
-    (plan.folder / CONDITIONS).unlink(missing_ok=True)
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
-    environment["PYTHONUNBUFFERED"] = "1"
-    log = plan.folder / LOG
-    with log.open("w", encoding="utf-8") as file:
-        status = subprocess.run(
-            plan.command, stdout=file, stderr=subprocess.STDOUT, env=environment
-        ).returncode
-    if status:
-        last = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
-        raise ComparisonError(
-            f"row {plan.row.name}: the training ended with status {status}; its last lines (all: {log}):\n  {last}"
-        )
-    done = {"config": plan.config, "conditions": now}
-    (plan.folder / CONDITIONS).write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-    if reason := why_to_run(plan, now):
-        raise ComparisonError(f"row {plan.row.name}: the training ended well, but {reason}; see {log}")
-
-
-def train_all(plans: Sequence[Plan], machine: Result, versions: Result) -> dict[str, list[Result]]:
-    """Row name -> records of its training, run now or before.
-
-    Raises ComparisonError: as `run` does; sources, data or model changed between two rows. Rows that are finished stay
-    so for the next time.
-    """
-    records: dict[str, list[Result]] = {}
-    first: Result = {}
-    for plan in plans:
-        name = plan.row.name
-        now = conditions(TrainingArguments.from_dict(plan.config), machine, versions)
-        first = first or now
-        if changed := differences(leaves(first), leaves(now)):
-            raise ComparisonError(
-                f"model/, train/ or the data was changed before row {name} ({changed[0].key}); run the comparison again"
-            )
-        if reason := why_to_run(plan, now):
-            print(f"{name}: {reason}; training, see {plan.folder / LOG}", flush=True)
-            run(plan, now)
-        else:
-            print(f"{name}: finished before in {plan.folder}, under the same conditions: not run again")
-        records[name] = read_metrics(plan.folder)
-        last = records[name][-1]
-        print(f"{name}: {last['step']} steps, evaluation loss {last['eval_loss']:.4f}", flush=True)
-    return records
+def trained_under(plan: Plan) -> Result:
+    """The conditions of a training that is finished: machine, versions, sources, data, model."""
+    return json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))["conditions"]

@@ -13,6 +13,7 @@ from test_fp8 import compare_convergence
 from test_fp8.common.options import public
 from test_fp8.common.rows import Row, RowError
 from test_fp8.convergence import rows as convergence_rows
+from test_fp8.convergence import trainings as convergence_trainings
 from test_fp8.convergence.results import compared, largest_rise, largest_spike, percent, smoothed, summary
 from test_fp8.convergence.rows import ComparisonError, check_same_training, chosen_rows
 from train.prepare_data import main as prepare_data
@@ -122,13 +123,13 @@ def test_what_changes_between_two_rows_ends_the_comparison(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = iter([{"data": {"eval": "a"}}, {"data": {"eval": "b"}}])
-    monkeypatch.setattr(convergence_rows, "conditions", lambda *_: next(found))
-    monkeypatch.setattr(convergence_rows, "why_to_run", lambda *_: None)
+    monkeypatch.setattr(convergence_trainings, "conditions", lambda *_: next(found))
+    monkeypatch.setattr(convergence_trainings, "state_of", lambda *_: convergence_rows.State(None))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval_loss": 3.0}')
     config = convergence_rows.make_plan(rows_of()[0], compare_convergence.parse_arguments([])).config
     plans = [convergence_rows.Plan(Row(name, {}), config, [], tmp_path) for name in ("a", "b")]
     with pytest.raises(ComparisonError, match=r"changed before row b \(data\.eval\)"):
-        convergence_rows.train_all(plans, {}, {})
+        convergence_trainings.train_all(plans, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -137,8 +138,8 @@ def test_what_changes_between_two_rows_ends_the_comparison(
         (["a/b", "precision.recipe=block"], "a name has letters"),
         (["x", "precision.recipe"], "key=value is expected"),
         (
-            ["x", "learning_rate=1"],
-            "learning_rate would make another training; for all rows: -- --learning_rate VALUE",
+            ["x", "weight_decay=1"],
+            "weight_decay would make another training; for all rows: -- --weight_decay VALUE",
         ),
         (["x", "data.sources.text=y"], "another training"),
         (["x", "precisions=1"], "another training"),
@@ -213,12 +214,30 @@ def program(config: Path, work_dir: Path, *options: str) -> int:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
-def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """Two trainings; then reused, with one more that fails, against a tolerance that cannot be met, and changed."""
+def test_a_comparison(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trainings at a time, stopped and gone on with; then reused, with one more that fails, against a tolerance
+    that cannot be met, and changed."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
     rows, extra = ["--rows", "bf16", "delayed"], ["--", "--eval_steps", "4"]
+
+    def left(_: object) -> float:
+        """No time any more, once both have told something."""
+        logs = [work / name / "log.txt" for name in ("bf16", "delayed")]
+        return float(not all(log.exists() and log.stat().st_size for log in logs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convergence_trainings.Asked, "left_s", property(left))
+        assert program(config, work, *rows, "--at_once", "2", *extra) == 3
+    printed = capfd.readouterr().out
+    assert "bf16: stopped with a checkpoint" in printed and "delayed: stopped with a checkpoint" in printed
+    assert "not finished: bf16, delayed; the same command goes on" in printed
+
     assert program(config, work, *rows, "--output", str(output), *extra) == 0
     printed = capfd.readouterr().out
+    assert printed.count("not finished; goes on") == 2
+    assert "stopped on request after step" in (work / "bf16" / "log.txt").read_text()
     assert "delayed: FP8: 6 of 7 GEMM modules ran FP8 (delayed scaling)" in printed
     assert output.with_suffix(".png").stat().st_size > 10_000
     assert not list(work.glob("*/checkpoints")) and not list(work.glob("*/hf")), "15 GB a row at 1.1B"
@@ -263,7 +282,7 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
         arguments = compare_convergence.parse_arguments([str(config), *limits, *rows, *options])
         plan = convergence_rows.make_plan(rows_of("--rows", "bf16", "delayed")[1], arguments)
         now = json.loads((work / "delayed" / "conditions.json").read_text())["conditions"]
-        return convergence_rows.why_to_run(plan, {**now, "versions": {**now["versions"], **versions}})
+        return convergence_rows.state_of(plan, {**now, "versions": {**now["versions"], **versions}}).why
 
     assert reason(*extra) is None
     assert "eval_steps: 4 -> 0" in (reason() or "")
@@ -280,10 +299,8 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
         metrics.write_text("".join(json.dumps(record) + "\n" for record in lost))
         assert reason(*extra) == f"its metrics end at step {lost[-1]['step']} of 6, or without a loss"
     (work / "delayed" / "conditions.json").rename(work / "kept.json")
-    assert "not trained yet" in (
-        convergence_rows.why_to_run(convergence_rows.Plan(Row("delayed", {}), {}, [], work / "delayed"), {})
-        or ""
-    )
+    plan = convergence_rows.Plan(Row("delayed", {}), {}, [], work / "delayed")
+    assert convergence_rows.state_of(plan, {}).why == "not trained yet"
 
 
 @pytest.mark.parametrize(
@@ -322,4 +339,4 @@ def test_the_shipped_comparison_is_large_and_long_enough() -> None:
     for c in configs:
         assert num_parameters(load_config(c["model"]["config"])) >= 300e6
         assert c["max_steps"] >= 300 and c["warmup_steps"] <= c["max_steps"] / 3
-        assert c["save_strategy"] == "no"
+        assert c["save_steps"] == c["save_minutes"] == 0, "saves when it is stopped, and at its end"

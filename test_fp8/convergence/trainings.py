@@ -1,0 +1,232 @@
+"""The trainings of `compare_convergence.py`: runs of train/train.py in processes of their own, as many at a time as
+there are GPUs for, stopped in time with a checkpoint, and gone on with by the next call."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from test_fp8.common.report import Result
+from test_fp8.convergence.rows import (
+    CONDITIONS,
+    LOG,
+    ComparisonError,
+    Plan,
+    conditions,
+    read_metrics,
+    state_of,
+)
+from train.config.arguments import TrainingArguments
+from train.config.differences import differences, leaves
+from train.files import write_durably
+from train.guard.signals import INTERRUPTED, STOPPED
+
+LAST_LINES = 20
+POLL_S = 0.1
+# With less time left a training is not started: until its first step it takes most of that on a GPU.
+LEAST_S = 45.0
+# What a launcher set for this process is not for the trainings that it starts.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How trainings are run: so many `at_once`, each with `nproc` processes; all stopped `stop_after_s` seconds after
+    the begin of this program (0: never). gpus: how many there are."""
+
+    at_once: int = 1
+    nproc: int = 1
+    gpus: int = 0
+    stop_after_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ComparisonError: rows at a time would share GPUs."""
+        if self.at_once > 1 and 0 < self.gpus < (needed := self.at_once * self.nproc):
+            raise ComparisonError(
+                f"--at_once {self.at_once} with --nproc {self.nproc} takes {needed} GPUs, and {self.gpus} are here"
+            )
+
+
+@dataclass
+class Training:
+    """A process that trains a row, on the GPUs of place number `place`. asked: to stop."""
+
+    plan: Plan
+    process: subprocess.Popen
+    place: int
+    log: TextIO
+    asked: bool = False
+
+
+def ready(plan: Plan, now: Result, may_differ: Sequence[str]) -> bool:
+    """Whether the row is finished; says so, or what is to be done. What cannot stand is made ready to begin anew."""
+    name, state = plan.row.name, state_of(plan, now, may_differ)
+    differ = f" ({' and '.join(state.differ)} were others)" if state.differ else ""
+    if state.why is None:
+        same = f"but for its {' and '.join(state.differ)}, " if state.differ else ""
+        print(f"{name}: finished before in {plan.folder}, {same}under the same conditions: not run again")
+        return True
+    what = "goes on" if state.goes_on else "training"
+    print(f"{name}: {state.why}{differ}; {what}, see {plan.folder / LOG}", flush=True)
+    if not state.goes_on:
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        plan.folder.mkdir(parents=True)
+        note(plan, now, finished=False)
+    return False
+
+
+def note(plan: Plan, now: Result, finished: bool) -> None:
+    done = {"finished": finished, "config": plan.config, "conditions": now}
+    write_durably(plan.folder / CONDITIONS, json.dumps(done, indent=1) + "\n")
+
+
+def start(plan: Plan, place: int, limits: Limits) -> Training:
+    """Start, or go on with, the training of a row; its output goes to log.txt in its folder."""
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    environment["PYTHONUNBUFFERED"] = "1"
+    if limits.at_once > 1 and limits.gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(limits.gpus)))
+        own = visible.split(",")[place * limits.nproc : (place + 1) * limits.nproc]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    log = (plan.folder / LOG).open("a", encoding="utf-8")
+    process = subprocess.Popen(plan.command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return Training(plan, process, place, log)
+
+
+def ended(training: Training, now: Result, may_differ: Sequence[str]) -> bool:
+    """Whether a training whose process has ended is finished; False: it was stopped on request.
+
+    Raises ComparisonError: it failed, with its last lines; or it left no whole metrics.
+    """
+    training.log.close()
+    plan, status = training.plan, training.process.returncode
+    log = plan.folder / LOG
+    if status in (STOPPED, INTERRUPTED, -signal.SIGTERM):  # the last two before its first step
+        return False
+    if status:
+        last = "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:])
+        raise ComparisonError(
+            f"row {plan.row.name}: the training ended with status {status}; its last lines (all: {log}):\n  {last}"
+        )
+    began = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))["conditions"]
+    note(plan, began, finished=True)
+    if reason := state_of(plan, now, may_differ).why:
+        raise ComparisonError(f"row {plan.row.name}: the training ended well, but {reason}; see {log}")
+    for name in ("checkpoints", "hf"):  # of 1.1 B parameters 15 GB a row
+        shutil.rmtree(plan.folder / name, ignore_errors=True)
+    return True
+
+
+class Asked:
+    """Whether this program was asked to end: by SIGTERM, by Ctrl-C, or as its time is over."""
+
+    def __init__(self, stop_after_s: float) -> None:
+        self.until = time.monotonic() + stop_after_s if stop_after_s else float("inf")
+        self.by_signal = False
+
+    @property
+    def left_s(self) -> float:
+        return 0.0 if self.by_signal else self.until - time.monotonic()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        def hear(*_: Any) -> None:
+            self.by_signal = True
+
+        before = {number: signal.signal(number, hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def train_all(
+    plans: Sequence[Plan],
+    machine: Result,
+    versions: Result,
+    limits: Limits = Limits(),
+    may_differ: Sequence[str] = (),
+) -> dict[str, list[Result]]:
+    """Row name -> records of its training, run now or before; of the rows that are finished.
+
+    Raises ComparisonError: as `ended` does; sources, data or model changed between two rows. Rows that are finished
+    stay so for the next time, others that run meanwhile are stopped with a checkpoint.
+    """
+    asked, running = Asked(limits.stop_after_s), []
+    waiting, finished = iter(plans), {}
+    first: Result = {}
+
+    def conditions_of(plan: Plan) -> Result:
+        nonlocal first
+        now = conditions(TrainingArguments.from_dict(plan.config), machine, versions)
+        first = first or now
+        if changed := differences(leaves(first), leaves(now)):
+            raise ComparisonError(
+                f"model/, train/ or the data was changed before row {plan.row.name} ({changed[0].key}); run the "
+                "comparison again"
+            )
+        return now
+
+    def close(plan: Plan) -> None:
+        records = finished[plan.row.name] = read_metrics(plan.folder)
+        last = records[-1]
+        print(f"{plan.row.name}: {last['step']} steps, evaluation loss {last['eval_loss']:.4f}", flush=True)
+
+    def next_of(place: int) -> Training | None:
+        for plan in waiting:
+            if ready(plan, conditions_of(plan), may_differ):
+                close(plan)
+            else:
+                return start(plan, place, limits)
+        return None
+
+    with asked.listening():
+        try:
+            places = list(range(limits.at_once))
+            while True:
+                while places and asked.left_s > (LEAST_S if limits.stop_after_s else 0):
+                    if (training := next_of(places[0])) is None:
+                        break
+                    running.append(training)
+                    places.pop(0)
+                if not running:
+                    break
+                if not asked.left_s > 0:
+                    stop(running)
+                time.sleep(POLL_S)
+                for training in [t for t in running if t.process.poll() is not None]:
+                    running.remove(training)
+                    places.append(training.place)
+                    if ended(training, first, may_differ):
+                        close(training.plan)
+                    else:
+                        plan = training.plan
+                        goes_on = state_of(plan, first, may_differ).goes_on
+                        what = "with a checkpoint" if goes_on else "before its first step"
+                        print(f"{plan.row.name}: stopped {what}", flush=True)
+        finally:
+            stop(running)
+            for training in running:
+                training.process.wait()
+                training.log.close()
+    for plan in waiting:  # no time was left for them, but they may be there
+        if state_of(plan, conditions_of(plan), may_differ).why is None:
+            close(plan)
+    return {plan.row.name: finished[plan.row.name] for plan in plans if plan.row.name in finished}
+
+
+def stop(running: Sequence[Training]) -> None:
+    """Ask trainings to end after their step, with a checkpoint; once each: a second signal would end them at once."""
+    for training in running:
+        if training.process.poll() is None and not training.asked:
+            training.process.terminate()
+            training.asked = True

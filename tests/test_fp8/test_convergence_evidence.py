@@ -1,0 +1,221 @@
+"""test_fp8/convergence: seeds, time to equal loss, health, rows with another optimizer, what may differ, the plan."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from test_fp8 import compare_convergence
+from test_fp8.common.rows import Row
+from test_fp8.convergence import evidence, trainings
+from test_fp8.convergence.results import compared
+from test_fp8.convergence.rows import (
+    CONDITIONS,
+    ComparisonError,
+    Plan,
+    make_plans,
+    reference_of,
+    state_of,
+)
+
+
+def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
+    """Records of a training of 10 tokens a step that is evaluated at these steps."""
+    return [
+        {"step": step, "tokens": 10 * step, "loss": loss, "eval_loss": loss, "tokens_per_second": rate}
+        for step, loss in evaluated
+    ]
+
+
+def test_seconds_are_those_of_the_steps() -> None:
+    records = training((10, 5.0), (20, 4.0))
+    records[1]["tokens_per_second"] = 50.0
+    records.insert(1, {"step": 15, "tokens": 150, "eval_loss": 4.5})  # says nothing of its speed
+    assert [second for second, _ in evidence.seconds(records)] == [10.0, 10.0, 12.0]
+
+
+def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
+    records = training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0))
+    assert evidence.time_to(records, 5.5) == 10
+    assert evidence.time_to(records, 4.25) == 17.5
+    assert evidence.time_to(records, 3.6) == 35  # from 4.2, which was after a lower one
+    assert evidence.time_to(records, 2.9) is None
+
+
+def test_equal_loss_is_the_worse_of_the_two_ends() -> None:
+    fast, slow = training((10, 4.0), (20, 3.1), rate=20), training((10, 4.0), (20, 3.0))
+    found = evidence.equal_loss(fast, {"fast": fast, "slow": slow})
+    assert (found["row"], found["eval_loss"], found["seconds"]) == ("slow", 3.1, 10)
+    assert found["others_seconds"] == pytest.approx(19) and found["ratio"] == pytest.approx(1.9)
+    assert evidence.equal_loss(slow, {"fast": fast})["ratio"] == pytest.approx(10 / 19)
+
+
+def test_the_band_of_seeds() -> None:
+    seeds = [training((10, 4.0), (20, 2.0)), training((10, 4.04), (20, 1.98)), training((20, 2.06))]
+    found = evidence.band(seeds[:2])
+    assert found["step"] == [10, 20] and found["mean"] == pytest.approx([4.02, 1.99])
+    assert found["low_percent"] == pytest.approx([0, -1]) and found["high_percent"] == pytest.approx([1, 0])
+    assert evidence.band(seeds)["step"] == [20], "where all were evaluated"
+    assert found["final_mean"] == pytest.approx(1.99)
+
+
+def test_a_row_is_held_to_the_mean_of_the_seeds() -> None:
+    base, row = training((10, 4.0), (20, 2.0)), training((10, 4.0), (20, 2.012))
+    for record in base + row:
+        record |= {"grad_norm": 1.0, "skipped_steps": 0}
+    assert compared("x", row, base, 0, 0.005)["misses"]
+    found = compared("x", row, base, 0, 0.005, mean=2.01)
+    assert not found["misses"] and found["difference_to_seeds_mean_percent"] == pytest.approx(
+        100 * 0.002 / 2.01
+    )
+    assert "from the seeds' mean 1.9900" in compared("x", row, base, 0, 0.005, mean=1.99)["misses"][0]
+    assert not compared("x", row, base, 0, 0.005, held=False)["misses"], "another optimizer"
+
+
+def test_health_names_the_worst_of_each_statistic() -> None:
+    def look(step: int, underflow: list[float | None], error: float) -> dict:
+        of = {"input": {"underflow": underflow, "error": [error, error]}}
+        return {"step": step, "fp8_health": {"model.layers.*.mlp.fc2": of}}
+
+    alarm = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "found": {"underflow": 0.2}}
+    records = [
+        {"step": 10, "loss": 3.0},
+        look(20, [0.01, 0.2], 0.03) | {"fp8_alarms": {"began": [alarm], "over": [], "active": 1, "count": 1}},
+        look(30, [None, 0.02], 0.04)
+        | {"fp8_alarms": {"began": [], "over": [alarm], "active": 0, "count": 1}},
+    ]
+    found = evidence.health(records)
+    assert found is not None
+    assert (found["looks"], found["alarms"], found["active_at_end"], found["began"]) == (2, 1, 0, [alarm])
+    place = {"gemm": "model.layers.*.mlp.fc2", "operand": "input"}
+    assert found["worst"]["underflow"] == {"value": 0.2, "layer": 1, "step": 20, **place}
+    assert found["worst"]["error"] == {"value": 0.04, "layer": 0, "step": 30, **place}
+    assert evidence.health(records[:1]) is None
+
+
+# ---------------------------------------------------------------- rows
+
+
+def plans_of(*options: str) -> list[Plan]:
+    return make_plans(compare_convergence.parse_arguments(["train_config_evidence", *options]))
+
+
+def test_a_row_with_an_optimizer_has_its_own_reference() -> None:
+    plans = plans_of("--rows", "bf16", "muon_delayed", "muon", "delayed", "--noise_seed", "7")
+    found = {plan.row.name: reference_of(plan, plans).row.name for plan in plans}
+    assert found == {
+        "bf16": "bf16",
+        "bf16_seed7": "bf16",
+        "muon_delayed": "muon",
+        "muon": "bf16",
+        "delayed": "bf16",
+    }
+    without = plans_of("--rows", "bf16", "muon_delayed")
+    with pytest.raises(ComparisonError, match="--row NAME precision.compute=bf16 optim=muon"):
+        reference_of(without[1], without)
+
+
+def test_the_evidence_has_the_size_that_it_claims() -> None:
+    """At least 100 M parameters, 500 M tokens; by default CONFIG's own steps."""
+    from model.config import load_sizes, num_parameters
+
+    config = plans_of("--rows", "bf16")[0].config
+    assert num_parameters(load_sizes(config["model"]["config"])) >= 100e6
+    assert config["max_steps"] * config["train_batch_size_tokens"] >= 500e6
+    assert config["precision"]["health_steps"] == 100
+    assert plans_of("--rows", "bf16", "--max_steps", "700")[0].config["max_steps"] == 700
+
+
+def test_a_plan_needs_no_data(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    work = ["--work_dir", str(tmp_path / "work")]
+    plan = ["train_config_evidence", "--rows", "bf16", "delayed", *work, "--plan", "h200"]
+    assert compare_convergence.main([*plan, "--at_once", "2"]) == 0
+    together = capsys.readouterr().out.splitlines()
+    assert compare_convergence.main(plan) == 0
+    alone = capsys.readouterr().out.splitlines()
+    assert together[:2] == alone[:2] and together[0].startswith("bf16: 1,910 steps, 501 M tokens, about ")
+    minutes = [float(line.split()[-2]) for line in alone[:2]]
+    assert f"all, 1 at a time: {sum(minutes):.0f} minutes" in alone[2]
+    assert f"all, 2 at a time: {max(minutes):.0f} minutes" in together[2]
+    assert not (tmp_path / "work").exists()
+
+
+# ---------------------------------------------------------------- trainings
+
+
+def row_in(folder: Path, **conditions: object) -> Plan:
+    """A row that was finished under `conditions`."""
+    config = {"max_steps": 2, "save_steps": 0, "learning_rate": 1.0}
+    plan = Plan(Row("x", {}), config, [], folder)
+    folder.mkdir(exist_ok=True)
+    trainings.note(
+        plan, {"sources": "a", "machine": {"gpu": "H200"}, "versions": {}, "data": {}} | conditions, True
+    )
+    (folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "eval_loss": 1.0}\n')
+    return plan
+
+
+def test_what_may_differ_is_said(tmp_path: Path) -> None:
+    now = {"sources": "a", "machine": {"gpu": "H200"}, "versions": {}, "data": {}}
+    assert state_of(row_in(tmp_path), now).why is None
+    plan = row_in(tmp_path, sources="b", machine={"gpu": "H100"})
+    assert "sources" in (state_of(plan, now).why or "")
+    assert "machine.gpu" in (state_of(plan, now, ["sources"]).why or "")
+    state = state_of(plan, now, ["sources", "machine"])
+    assert state.why is None and state.differ == ("sources", "machine")
+    other = row_in(tmp_path / "other", data={"x": 1})
+    assert "data.x" in (state_of(other, now, ["sources", "machine", "versions"]).why or "")
+    plan.config["save_steps"] = 5
+    assert state_of(plan, now, ["sources", "machine"]).why is None, "how it is kept"
+    plan.config["learning_rate"] = 2.0
+    assert "learning_rate" in (state_of(plan, now, ["sources", "machine"]).why or "")
+
+
+def test_an_unfinished_row_goes_on_from_a_checkpoint_alone(tmp_path: Path) -> None:
+    plan = row_in(tmp_path / "x")
+    now = json.loads((plan.folder / CONDITIONS).read_text())["conditions"]
+    trainings.note(plan, now, finished=False)
+    assert not state_of(plan, now).goes_on
+    (plan.folder / "checkpoints/step-00000001").mkdir(parents=True)
+    assert state_of(plan, now).goes_on
+    assert not trainings.ready(plan, now, []) and (plan.folder / "checkpoints").exists()
+    assert not state_of(plan, now | {"data": {"x": 2}}).goes_on
+    assert not trainings.ready(plan, now | {"data": {"x": 2}}, [])
+    assert not (plan.folder / "checkpoints").exists(), "other data: it begins anew"
+
+
+def test_each_row_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def popen(*_: object, env: dict[str, str], **__: object) -> None:
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+
+    monkeypatch.setattr(trainings.subprocess, "Popen", popen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = Plan(Row("x", {}), {}, [], tmp_path)
+    for place in (0, 1):
+        trainings.start(plan, place, trainings.Limits(at_once=2, nproc=2, gpus=4)).log.close()
+    trainings.start(plan, 0, trainings.Limits(gpus=4)).log.close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    trainings.start(plan, 1, trainings.Limits(at_once=2, gpus=2)).log.close()
+    assert seen == ["0,1", "2,3", None, "7"]
+
+
+def test_more_rows_at_once_than_gpus_are_refused() -> None:
+    trainings.Limits(at_once=4, nproc=2, gpus=8)
+    trainings.Limits(at_once=4, gpus=0)
+    with pytest.raises(ComparisonError, match="--at_once 4 with --nproc 2 takes 8 GPUs, and 2 are here"):
+        trainings.Limits(at_once=4, nproc=2, gpus=2)
+
+
+def test_a_signal_is_a_request_to_stop() -> None:
+    asked = trainings.Asked(0)
+    with asked.listening():
+        assert asked.left_s == float("inf")
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.left_s == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert 0 < trainings.Asked(100).left_s <= 100
