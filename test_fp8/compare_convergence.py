@@ -100,7 +100,7 @@ def compare(
             base.config["warmup_steps"],
             tolerance,
             same_samples=not plan.measures_noise,
-            held=plan.optimizer == reference.optimizer,
+            held=plan is not base and plan.optimizer == reference.optimizer,
             mean=band["final_mean"] if band and not plan.optimizer else None,
         )
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
@@ -109,6 +109,7 @@ def compare(
             "overrides": {key: public(value) for key, value in plan.row.settings.items()},
             "settings": settings_of(plan.config),
             "measures_noise": plan.measures_noise,
+            "trains_otherwise": plan.optimizer != reference.optimizer,
             "compared_with": None if plan is base else reference.row.name,
             "equal_loss": evidence.equal_loss(own, {p.row.name: records[p.row.name] for p in without_fp8}),
             "equal_loss_same_optimizer": evidence.equal_loss(

@@ -253,10 +253,12 @@ def plot(
             style = "--" if r["measures_noise"] else "-"
             above.plot(curve["step"], curve["loss"], style, color=color, linewidth=1, label=label)
             above.plot(curve["eval_step"], curve["eval_loss"], "o", color=color, markersize=4)
-            if not number:
+            if not number or r["trains_otherwise"]:
                 continue
+            base = results[0]["row"]
+            label = r["row"] if r["compared_with"] == base else f"{r['row']}, to {r['compared_with']}"
             evaluated = curve["eval_difference_percent"]
-            below.plot(curve["eval_step"], evaluated, "o", color=color, markersize=4, label=r["row"])
+            below.plot(curve["eval_step"], evaluated, "o", color=color, markersize=4, label=label)
             inside += map(abs, evaluated[-1:])
             if not r["measures_noise"]:
                 raw, smooth = curve["difference_percent"], curve["smoothed_difference_percent"]
