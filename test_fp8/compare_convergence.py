@@ -15,8 +15,8 @@ A row may change how a step is computed and nothing else; that is checked. But f
 is compared with the one of the same optimizer in bf16. Nothing of the models is kept. A row that is finished in
 --work_dir, with the same configuration, data, machine, versions and sources, is not run again: rows can be added later.
 
-It can be done in several calls: with --stop_after, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and the
-same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it will take.
+It can be done in several calls: with --time_limit_s, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and
+the same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it takes.
 
 Exit status: 0; 1 when a row misses the tolerance; 2 when the rows could not be compared (a run failed); 3 when rows are
 left to train: the table has those that are finished.
@@ -62,7 +62,7 @@ OPTIONS.add("--logging_steps", None, "steps between points of a curve, in place 
 OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)
 OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the trainings are kept", type=Path)
 OPTIONS.add("--at_once", 1, "rows at a time", type=between(1))
-OPTIONS.add("--stop_after", 0, "seconds, then stop with checkpoints; 0: never", type=between(0, 10**6, float))
+OPTIONS.add("--time_limit_s", 0, "then stop, with checkpoints; 0: never", type=between(0, 10**6, float))
 OPTIONS.add(
     "--may_differ", [], "let finished rows stand whose sources, machine or versions were others, and say so",
     nargs="+", choices=MAY_DIFFER,
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
             f"{training['model.config']}, {training['parameters'] / 1e6:,.1f} M parameters; each row: "
             f"{training['max_steps']:,} steps of {training['train_batch_size_tokens']:,} tokens", flush=True
         )  # fmt: skip
-        limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.stop_after)
+        limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.time_limit_s)
         records = train_all(plans, machine, versions, limits, arguments.may_differ)
         left = [plan.row.name for plan in plans if plan.row.name not in records]
         if plans[0].row.name not in records:

@@ -39,13 +39,13 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 @dataclass(frozen=True)
 class Limits:
-    """How trainings are run: so many `at_once`, each with `nproc` processes; all stopped `stop_after_s` seconds after
+    """How trainings are run: so many `at_once`, each with `nproc` processes; all stopped `time_limit_s` seconds after
     the begin of this program (0: never). gpus: how many there are."""
 
     at_once: int = 1
     nproc: int = 1
     gpus: int = 0
-    stop_after_s: float = 0.0
+    time_limit_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ComparisonError: rows at a time would share GPUs."""
@@ -128,8 +128,8 @@ def ended(training: Training, now: Result, may_differ: Sequence[str]) -> bool:
 class Asked:
     """Whether this program was asked to end: by SIGTERM, by Ctrl-C, or as its time is over."""
 
-    def __init__(self, stop_after_s: float) -> None:
-        self.until = time.monotonic() + stop_after_s if stop_after_s else float("inf")
+    def __init__(self, time_limit_s: float) -> None:
+        self.until = time.monotonic() + time_limit_s if time_limit_s else float("inf")
         self.by_signal = False
 
     @property
@@ -161,7 +161,7 @@ def train_all(
     Raises ComparisonError: as `ended` does; sources, data or model changed between two rows. Rows that are finished
     stay so for the next time, others that run meanwhile are stopped with a checkpoint.
     """
-    asked, running = Asked(limits.stop_after_s), []
+    asked, running = Asked(limits.time_limit_s), []
     waiting, finished = iter(plans), {}
     first: Result = {}
 
@@ -193,7 +193,7 @@ def train_all(
         try:
             places = list(range(limits.at_once))
             while True:
-                while places and asked.left_s > (LEAST_S if limits.stop_after_s else 0):
+                while places and asked.left_s > (LEAST_S if limits.time_limit_s else 0):
                     if (training := next_of(places[0])) is None:
                         break
                     running.append(training)
