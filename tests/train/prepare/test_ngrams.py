@@ -61,6 +61,14 @@ def test_decontamination_removes_documents_with_an_ngram(
     assert "11 n-grams of 3 texts, of which 1 are not looked for: under 13 words" in capsys.readouterr().err
 
 
+def test_the_length_of_an_ngram_is_chosen(tmp_path: Path) -> None:
+    words = text_of(random.Random(6), 20).split()
+    (tmp_path / "eval.txt").write_text(" ".join(words))
+    four, five = (f"x {' '.join(words[2 : 2 + n])} y" for n in (4, 5))
+    options = parse("--decontaminate", str(tmp_path / "eval.txt"), "--decontaminate_ngram", "5")
+    assert run(options, [[four, five]], tmp_path)[0] == [[four]]
+
+
 def test_the_index_is_the_same_when_built_again(tmp_path: Path) -> None:
     file = tmp_path / "eval.txt"
     file.write_text(text_of(random.Random(5), 100))

@@ -15,7 +15,13 @@ from train.data.encoder import TextEncoder
 from train.data.format import DataError
 from train.prepare.output import take_lock
 from train.prepare.readers import Text
-from train.prepare.tokenizer import HARD_STRINGS, check_identity, sample_texts, training_sentences
+from train.prepare.tokenizer import (
+    HARD_STRINGS,
+    check_identity,
+    sample_texts,
+    train_model,
+    training_sentences,
+)
 from train.train_tokenizer import main
 
 
@@ -214,3 +220,11 @@ def test_training_sentences_keep_the_text_and_stay_short():
     pieces = list(training_sentences([text]))
     assert "".join(pieces) == text
     assert max(len(piece.encode()) for piece in pieces) <= 8192
+
+
+def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
+    texts = ["some words and others, again and again\n" * 20 + "é"]
+    for coverage in (0.98, 1.0):
+        model = sentencepiece.SentencePieceProcessor(model_proto=train_model(texts, 290, coverage))
+        assert (model.piece_to_id("é") == model.unk_id()) == (coverage < 1) and model.piece_to_id("a") > 0
+        assert model.decode(model.encode("é")) == "é"
