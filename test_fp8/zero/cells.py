@@ -33,7 +33,8 @@ HANG_TIMEOUT_S = 180  # of the first step too, which torch.compile may compile f
 
 @dataclass(frozen=True)
 class Cell:
-    """more: dotted keys of the training configuration, or of DeepSpeed's zero_optimization, that it has besides."""
+    """more: dotted keys of the training configuration, or of DeepSpeed's zero_optimization, that it has besides; of an
+    offload the device."""
 
     stage: int
     variant: str
@@ -58,7 +59,7 @@ class Cell:
         sections = {"": found, "model": model, "precision": precision} | zero
         for key, value in self.more.items():
             section, _, name = key.rpartition(".")
-            sections[section][name] = {"device": value} if section == "zero_optimization" else value
+            sections[section][name] = {"device": value} if name.startswith("offload") else value
         return found | {
             "model": model,
             "precision": precision,
@@ -92,8 +93,8 @@ class Cell:
 
 def cells(stages: Sequence[int], variants: Sequence[str], precisions: Sequence[str]) -> Iterator[Cell]:
     """In the order in which somebody would miss them: each variant of Transformer Engine's in each precision; with the
-    last of these the optimizers, their states and what could be offloaded; recomputation; the other recipes; then
-    transformers' variants in the same way, of which torch.compile takes longest to start."""
+    last of these the optimizers, their states, the reduction of gradients and what could be offloaded; recomputation;
+    the other recipes; then transformers' variants in the same way, of which torch.compile takes longest to start."""
     of_te, others = ([v for v in variants if VARIANTS[v].te == te] for te in (True, False))
     for group in (of_te, others):
         plain = [Cell(stage, v, precision) for stage in stages for v in group for precision in precisions]
@@ -116,6 +117,8 @@ def optimizers(stages: Sequence[int], variant: str, precision: str) -> Iterator[
     for stage in stages:
         more: list[dict[str, Any]] = [{"precision.optimizer_states": states} for states in STATES]
         more += [{"optim": "muon"}]
+        more += [{"precision.gradient_communication": dtype} for dtype in ("fp32", "bf16")]
+        more += [{"zero_optimization.zero_quantized_gradients": True}]
         more += [{f"zero_optimization.{key}": "cpu"} for key in OFFLOADS.get(stage, [])]
         yield from (Cell(stage, variant, precision, more=keys) for keys in more)
 

@@ -179,6 +179,12 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
                 "it; remove it (ZeRO 1 to 3 share the optimizer's memory between ranks, precision.optimizer_states "
                 "packs it at ZeRO 1, gradient_checkpointing saves activations; train/plan.py says what fits)"
             )
+    if zero.get("zero_quantized_gradients"):
+        problems.append(
+            "zero_optimization.zero_quantized_gradients: DeepSpeed 0.19.8 reduces gradients in 8 bits at no stage; "
+            "with this in 4, at ZeRO 3 between nodes alone, which is not checked here, and elsewhere it does nothing; "
+            "remove it. precision.gradient_communication has bf16 and fp32"
+        )
     for section, name in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
         if config.get(section, {}).get(name, True) is not True:
             problems.append(

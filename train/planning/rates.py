@@ -269,7 +269,7 @@ def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400, without_model: s
         return each[0][2]
     step_s = sum(share * its.step_s for share, _, its in each)
     bases = [
-        f"{its.precision}, {100 * share:.0f} % of the steps: {found.basis}" for share, its, found in each
+        f"{its.precision}, {100 * share:.3g} % of the steps: {found.basis}" for share, its, found in each
     ]
     within = max(found.within for _, _, found in each)
     return Estimate(step_s, s.step_tokens / step_s, "; ".join(bases), within)

@@ -201,7 +201,7 @@ class Setting:
         """What was chosen, in the order in which somebody asks."""
         each = self.in_each_stage
         how = ", then ".join(
-            f"{its.precision}{f' ({100 * share:.0f} %)' * bool(self.stages)}" for share, its in each
+            f"{its.precision}{f' ({100 * share:.3g} %)' * bool(self.stages)}" for share, its in each
         )
         states = f"optimizer_states {self.optimizer_states}"
         if self.optimizer_states == "bf16_remainder":

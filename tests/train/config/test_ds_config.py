@@ -228,6 +228,14 @@ def test_states_that_cannot_be_say_why(precision, changes, words):
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
             ["offload_param: offloading"],
         ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            [
+                "zero_quantized_gradients: DeepSpeed 0.19.8",
+                "in 8 bits at no stage",
+                "gradient_communication has bf16",
+            ],
+        ),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["cpu_offload: offloading"]),
         ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, ["cpu_offload_param: offloading"]),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, ["zenflow: offloading"]),
