@@ -155,7 +155,8 @@ for task in range(first, last + 1):
         failed = True
         continue
     env = dict(os.environ, SLURM_ARRAY_TASK_ID=str(task), SLURM_JOB_ID=job, SLURM_NODELIST="node", **extra)
-    done = subprocess.run(["bash", str(folder / f"{{job}}.sh")], env=env, capture_output=True, text=True)
+    forks = script.replace("launch_pickled_pipeline ", f"{{folder}}/launch_pickled_pipeline ")
+    done = subprocess.run(["bash", "-c", forks], env=env, capture_output=True, text=True)
     (folder / f"{{job}}_{{task}}.out").write_text(done.stdout + done.stderr)
     failed |= done.returncode != 0
 if failed:
@@ -215,7 +216,10 @@ def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys
         "kill-on-invalid-dep=yes",  # of the next one, where a job has failed: it would wait for ever
     ):
         assert f"#SBATCH --{option}\n" in script
-    assert f"export PYTHONPATH={ROOT}" in script and "launch_pickled_pipeline" in script
+    assert f"export PYTHONPATH={ROOT}" in script
+    python = Path(sys.executable).parent
+    assert f"\nexport PATH={python}:$PATH\n" in script and "launch_pickled_pipeline " in script
+    assert (python / "launch_pickled_pipeline").exists()
 
 
 @pytest.mark.slow
@@ -296,13 +300,12 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_ray_gives_the_same_bytes(tmp_path, command, corpus):
+def test_ray_gives_the_same_bytes(tmp_path, command, prepare, corpus):
     pytest.importorskip("ray", reason="the package ray is not installed")
-    for name in ("local", "ray"):
-        environment = {**os.environ, "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "5"}  # it may wait for one in vain
-        line = command(tmp_path / name, corpus, 1, tasks=3, executor=name)
-        done = programs.run(line, env=environment, timeout=280)
-        assert done.returncode == 0
+    assert prepare(tmp_path / "local", corpus, tasks=3) == 0
+    environment = {**os.environ, "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "5"}  # it may wait for one in vain
+    line = command(tmp_path / "ray", corpus, 1, tasks=3, executor="ray")
+    assert programs.run(line, env=environment, timeout=280).returncode == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
     assert len(decoded(tmp_path / "ray")) == read_manifest(tmp_path / "ray").documents["out"] - len(
         decoded(tmp_path / "ray", "eval")
