@@ -37,10 +37,15 @@ LAYER = {
 OF = {"te_linear": LINEAR, "te_layer": LAYER}
 
 
+def precision_on(device: str, levels: dict[str, str] | None = None, **keys: object) -> Precision:
+    backend = "reference" if device == "cpu" else "transformer_engine"
+    return Precision(PrecisionConfig(backend=backend, **keys), torch.device(device), levels)
+
+
 def model_of(
     variant: str, levels: dict[str, str], device: str = "cpu", checkpointing: bool = False, **keys: object
 ) -> tuple[nn.Module, Precision]:
-    precision = Precision(PrecisionConfig(**keys), torch.device(device), levels)
+    precision = precision_on(device, levels, **keys)
     config = small_config(head_dim=64)
     model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing)
     return model.train(), precision
@@ -119,7 +124,7 @@ def test_delayed_scales_move_whatever_the_first_module_is(variant: str, level: s
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
 def test_a_backward_in_high_precision_has_what_was_not_quantized(kind: str, device: str) -> None:
     """The forward is that of block scaling, gradients are those of bf16's GEMMs, which block scaling's are not."""
-    precision = Precision(PrecisionConfig(recipe="block"), torch.device(device))
+    precision = precision_on(device, recipe="block")
     te, generator = precision.te, torch.Generator().manual_seed(1)
     options = {"normalization": "RMSNorm"} if kind == "LayerNormLinear" else {}
     placement = {"params_dtype": torch.bfloat16, "device": precision.device}
@@ -173,10 +178,12 @@ def test_recomputation_gives_the_same_bits(variant: str, device: str) -> None:
 
 
 def test_a_state_from_before_is_that_of_the_modules_that_still_have_one() -> None:
+    """Loaded as a run does: after the proof, with which each module has run at its level."""
     before, delayed = model_of("te_layer", {}, amax_history_len=4)
     step(before)
     saved = snapshot_fp8_state(before, delayed)
     model, precision = model_of("te_layer", LAYER, amax_history_len=4)
+    step(model)
     load_fp8_state(model, precision, saved)
     kept = fp8_state(model, precision)
     assert 0 < len(kept) < len(saved) and all(torch.equal(t, saved[key]) for key, t in kept.items())

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from model.build import build_model
-from model.fp8.precision import Precision
+from model.fp8 import te_backend
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
 from tests.reliability.launching import launch
@@ -24,6 +25,7 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.evaluation.models import plan
 from train.guard import fp8_alarms
 from train.guard.escalation import escalations
+from train.guard.health import Health, Spike
 from train.inspect_checkpoint import inspect
 from train.loop import Loop
 from train.record.provenance import read_starts
@@ -142,6 +144,19 @@ def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, mes
     assert message in str(error.value)
 
 
+def test_a_machine_without_block_scaling_is_found_before_the_first_step(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(te: Any, recipe: str) -> None:
+        if recipe == "block":
+            raise te_backend.BackendError("recipe block is not available here; use delayed or current")
+
+    monkeypatch.setattr(te_backend, "require_fp8", require)
+    with pytest.raises(PrecisionError, match=r"precision\.on_trouble: .*recipe block is not available here"):
+        run(settings, precision=ESCALATE)
+    assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
+
+
 # ---------------------------------------------------------------- what it mends
 
 
@@ -223,9 +238,16 @@ UP = {
 
 
 def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant: str, recipe: str) -> None:
-    """The whole way up, and on from the first change, and on the GPU and of delayed scaling from the others, too."""
+    """The whole way up, and on from the first change, and on the GPU and of delayed scaling from the others, too. Lines
+    of metrics are fewer than looks."""
     before_each_step(monkeypatch, growing(variant))
-    settings |= {"learning_rate": 1e-4, "max_steps": 7, "save_steps": 1, "save_total_limit": 20}
+    settings |= {
+        "learning_rate": 1e-4,
+        "max_steps": 7,
+        "save_steps": 1,
+        "save_total_limit": 20,
+        "logging_steps": 4,
+    }
     settings["precision"] = {**PRECISIONS[recipe], **ESCALATE}
     settings["model"]["variant"] = variant
     whole, up = run(settings), UP[recipe]
@@ -241,7 +263,8 @@ def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant:
         branch = {"output_dir": str(tmp_path / f"from-{step}"), "save_steps": 3}
         start = str(whole / f"checkpoints/step-{step:08d}")
         folder = run(settings, **branch, resume_from_checkpoint=start)
-        assert curve(folder) == curve(whole)[step:] and tensors(folder, 7) == tensors(whole, 7)
+        assert curve(folder) == [entry for entry in curve(whole) if entry[0] > step]
+        assert tensors(folder, 7) == tensors(whole, 7)
         assert changes(folder) == [c for c in changes(whole) if c["step"] > step]
 
 
@@ -353,6 +376,32 @@ def test_levels_outlast_a_stage_without_fp8_and_a_resume_that_only_warns(
     assert curve(kept)[0] == curve(whole)[4] and active(kept)[6] == 1
     levels = read_state(kept / "checkpoints/step-00000006").levels
     assert levels == {"model.layers.1.layernorm_mlp": "current"}
+
+
+@pytest.mark.slow
+def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To before it did, as the checkpoint since then is damaged."""
+    before_each_step(monkeypatch, growing("te_layer"))
+    whole, looks, spikes = Path(settings["output_dir"]), Health.look, list[Spike]()
+
+    def spike_in_step_3(self: Health, tokens: int) -> list[Spike]:
+        step, first_sample = self._steps[-1][:2]
+        found = looks(self, tokens)
+        if step != 3 or spikes:
+            return found
+        (whole / "checkpoints/step-00000002/manifest.json").unlink()
+        spikes.append(Spike(step, first_sample, "loss", 9.0, 1.0, 2.0))
+        return spikes
+
+    monkeypatch.setattr(Health, "look", spike_in_step_3)
+    settings |= {"learning_rate": 1e-4, "max_steps": 3, "save_steps": 1, "on_spike": "rollback"}
+    run(settings, precision={**PRECISIONS["delayed"], **ESCALATE})
+    lines = metrics(whole)
+    assert [m["step"] for m in lines if "rollback" in m] == [1] and lines[-1]["step"] == 3
+    (start,) = read_starts(RunFolder(whole))
+    (change,) = start["escalations"]
+    assert (change["step"], change["to"]) == (2, "current") and len(start["stages"]) == 1
+    assert read_state(whole / "checkpoints/step-00000003").escalations == [change]
 
 
 @pytest.mark.slow
