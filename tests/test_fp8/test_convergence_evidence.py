@@ -20,6 +20,7 @@ from test_fp8.convergence.rows import (
     reference_of,
     state_of,
 )
+from train.guard.signals import STOPPED
 
 
 def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
@@ -219,3 +220,75 @@ def test_a_signal_is_a_request_to_stop() -> None:
         assert asked.left_s == 0
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert 0 < trainings.Asked(100).left_s <= 100
+
+
+class Process:
+    """A training that ends with `status` once it was asked so often; or after SIGTERM, with that of a stop."""
+
+    def __init__(self, status: int, polls: int) -> None:
+        self.status, self.polls, self.terminated = status, polls, False
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        self.polls -= 1
+        if self.terminated or self.polls < 0:
+            self.returncode = STOPPED if self.terminated else self.status
+        return self.returncode
+
+    def terminate(self) -> None:
+        assert not self.terminated, "a second signal would end it at once"
+        self.terminated = True
+
+    def wait(self) -> None:
+        assert self.terminated
+
+
+def train(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, processes: dict[str, Process], left_s: float, **limits: int
+) -> tuple[list[str], list[tuple[str, int]]]:
+    """(rows finished, (row, place) in the order of their starts) of rows that these processes train, and of `there`,
+    which was finished before, the last of all."""
+    began = []
+    now = {"sources": "a", "machine": {"gpu": "H200"}, "versions": {}, "data": {}}
+
+    def start(plan: Plan, place: int, _: object) -> trainings.Training:
+        began.append((plan.row.name, place))
+        (plan.folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "eval_loss": 1.0}\n')
+        log = (plan.folder / "log.txt").open("w")
+        return trainings.Training(plan, processes[plan.row.name], place, log)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainings, "start", start)
+    monkeypatch.setattr(trainings, "conditions", lambda *_: now)
+    monkeypatch.setattr(trainings.TrainingArguments, "from_dict", lambda config: config)
+    monkeypatch.setattr(trainings, "POLL_S", 0.0)
+    if left_s:
+        monkeypatch.setattr(trainings.Asked, "left_s", left_s)
+    config = row_in(folder / "there").config
+    plans = [Plan(Row(name, {}), config, [], folder / name) for name in (*processes, "there")]
+    found = trainings.train_all(plans, {}, {}, trainings.Limits(**limits))
+    return list(found), began
+
+
+def test_rows_are_trained_as_places_become_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    processes = {"long": Process(0, 9), "short": Process(0, 1), "next": Process(0, 1)}
+    found, began = train(monkeypatch, tmp_path, processes, 0, at_once=2)
+    assert found == ["long", "short", "next", "there"]
+    assert began == [("long", 0), ("short", 1), ("next", 1)]
+    assert not any(process.terminated for process in processes.values())
+
+
+def test_a_row_that_fails_stops_the_others_with_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    processes = {"long": Process(0, 99), "bad": Process(1, 1), "next": Process(0, 1)}
+    with pytest.raises(ComparisonError, match="row bad: the training ended with status 1"):
+        train(monkeypatch, tmp_path, processes, 0, at_once=2)
+    assert processes["long"].terminated and not (tmp_path / "next").exists()
+
+
+@pytest.mark.parametrize("left_s", [trainings.LEAST_S - 1, 0.001])
+def test_without_time_no_row_begins_and_what_is_there_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left_s: float
+) -> None:
+    found, began = train(monkeypatch, tmp_path, {"a": Process(0, 1)}, left_s, time_limit_s=100)
+    assert found == ["there"] and not began
