@@ -32,6 +32,7 @@ from train.preflight.ranks import check_ranks
 from train.preflight.sizes import shortened, what_takes_less
 
 Say = Callable[..., None]
+MORE_MEMORY = 1.1  # than planned, which has met every measured peak within 4 %
 
 
 def is_on(args: TrainingArguments) -> bool:
@@ -139,5 +140,13 @@ def tell_memory(peaks: list[int], where: list[str], planned: Prediction | None, 
     most = max(peaks)
     at = where[peaks.index(most)]
     say(f"preflight: memory of a step: {most / GIB:,.2f} GiB at the peak, the most on {at}")
-    if planned is not None:
-        say(f"preflight: {planned.beside(most / GIB, None)}")
+    if planned is None:
+        return
+    say(f"preflight: {planned.beside(most / GIB, None)}")
+    expected = planned.memory.measured_as_gib
+    if most > MORE_MEMORY * expected * GIB:
+        say(
+            f"warning: preflight: a step takes {most / GIB:,.1f} GiB on {at}, and {expected:,.1f} are planned: should "
+            "memory run out, look which part is larger (train/plan.py has all of them), or take a smaller "
+            "per_device_train_batch_size; and report it, with the plan's line"
+        )

@@ -21,6 +21,7 @@ from train.guard.signals import Stopped
 from train.planning import rates
 from train.planning.plan import Prediction
 from train.planning.rates import RESULTS, measured
+from train.preflight.together import tell_memory
 
 
 def read_anew() -> None:
@@ -118,3 +119,21 @@ def test_of_other_gpus_memory_alone_is_told(name: str) -> None:
     prediction = Prediction.of(setting(), name)
     assert prediction.estimate is None and "tokens/s" not in prediction.told()
     assert "tokens/s" not in prediction.beside(40, 1000.0)
+
+
+def test_a_step_that_takes_more_memory_than_planned_is_warned_of_by_rank() -> None:
+    prediction = Prediction.of(setting(), "NVIDIA H200")
+    planned, where = prediction.memory.measured_as_gib, ["rank 0 (one)", "rank 1 (two)"]
+    for share, warned in ((1.05, False), (1.2, True)):
+        told: list[str] = []
+        tell_memory([int(0.9 * planned * GIB), int(share * planned * GIB)], where, prediction, told.append)
+        peak = f"{share * planned:,.2f} GiB at the peak"
+        assert told[0] == f"preflight: memory of a step: {peak}, the most on rank 1 (two)"
+        assert f"plan and measured: {planned:,.2f} and {peak}" in told[1] and len(told) == 2 + warned
+        if warned:
+            assert (
+                f"a step takes {share * planned:,.1f} GiB on rank 1 (two), and {planned:,.1f} are" in told[2]
+            )
+    told = []
+    tell_memory([GIB], where, None, told.append)
+    assert len(told) == 1
