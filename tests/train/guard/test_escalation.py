@@ -238,8 +238,8 @@ UP = {
 
 
 def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant: str, recipe: str) -> None:
-    """The whole way up, and on from the first change, and on the GPU and of delayed scaling from the others, too. Lines
-    of metrics are fewer than looks."""
+    """The whole way up, and on from the first change, and of delayed scaling from the last, too. Lines of metrics are
+    fewer than looks."""
     before_each_step(monkeypatch, growing(variant))
     settings |= {
         "learning_rate": 1e-4,
@@ -259,7 +259,7 @@ def check_every_level(settings: dict, tmp_path: Path, monkeypatch: Any, variant:
     assert {c["operand"] for c in changes(whole)} == {"input"}
     # mended: from the look after the last change on
     assert all(count == 0 for step, count in active(whole).items() if step > up[-1][0])
-    for step, _ in up if GPU or recipe == "delayed" else up[:1]:
+    for step, _ in (up[0], up[-1]) if recipe == "delayed" else up[:1]:
         branch = {"output_dir": str(tmp_path / f"from-{step}"), "save_steps": 3}
         start = str(whole / f"checkpoints/step-{step:08d}")
         folder = run(settings, **branch, resume_from_checkpoint=start)
@@ -302,26 +302,19 @@ def growing_gradient(model: Any, step: int) -> None:
                 weight[3] = 0
 
 
-LEAVES = {
-    "te_linear": {"self_attn.o_proj": "bf16_backward", "mlp.down_proj": "bf16_backward"},
-    "te_layer": {"self_attention.proj": "bf16_backward", "layernorm_mlp": "bf16"},
-}
+LEAVES = {"self_attention.proj": "bf16_backward", "layernorm_mlp": "bf16"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", LEAVES)
-def test_a_gradient_that_underflows_ends_in_bf16(
-    settings: dict, monkeypatch: pytest.MonkeyPatch, variant: str
-) -> None:
+def test_a_gradient_that_underflows_ends_in_bf16(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale for each 128 elements, here a row; a module of one GEMM keeps FP8 in its forward."""
     before_each_step(monkeypatch, growing_gradient)
-    settings["model"]["variant"] = variant
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["block"], **ESCALATE}}
     folder = run(settings)
     assert {(c["operand"], c["statistic"]) for c in changes(folder)} == {("gradient", "underflow")}
     first = changes(folder)[0]["step"]
     assert path_of(folder) == {
-        f"{layer}.{name}": [(first, level)] for layer in (0, 1) for name, level in LEAVES[variant].items()
+        f"{layer}.{name}": [(first, level)] for layer in (0, 1) for name, level in LEAVES.items()
     }
     assert active(folder)[first] == 4 and not any(active(folder)[step] for step in range(first + 1, 5))
 
@@ -405,15 +398,14 @@ def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [3])
 def test_weights_that_are_spread_over_ranks_have_every_level(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each gradient more is asked than FP8 can do."""
     monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
     settings |= {
         "max_steps": 3,
-        "deepspeed": f"ds_config_zero{stage}.json",
+        "deepspeed": "ds_config_zero3.json",
         "precision": {"recipe": "block", **ESCALATE},
     }
     settings["model"]["variant"] = "te_linear"
@@ -428,11 +420,10 @@ def test_weights_that_are_spread_over_ranks_have_every_level(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path, stage: int) -> None:
+def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path) -> None:
     """Two ranks, which see other samples; then one, at the same levels. Without calibration the first gradients are
     below what their scales resolve."""
-    settings |= {"max_steps": 3, "deepspeed": f"ds_config_zero{stage}.json", "save_steps": 1}
+    settings |= {"max_steps": 3, "deepspeed": "ds_config_zero3.json", "save_steps": 1}
     settings["precision"] = {"calibration_passes": 0, **ESCALATE}
     whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
     start = str(whole / "checkpoints/step-00000001")
