@@ -197,11 +197,13 @@ def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
 @dataclass(frozen=True)
 class State:
     """How far the training in a row's folder is. why: it cannot stand for the row; None if it can. goes_on: it has
-    a checkpoint, from which it may be continued. differ: what of MAY_DIFFER was another then."""
+    a checkpoint, from which it may be continued. differ: what of MAY_DIFFER was another then. finished: under
+    whichever conditions."""
 
     why: str | None
     goes_on: bool = False
     differ: tuple[str, ...] = ()
+    finished: bool = False
 
 
 def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
@@ -217,13 +219,14 @@ def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
     differ = tuple(key for key in may_differ if any(is_under(change.key, [key]) for change in changed))
     if changed := [change for change in changed if not is_under(change.key, differ)]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return State(f"trained before, with other conditions ({changed[0]}{more})")
+        return State(f"trained before, with other conditions ({changed[0]}{more})", finished=was["finished"])
     last, steps = (read_metrics(plan.folder) or [{"step": 0}])[-1], plan.config["max_steps"]
     if not was["finished"]:
         return State("not finished", goes_on=any(plan.folder.glob("checkpoints/step-*")), differ=differ)
     if last["step"] != steps or last.get("loss") is None or last.get("eval_loss") is None:
-        return State(f"its metrics end at step {last['step']} of {steps}, or without a loss")
-    return State(None, differ=differ)
+        why = f"its metrics end at step {last['step']} of {steps}, or without a loss"
+        return State(why, finished=True)
+    return State(None, differ=differ, finished=True)
 
 
 def trained_under(plan: Plan) -> Result:

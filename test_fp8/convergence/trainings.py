@@ -3,6 +3,7 @@ there are GPUs for, stopped in time with a checkpoint, and gone on with by the n
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -67,7 +68,8 @@ class Training:
 
 
 def ready(plan: Plan, now: Result, may_differ: Sequence[str]) -> bool:
-    """Whether the row is finished; says so, or what is to be done. What cannot stand is made ready to begin anew."""
+    """Whether the row is finished; says so, or what is to be done. What cannot stand is made ready to begin anew; what
+    was finished under other conditions is kept beside it."""
     name, state = plan.row.name, state_of(plan, now, may_differ)
     differ = f" ({' and '.join(state.differ)} were others)" if state.differ else ""
     if state.why is None:
@@ -77,6 +79,10 @@ def ready(plan: Plan, now: Result, may_differ: Sequence[str]) -> bool:
     what = "goes on" if state.goes_on else "training"
     print(f"{name}: {state.why}{differ}; {what}, see {plan.folder / LOG}", flush=True)
     if not state.goes_on:
+        if state.finished:
+            earlier = (plan.folder.with_name(f"{name}.earlier{number}") for number in itertools.count(1))
+            kept = plan.folder.rename(next(path for path in earlier if not path.exists()))
+            print(f"{name}: what was finished before is kept in {kept}", flush=True)
         shutil.rmtree(plan.folder, ignore_errors=True)
         plan.folder.mkdir(parents=True)
         note(plan, now, finished=False)

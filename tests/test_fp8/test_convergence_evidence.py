@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -13,12 +12,12 @@ from test_fp8.common.rows import Row
 from test_fp8.convergence import evidence, trainings
 from test_fp8.convergence.results import compared
 from test_fp8.convergence.rows import (
-    CONDITIONS,
     ComparisonError,
     Plan,
     make_plans,
     reference_of,
     state_of,
+    trained_under,
 )
 from train.guard.signals import STOPPED
 
@@ -177,7 +176,7 @@ def test_what_may_differ_is_said(tmp_path: Path) -> None:
 
 def test_an_unfinished_row_goes_on_from_a_checkpoint_alone(tmp_path: Path) -> None:
     plan = row_in(tmp_path / "x")
-    now = json.loads((plan.folder / CONDITIONS).read_text())["conditions"]
+    now = trained_under(plan)
     trainings.note(plan, now, finished=False)
     assert not state_of(plan, now).goes_on
     (plan.folder / "checkpoints/step-00000001").mkdir(parents=True)
@@ -186,6 +185,17 @@ def test_an_unfinished_row_goes_on_from_a_checkpoint_alone(tmp_path: Path) -> No
     assert not state_of(plan, now | {"data": {"x": 2}}).goes_on
     assert not trainings.ready(plan, now | {"data": {"x": 2}}, [])
     assert not (plan.folder / "checkpoints").exists(), "other data: it begins anew"
+
+
+def test_what_was_finished_otherwise_is_kept(tmp_path: Path) -> None:
+    plan = row_in(tmp_path / "x", sources="b")
+    now = trained_under(plan) | {"sources": "a"}
+    for number in (1, 2):
+        assert not trainings.ready(plan, now, [])
+        assert (tmp_path / f"x.earlier{number}/metrics.jsonl").exists() and not (
+            tmp_path / "x/metrics.jsonl"
+        ).exists()
+        row_in(tmp_path / "x", sources="c")
 
 
 def test_each_row_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
