@@ -219,6 +219,13 @@ def test_a_kept_weight_copy_records_no_amax():
     assert history[:, 1].count_nonzero() == 1 and history[:, 0].count_nonzero() == 2
 
 
+def test_a_kept_weight_copy_is_of_its_recipe():
+    module, x = linear(), torch.randn(16, 32)
+    step(module, x, DelayedScaling(), is_first_microbatch=True)  # by a scale of 1
+    kept = step(module, x, Float8CurrentScaling(), is_first_microbatch=False)
+    assert torch.equal(kept, step(module, x, Float8CurrentScaling()))
+
+
 @pytest.mark.process
 def test_amaxes_are_reduced_over_ranks_in_one_call_a_direction(tmp_path):
     (ranks,) = run_cases(tmp_path / "ranks", [(2, "reduce_amaxes", {})])

@@ -60,6 +60,14 @@ def test_layers_that_bf16_modules_keeps_are_planned_so(
     assert (layers - s.fp8_layers, s.fp8_head) == (layers if kept is None else kept, head)
 
 
+def test_a_reduction_beside_the_backward_takes_a_second_bucket() -> None:
+    for stage, buckets in ((1, (0, 0)), (2, (1, 2))):
+        s = setting(ranks=2, deepspeed=f"ds_config_zero{stage}.json", per_device_train_batch_size=32)
+        for overlap_comm, count in zip((False, True), buckets, strict=True):
+            parts = memory_of(replace(s, overlap_comm=overlap_comm)).parts
+            assert parts.get("communication buffers", 0) == count * 2 * s.reduce_bucket / GIB
+
+
 @pytest.mark.parametrize("row", ["bf16", "delayed", "current", "block"])
 def test_trainings_of_a_model_without_rates_are_predicted(row: str) -> None:
     """compare_convergence.py's of mistral_0.4b, by train.py itself: peak and speed."""
