@@ -68,8 +68,9 @@ EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 LAUNCH_OF_STEP = 1.1
 # docs/validation.md and docs/performance.md: full_determinism, and cuDNN's attention for FlashAttention-4's.
 DETERMINISTIC, NOT_FLASH = 1.028, 1.023
-# One run on two H100s, whose JSON was not kept: a step of ZeRO 3 took 1.5 times that of ZeRO 1.
-ZERO_3 = 1.5
+# One run of eight steps on two H200s (hare_1.1b, ds_config_zero3.json; its JSON was not kept): the median of its steps
+# 154,000 tokens/s, the last ones 165,300.
+ZERO_3 = 1.15
 
 SURE_MEASURED, SURE_SCALED, SURE_MEAN = 0.03, 0.06, 0.08
 SURE_GPU, SURE_RANKS, SURE_NODES, SURE_ZERO_3 = 0.08, 0.04, 0.15, 0.25
@@ -313,7 +314,7 @@ def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | 
         notes.append(f"{network_gbit_s:g} Gbit/s of network a GPU, never measured")
         within += SURE_NODES
     if s.zero_stage == 3:
-        notes.append("ZeRO 3 by one run on two H100s")
+        notes.append("ZeRO 3 by one short run on two H200s")
         within += SURE_ZERO_3
     step_s = ratio * _modelled_s(s, gpu) + _communication_s(s, gpu, network_gbit_s)
     return Estimate(step_s, s.step_tokens / step_s, "; ".join([basis, *notes]), round(within, 2))

@@ -8,7 +8,7 @@ from typing import Any
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2
 from train.planning.memory import Memory, largest_micro_batch, memory_of
 from train.planning.rates import Estimate, Gpu, estimate
-from train.planning.setting import REDUCE_BUCKET, Setting
+from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 
 MOST_RECOMMENDED = 128  # samples of a micro-batch
 NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
@@ -89,7 +89,7 @@ def at(
         optimizer_states=states[0],
         moments=states[1],
         cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
-        reduce_bucket=s.reduce_bucket if same else s.widths[0] ** 2 if zero_stage == 3 else REDUCE_BUCKET,
+        reduce_bucket=s.reduce_bucket if same else ZERO_3_BUCKET if zero_stage == 3 else REDUCE_BUCKET,
         overlap_comm=s.overlap_comm if same else zero_stage == 3,
     )
 

@@ -14,6 +14,7 @@ from train.config.schedule import precisions_of, stage_shares
 
 # DeepSpeed's defaults, in elements.
 REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
+ZERO_3_BUCKET = 50_000_000  # ds_config_zero3.json's
 
 
 @dataclass(frozen=True)

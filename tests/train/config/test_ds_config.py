@@ -332,7 +332,10 @@ def test_a_matching_optimizer_section_is_removed():
 
 
 def test_zero_3_sizes_follow_the_hidden_size():
-    config = resolve_ds_config(arguments("ds_config_zero3.json"), 1)
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = resolve_ds_config(
+        arguments({"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}}), 1
+    )
     assert config["zero_optimization"]["reduce_bucket_size"] == 128 * 128
     assert config["zero_optimization"]["stage3_param_persistence_threshold"] == 1280
 

@@ -180,10 +180,10 @@ def test_what_deepspeed_holds_by_stage() -> None:
     zero, two, three = (
         memory_of(setting(ranks=8, deepspeed=f"ds_config_zero{n}.json", **keys)) for n in (0, 2, 3)
     )
-    parameters, hidden = setting().parameters, setting().sizes.hidden_size
+    parameters = setting().parameters
     assert zero.moment == "optimizer" and zero.parts["gradients of the step"] == 4 * parameters / GIB
     assert two.parts["communication buffers"] == 2 * 5e8 / GIB
-    assert three.parts["communication buffers"] == 2 * (1e9 + hidden**2) / GIB
+    assert three.parts["communication buffers"] == 2 * (1e9 + 5e7) / GIB
 
 
 def test_a_device_holds_more_than_tensors() -> None:
@@ -255,7 +255,7 @@ def test_estimates_say_what_they_are_derived_from() -> None:
     said = [
         (replace(s, micro_batch=4), "h200", "scaled from"), (s, "h800", "by its data sheet"),
         (replace(s, ranks=8), "h200", "links between GPUs"), (replace(s, ranks=16), "h200", "never measured"),
-        (replace(s, zero_stage=3), "h200", "ZeRO 3 by one run"),
+        (replace(s, zero_stage=3), "h200", "ZeRO 3 by one short run"),
         (replace(s, sizes=load_sizes("mistral_7b")), "h200", "measured of hare_0.4b, hare_1.1b, hare_2.0b"),
     ]  # fmt: skip
     for other, gpu, words in said:
@@ -282,7 +282,7 @@ def test_what_takes_longer() -> None:
     )
     assert times_as_long(replace(s, flash=False), replace(s, flash=True)) == pytest.approx(1.023, abs=2e-3)
     eight = replace(s, ranks=8)
-    assert times_as_long(replace(eight, zero_stage=3), eight) > 1.5
+    assert times_as_long(replace(eight, zero_stage=3), eight) > 1.2
     # AdamW's work is shared from ZeRO 1 on; ZeRO 2 communicates with each micro-batch
     one = replace(s, accumulation=1, micro_batch=1)
     shared, whole = (replace(one, ranks=8, zero_stage=stage) for stage in (1, 0))
