@@ -222,6 +222,23 @@ def test_the_launcher_ends_with_the_status_of_the_ranks(
     assert {path.name for path in tmp_path.iterdir()} == {"ranks.py", *left}
 
 
+def test_a_stop_while_ranks_are_started_reaches_all(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int]] = []
+
+    class Rank:
+        def __init__(self, command: list[str], env: dict[str, str], preexec_fn: object):
+            self.rank, self.returncode = env["RANK"], None
+            if self.rank == "0":
+                signal.raise_signal(signal.SIGTERM)
+
+        def send_signal(self, number: int) -> None:
+            told.append((self.rank, number))
+
+    monkeypatch.setattr(subprocess, "Popen", Rank)
+    Launcher(parse(["--nproc", "3", __file__]))
+    assert told == [(rank, signal.SIGTERM) for rank in "012"]
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "waited_s"),
     [

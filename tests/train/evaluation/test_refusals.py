@@ -19,6 +19,7 @@ from model.fp8.gemms import Gemms
 from train.data.format import read_manifest
 from train.evaluation import scores
 from train.evaluation.models import Plan
+from train.files import sha256_file
 
 
 @pytest.fixture
@@ -258,3 +259,9 @@ def test_bytes_that_nobody_knows() -> None:
     sums[1, scores.TOKENS] = 0
     with pytest.raises(ValueError, match="DATA b has no token to predict"):
         scores.results(sums.double(), sources)
+
+
+def test_data_may_be_made_by_either_tokenizer_of_a_folder(tokenizer_dir: Path) -> None:
+    model: Any = SimpleNamespace(state=None, tokenizer_folder=lambda given: tokenizer_dir)
+    both = {sha256_file(tokenizer_dir / name) for name in ("tokenizer.model", "tokenizer.json")}
+    assert len(both) == 2 and Plan.tokenizers(model, None) == both
