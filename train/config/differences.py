@@ -50,7 +50,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         # the content of data folders is compared, not their paths
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
-        found = {key: value for key, value in leaves(values).items() if not _is_repeated(key)}
+        found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
         present = {key_of(key) for key in found}
         defaults = {
             key: node["default"] for key, node in keys_of(TrainingArguments).items() if "default" in node
@@ -68,9 +68,16 @@ _REPEATED = (
 )
 
 
-def _is_repeated(key: str) -> bool:
+# What decides when ZeRO 3 gathers weights, and not what is computed with them.
+_GATHERING = tuple(
+    f"zero_optimization.{name}"
+    for name in ("leaf_module.", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+)
+
+
+def _is_of_no_matter(key: str) -> bool:
     section, _, name = key.partition(".")
-    return section == "deepspeed" and (name in _REPEATED or name.startswith("optimizer."))
+    return section == "deepspeed" and (name in _REPEATED or name.startswith(("optimizer.", *_GATHERING)))
 
 
 def key_of(key: str) -> str:

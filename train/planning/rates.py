@@ -68,8 +68,8 @@ EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 LAUNCH_OF_STEP = 1.1
 # docs/validation.md and docs/performance.md: full_determinism, and cuDNN's attention for FlashAttention-4's.
 DETERMINISTIC, NOT_FLASH = 1.028, 1.023
-# One run of eight steps on two H200s (hare_1.1b, ds_config_zero3.json; its JSON was not kept): the median of its steps
-# 154,000 tokens/s, the last ones 165,300.
+# Between what one run of eight steps on two H200s says (hare_1.1b, micro-batch 8, 4 accumulated, ds_config_zero3.json;
+# its JSON was not kept), the median of its steps, 154,000 tokens/s, and the last ones, 165,300.
 ZERO_3 = 1.15
 
 SURE_MEASURED, SURE_SCALED, SURE_MEAN = 0.03, 0.06, 0.08

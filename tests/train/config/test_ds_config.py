@@ -340,6 +340,15 @@ def test_zero_3_sizes_follow_the_hidden_size():
     assert config["zero_optimization"]["stage3_param_persistence_threshold"] == 1280
 
 
+def test_when_zero_3_gathers_weights_does_not_matter_to_a_resume():
+    now = load_deepspeed("ds_config_zero3.json")
+    before = {**now, "zero_optimization": {**now["zero_optimization"], "reduce_bucket_size": 1000}}
+    for key in ("leaf_module", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        del before["zero_optimization"][key]
+    old, new = (arguments(config).resolve(2).to_dict() for config in (before, now))
+    assert [d.key for d in resume_differences(old, new)] == ["deepspeed.zero_optimization.reduce_bucket_size"]
+
+
 def test_what_the_user_turned_on_stays_on():
     timers = {"throughput": {"enabled": True}}
     given = {"wall_clock_breakdown": True, "steps_per_print": 5, "timers": timers}

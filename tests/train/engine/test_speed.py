@@ -186,7 +186,7 @@ def test_cuda_graphs_and_what_excludes_them(settings: dict) -> None:
     "variant, fused", [("te_layer", True), ("te_layer", False), ("te_linear", True), ("hf", True)]
 )
 def test_zero_3_gathers_a_layer_at_a_time(variant: str, fused: bool) -> None:
-    """With a hook a module instead, two GPUs kept 65 % of ZeRO 1's speed, not 80."""
+    """What waits for the hooks of modules in Python is the host."""
     precision = Precision(PrecisionConfig(compute="bf16"))
     model = build_model(small_config(), variant, precision, seed=0, speed=SpeedConfig(fused_rope=fused))
     leaves = load_deepspeed("ds_config_zero3.json")["zero_optimization"]["leaf_module"]["classes"]

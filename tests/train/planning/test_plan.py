@@ -14,12 +14,12 @@ import pytest
 from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from tests.train.planning.settings import setting
 from train import plan as program
-from train.config.arguments import REPOSITORY
+from train.config.arguments import REPOSITORY, load_deepspeed
 from train.planning.memory import checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.plan import PlanError, gpu_called, parse_tokens, plan
 from train.planning.rates import GPUS, MEASURED_ON, RESULTS, estimate, measured
 from train.planning.recommend import recommend
-from train.planning.setting import Setting
+from train.planning.setting import ZERO_3_BUCKET, Setting
 
 SPEED = 0.12
 # Of a model as if it had not been measured: te_linear waits for the host where a model is small.
@@ -183,7 +183,8 @@ def test_what_deepspeed_holds_by_stage() -> None:
     parameters = setting().parameters
     assert zero.moment == "optimizer" and zero.parts["gradients of the step"] == 4 * parameters / GIB
     assert two.parts["communication buffers"] == 2 * 5e8 / GIB
-    assert three.parts["communication buffers"] == 2 * (1e9 + 5e7) / GIB
+    assert three.parts["communication buffers"] == 2 * (1e9 + ZERO_3_BUCKET) / GIB
+    assert load_deepspeed("ds_config_zero3.json")["zero_optimization"]["reduce_bucket_size"] == ZERO_3_BUCKET
 
 
 def test_a_device_holds_more_than_tensors() -> None:
