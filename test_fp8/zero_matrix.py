@@ -10,7 +10,7 @@ Either the losses and the gradient norms of all steps are equal within the toler
 start, by a message about the cell's own keys, which the table has. What matters most comes first.
 
 Exit status: 0; 1 when a cell is neither; 2 when there is no matrix (too few GPUs, a folder of another matrix); 3 when
-time ran out before the last cell.
+time ran out before the last cell; 143 after SIGTERM, which ends the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -38,12 +39,15 @@ from test_fp8.common.report import Result
 from test_fp8.zero.ranks import Trainings, train_all
 from train.files import write_durably
 from train.preflight.machine import cuda_devices
+from train.record.provenance import commit
 
 if TYPE_CHECKING:
     from test_fp8.zero.cells import Cell
 
 PRECISIONS = ("bf16", "fp8")
 RANKS = ROOT / "test_fp8/zero/ranks.py"
+SOURCES = ("model", "train", "test_fp8/zero")
+TERMINATED = 128 + signal.SIGTERM
 # Relative, the largest of all steps, and in the first, before weights differ. What was measured: docs/validation.md.
 # FP8's is wider: a sum that is rounded otherwise may be the next number of a format of few bits. Delayed scaling moves
 # its scales with each micro-batch, and a rank of several has fewer of them.
@@ -139,9 +143,8 @@ def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None
 def made_for_another(folder: Path, options: argparse.Namespace) -> str:
     """Why the trainings in `folder` are of another matrix; "" where they are of this one, or there are none yet."""
     machine, versions = describe()
-    own = {"machine": machine, "versions": versions} | {
-        k: getattr(options, k) for k in ("config", "ranks", "steps")
-    }
+    own = {"machine": machine, "versions": versions, "sources": report.sources_sha256(*SOURCES)}
+    own |= {k: getattr(options, k) for k in ("config", "ranks", "steps")}
     file = folder / "made_for.json"
     if not file.is_file():
         if folder.is_dir() and any(folder.iterdir()):
@@ -172,6 +175,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(headline(*describe()), flush=True)
     with contextlib.ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+        stack.callback(signal.signal, signal.SIGTERM, before)
         if options.work_dir is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         else:
@@ -190,8 +195,8 @@ def main(argv: Sequence[str]) -> int:
     if left:
         print(f"{left} cells are left for want of time; the same command goes on with them")
     if options.output:
-        command = OPTIONS.command(options)
-        report.write_json(options.output, command, results, ranks=options.ranks, tolerance=TOLERANCE)
+        more = {"commit": commit(), "ranks": options.ranks, "tolerance": TOLERANCE}
+        report.write_json(options.output, OPTIONS.command(options), results, **more)
     return 1 if wrong else 3 if left else 0
 
 

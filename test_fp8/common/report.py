@@ -7,6 +7,7 @@ same stem. It names hardware and software, and nothing that names a host, a user
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from model.fp8.machine import describe
+from test_fp8.common.options import ROOT
 from train.files import write_durably
 
 Result = dict[str, Any]
@@ -35,6 +37,14 @@ def write_json(path: Path, command: str, results: Sequence[Result], **more: Any)
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(finite, indent=2) + "\n")
+
+
+def sources_sha256(*folders: str) -> str:
+    """Of the Python files below `folders` of the repository: whose results they are."""
+    source = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py")):
+        source.update(path.read_bytes())
+    return source.hexdigest()
 
 
 def measured(results: Sequence[Result]) -> list[Result]:

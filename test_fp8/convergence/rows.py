@@ -8,7 +8,6 @@ the row can stand, or go on.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from test_fp8.common.options import ROOT
-from test_fp8.common.report import Result
+from test_fp8.common.report import Result, sources_sha256
 from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from train.config.arguments import TrainingArguments, load_arguments
 from train.config.differences import differences, leaves
@@ -152,9 +151,6 @@ def conditions(args: TrainingArguments, machine: Result, versions: Result) -> Re
     from model.config import load_config
     from train.data.stream import open_stream
 
-    source = hashlib.sha256()
-    for path in sorted(p for folder in ("model", "train") for p in (ROOT / folder).rglob("*.py")):
-        source.update(path.read_bytes())
     streams = (
         open_stream(args.data.sources, args.data.weights, args.max_seq_length, args.seed, split=split)
         for split in ("train", "eval")
@@ -162,7 +158,7 @@ def conditions(args: TrainingArguments, machine: Result, versions: Result) -> Re
     values = {
         "machine": machine,
         "versions": versions,
-        "sources": source.hexdigest(),
+        "sources": sources_sha256("model", "train"),
         # without the seed, which the baseline's twin has for itself
         "data": {stream.split: stream.fingerprint()["sources"] for stream in streams},
         "model": load_config(args.model.config).to_dict(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from model.variants import VARIANTS
 from test_fp8 import zero_matrix
 from test_fp8.zero.cells import Cell, cells, compared, is_about, make_data, refusal
 from test_fp8.zero.ranks import Trainings
+from train.record.provenance import commit
 
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
 RANKS = 2
@@ -120,6 +123,10 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
         assert "2 cells are left for want of time; the same command goes on" in capsys.readouterr().out
     assert zero_matrix.main([*command, "--steps", "3"]) == 2
     assert "its trainings are of other steps; give another folder" in capsys.readouterr().err
+    monkeypatch.setattr(zero_matrix.report, "sources_sha256", lambda *_: "of another commit")
+    assert zero_matrix.main(command) == 2
+    assert "its trainings are of other sources; give another folder" in capsys.readouterr().err
+    assert json.loads(written.read_text())["commit"].partition(",")[0] == commit().partition(",")[0]
     assert zero_matrix.main([*command, "--work_dir", str(tmp_path)]) == 2
     assert "it has other files; give an empty folder" in capsys.readouterr().err
     for wrong, said in (
@@ -129,6 +136,33 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
         with pytest.raises(SystemExit):
             zero_matrix.main(wrong)
         assert said in capsys.readouterr().err
+
+
+def test_a_signal_to_end_ends_the_ranks_and_removes_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("the test"))
+    # the first look at the ranks is when the signal comes; without an end they have ended by themselves
+    ranks: Any = SimpleNamespace(
+        poll=lambda: signal.raise_signal(signal.SIGTERM) or 0,
+        terminate=lambda: heard.append("terminated"),
+        wait=lambda: heard.append("waited"),
+    )
+    begun: dict[int, Path] = {}
+
+    def start(trainings: Trainings, *_: object) -> None:
+        if trainings.ranks not in begun:
+            begun[trainings.ranks], trainings.process = trainings.folder, ranks
+
+    monkeypatch.setattr(Trainings, "start", start)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            zero_matrix.main(["--cells", "zero1-te_layer-fp8"])
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143 and sorted(begun) == [1, RANKS]
+    assert heard == ["terminated", "waited"] * 2 + ["the test"]
+    assert not any(folder.exists() for folder in begun.values())
 
 
 def test_trainings_that_ended_are_kept_and_others_begin_anew(tmp_path: Path) -> None:
