@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from model.fp8.machine import describe
 from model.fp8.precision import PrecisionError
 from model.proof import ProofError
 from test_fp8.common import report
@@ -23,6 +24,7 @@ from test_fp8.common.timing import mean_pass_ms
 from test_fp8.model.rows import BASELINE, Setting
 from test_fp8.model.visit import Visit
 from train.config.arguments import TrainingArguments
+from train.config.differences import leaves
 from train.files import drawing
 
 OUT_OF_MEMORY = "out of memory"
@@ -133,30 +135,34 @@ def results_of(
     return results
 
 
-def other_conditions(options: argparse.Namespace) -> str:
-    """In what the report options.one_rank is of something else than these options; "" where it is not."""
-    one = options.one_rank
+def other_conditions(options: argparse.Namespace, parameters: int) -> str:
+    """In what the report options.one_rank is of something else than these options, a model of so many parameters, and
+    this GPU and these versions; "" where it is not."""
+    machine, versions = describe()
     wanted = {
         name: getattr(options, name)
         for name in ("seq_length", "document_length", "accumulation", "deterministic")
     }
-    wanted |= {"model": Path(options.config).name, "ranks": 1}
+    wanted |= {"model": Path(options.config).name, "parameters": parameters, "ranks": 1}
+    wanted |= leaves({"machine": {"gpu": machine.get("gpu")}, "versions": versions})
+    one = leaves(options.one_rank)
+    names = [*wanted, *(name for name in one if name.startswith("versions.") and name not in wanted)]
     return "; ".join(
-        f"{name} is {one.get(name)} there, and {value} is expected"
-        for name, value in wanted.items()
-        if one.get(name) != value
+        f"{name} is {one.get(name)} there, and {wanted.get(name)} is expected"
+        for name in names
+        if one.get(name) != wanted.get(name)
     )
 
 
 def add_ratio_to_one_rank(results: Sequence[Result], one: Mapping[str, Any], ranks: int) -> None:
-    """To so many times the speed of the same row in the report `one`."""
+    """To so many times the speed of the same row in the report `one`; None where it has no such row."""
     same = ("row", "measure", "configuration", "micro_batch", "attention")
     for r in measured(results):
         alike = [o for o in measured(one["results"]) if all(o[name] == r[name] for name in same)]
+        r["ranks"], r["ratio_to_one_rank"] = ranks, None
         if alike:
             r["one_rank_tokens_per_second"] = alike[0]["tokens_per_second"]
             r["ratio_to_one_rank"] = r["tokens_per_second"] / (ranks * alike[0]["tokens_per_second"])
-            r["ranks"] = ranks
 
 
 def _add_ratios(results: Sequence[Result]) -> None:
@@ -292,12 +298,7 @@ def lines(results: Sequence[Result]) -> list[str]:
     shown = [report.table(measured(results), COLUMNS)]
     shown.append("* the fastest bf16 of its measure; x bf16: the ratio to it")
     shown += _even_lines(measured(results))
-    shown += [
-        f"{r['measure']} {r['row']}: {r['tokens_per_second']:,.0f} tokens/s on {r['ranks']} ranks are "
-        f"{r['ratio_to_one_rank']:.3f} of {r['ranks']} x {r['one_rank_tokens_per_second']:,.0f}"
-        for r in measured(results)
-        if "ratio_to_one_rank" in r
-    ]
+    shown += [_share_of_one_rank(r) for r in measured(results) if "ratio_to_one_rank" in r]
     for r in measured(results):
         kernels = ", ".join(r["attention_kernels"]) or "none seen by the profiler"
         shown.append(f"{r['measure']} {r['row']}: attention {r['attention']}; kernels: {kernels}")
@@ -308,6 +309,18 @@ def lines(results: Sequence[Result]) -> list[str]:
     return shown + [
         f"{r['measure']} {r['row']} not measured: {r['reason']}" for r in results if "reason" in r
     ]
+
+
+def _share_of_one_rank(r: Result) -> str:
+    if r["ratio_to_one_rank"] is None:
+        return (
+            f"{r['measure']} {r['row']}: not in --one_rank with this configuration, micro-batch "
+            f"{r['micro_batch']} and attention {r['attention']}"
+        )
+    return (
+        f"{r['measure']} {r['row']}: {r['tokens_per_second']:,.0f} tokens/s on {r['ranks']} ranks are "
+        f"{r['ratio_to_one_rank']:.3f} of {r['ranks']} x {r['one_rank_tokens_per_second']:,.0f}"
+    )
 
 
 def _even_lines(results: Sequence[Result]) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from model.config import load_config, num_parameters
+from model.fp8.machine import describe
 from test_fp8 import bench_model
 from test_fp8.common.rows import RowError
 from test_fp8.model import visit
@@ -19,6 +21,7 @@ from tests.reliability.launching import launch
 
 CONDITIONS = {
     "model": "tiny",
+    "parameters": num_parameters(load_config("tiny")),
     "seq_length": 16,
     "document_length": 16,
     "accumulation": 2,
@@ -27,6 +30,11 @@ CONDITIONS = {
 FEW = "--measure step --rounds 1 --steps 1 --seq_length 16 --micro_batch 2".split()
 ROW = {"row": "te_layer_bf16", "measure": "step", "micro_batch": 2, "attention": "torch SDPA, flash"}
 CONFIGURATION = {"model.variant": "te_layer", "precision.compute": "bf16", "speed.cuda_graphs": False}
+
+
+def of_one_rank(**more: Any) -> dict[str, Any]:
+    machine, versions = describe()
+    return CONDITIONS | {"ranks": 1, "machine": machine, "versions": versions} | more
 
 
 def rows_of(*words: str) -> Any:
@@ -63,14 +71,24 @@ def test_ranks_take_as_many_steps_as_rank_0(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_share_of_one_rank_is_of_the_same_row_under_the_same_conditions() -> None:
-    options = SimpleNamespace(config="tiny", **{k: v for k, v in CONDITIONS.items() if k != "model"})
-    options.one_rank = CONDITIONS | {"ranks": 1}
-    assert other_conditions(options) == ""
-    options.one_rank = CONDITIONS | {"ranks": 2, "accumulation": 8}
-    assert (
-        other_conditions(options)
-        == "accumulation is 8 there, and 2 is expected; ranks is 2 there, and 1 is expected"
-    )
+    options, parameters = SimpleNamespace(config="tiny", **CONDITIONS), CONDITIONS["parameters"]
+    machine, versions = describe()
+    one = options.one_rank = of_one_rank()
+    assert other_conditions(options, parameters) == ""
+    other_gpu = {"machine": machine | {"gpu": "another GPU", "torch_threads": 99}}
+    other_versions = {"versions": versions | {"torch": "1.0", "cudnn_of_theirs": "9"}}
+    for there, differ in (
+        (one | {"ranks": 2, "accumulation": 8}, ["accumulation is 8 there, and 2 is expected", "ranks is 2"]),
+        (one | other_gpu, [f"machine.gpu is another GPU there, and {machine.get('gpu')} is expected"]),
+        (
+            one | other_versions,
+            ["versions.torch is 1.0 there", "versions.cudnn_of_theirs is 9 there, and None"],
+        ),
+        (one | {"parameters": 1}, [f"parameters is 1 there, and {parameters} is expected"]),
+    ):
+        options.one_rank = there
+        said = other_conditions(options, parameters).split("; ")
+        assert all(text.startswith(start) for text, start in zip(said, differ, strict=True)), said
     own = ROW | {"configuration": CONFIGURATION, "tokens_per_second": 190.0}
     others = [own | {"tokens_per_second": 50.0, name: "other"} for name in (*ROW, "configuration")]
     results: list[dict[str, Any]] = [dict(own)]
@@ -78,7 +96,9 @@ def test_the_share_of_one_rank_is_of_the_same_row_under_the_same_conditions() ->
     assert results[0]["ratio_to_one_rank"] == 0.95 and results[0]["one_rank_tokens_per_second"] == 100.0
     results = [dict(own)]
     add_ratio_to_one_rank(results, {"results": others}, 2)
-    assert "ratio_to_one_rank" not in results[0]
+    assert results[0]["ratio_to_one_rank"] is None
+    said = lines([results[0] | {"best_bf16": False, "attention_kernels": []}])
+    assert any("step te_layer_bf16: not in --one_rank with this configuration" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +126,7 @@ def test_a_report_that_is_none_is_refused(
 def test_two_ranks_are_measured_and_told_once(tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     of_one = ROW | {"configuration": CONFIGURATION, "tokens_per_second": 1000.0}
-    one.write_text(json.dumps(CONDITIONS | {"ranks": 1, "results": [of_one]}))
+    one.write_text(json.dumps(of_one_rank(results=[of_one])))
     rows = ["--rows", "te_layer_bf16", "--step_rows", "te_layer_bf16"]
     rows += ["--row", "zero_3", "model.variant=te_layer", "deepspeed=ds_config_zero3.json"]
     done = launch(2, "test_fp8/bench_model.py", *FEW, *rows, "--one_rank", str(one), "--output", str(two))
@@ -121,7 +141,8 @@ def test_two_ranks_are_measured_and_told_once(tmp_path: Path) -> None:
     )
     step_tokens = 2 * 2 * 2 * 16
     assert own["tokens_per_second"] == pytest.approx(step_tokens / own["step_ms"] * 1e3)
-    assert zero_3["pass_ms"] is None and zero_3["step_ms"] > 0 and "ratio_to_one_rank" not in zero_3
+    assert zero_3["pass_ms"] is None and zero_3["step_ms"] > 0 and zero_3["ratio_to_one_rank"] is None
+    assert "step zero_3: not in --one_rank" in done.stdout
     assert f"{own['ratio_to_one_rank']:.3f} of 2 x 1,000" in done.stdout and any(
         "of 2 x" in line for line in lines([own])
     )
