@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_any_step_of_its_schedule(
 @pytest.mark.process
 def test_two_ranks_change_together_and_go_on_as_a_start_does(settings: dict, tmp_path: Path) -> None:
     schedule = [{"until_step": 3, "compute": "bf16"}, {}]
-    settings |= {"precision": {"schedule": schedule}, "deepspeed": "ds_config_zero3.json"}
+    settings |= {"precision": {"schedule": schedule}, "deepspeed": "ds_config_zero1.json"}
     folders = [tmp_path / "whole", tmp_path / "again"]
     start = ["never", str(folders[0] / START)]
     for folder, resume_from in zip(folders, start, strict=True):

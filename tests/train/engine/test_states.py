@@ -238,7 +238,7 @@ def test_a_run_goes_on_with_the_same_bits(settings: dict, capsys: pytest.Capture
 
 @pytest.mark.slow
 def test_training_is_as_good(settings: dict, tmp_path: Path) -> None:
-    """By the loss on held-out text, which another seed moves by 3 %. Of 0.3 B parameters: docs/validation.md."""
+    """By the loss on held-out text, which another seed moves by 3 %. Of 400 M parameters: docs/validation.md."""
     found = {}
     rows = {"float32": FLOAT32, "remainder": REMAINDER, "int8": INT8, "fp8": FP8}
     for name, precision in rows.items():
