@@ -44,11 +44,13 @@ from test_fp8.convergence.rows import (
     MAY_DIFFER,
     PRESETS,
     Plan,
+    conditions,
     make_plans,
     reference_of,
     trained_under,
 )
 from test_fp8.convergence.trainings import Limits, train_all
+from train.config.arguments import TrainingArguments
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
@@ -141,7 +143,8 @@ def main(argv: Sequence[str]) -> int:
             f"{training['max_steps']:,} steps of {training['train_batch_size_tokens']:,} tokens", flush=True
         )  # fmt: skip
         limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.time_limit_s)
-        records = train_all(plans, machine, versions, limits, arguments.may_differ)
+        now = conditions(TrainingArguments.from_dict(plans[0].config), machine, versions)
+        records = train_all(plans, now, limits, arguments.may_differ)
         left = [plan.row.name for plan in plans if plan.row.name not in records]
         if plans[0].row.name not in records:
             print(f"not finished: {', '.join(left)}; the same command goes on")

@@ -193,32 +193,43 @@ def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
 @dataclass(frozen=True)
 class State:
     """How far the training in a row's folder is. why: it cannot stand for the row; None if it can. goes_on: it has
-    a checkpoint, from which it may be continued. differ: what of MAY_DIFFER was another then. finished: under
-    whichever conditions."""
+    a checkpoint, from which it may be continued. differ: what of MAY_DIFFER was another then. finished, has_checkpoint:
+    under whichever conditions."""
 
     why: str | None
     goes_on: bool = False
     differ: tuple[str, ...] = ()
     finished: bool = False
+    has_checkpoint: bool = False
+
+
+def begun(folder: Path) -> Result | None:
+    """conditions.json of the row that was begun in `folder`: "config", "conditions", "finished"; None: no row was."""
+    try:
+        was = json.loads((folder / CONDITIONS).read_text(encoding="utf-8"))
+        # before rows could be stopped the file was written when they were finished, and did not say so
+        return {"finished": True, **was, "config": was["config"], "conditions": was["conditions"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
     """Of the training in the plan's folder, which stands if it is finished, its configuration is the plan's, and its
     conditions are `now`'s but for `may_differ`."""
-    try:
-        was = json.loads((plan.folder / CONDITIONS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if (was := begun(plan.folder)) is None:
         return State("not trained yet")
+    finished, has_checkpoint = was["finished"], any(plan.folder.glob("checkpoints/step-*"))
     here = {"config": dict.fromkeys(KEPT_KEYS)}
     changed = differences(leaves(was["config"] | here["config"]), leaves(plan.config | here["config"]))
     changed += differences(leaves(was["conditions"]), leaves(now))
     differ = tuple(key for key in may_differ if any(is_under(change.key, [key]) for change in changed))
     if changed := [change for change in changed if not is_under(change.key, differ)]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return State(f"trained before, with other conditions ({changed[0]}{more})", finished=was["finished"])
+        why = f"trained before, with other conditions ({changed[0]}{more})"
+        return State(why, finished=finished, has_checkpoint=has_checkpoint)
     last, steps = (read_metrics(plan.folder) or [{"step": 0}])[-1], plan.config["max_steps"]
-    if not was["finished"]:
-        return State("not finished", goes_on=any(plan.folder.glob("checkpoints/step-*")), differ=differ)
+    if not finished:
+        return State("not finished", goes_on=has_checkpoint, differ=differ, has_checkpoint=has_checkpoint)
     if last["step"] != steps or last.get("loss") is None or last.get("eval_loss") is None:
         why = f"its metrics end at step {last['step']} of {steps}, or without a loss"
         return State(why, finished=True)

@@ -3,6 +3,7 @@ there are GPUs for, stopped in time with a checkpoint, and gone on with by the n
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from test_fp8.common.report import Result
@@ -21,6 +23,7 @@ from test_fp8.convergence.rows import (
     LOG,
     ComparisonError,
     Plan,
+    begun,
     conditions,
     read_metrics,
     state_of,
@@ -28,10 +31,11 @@ from test_fp8.convergence.rows import (
 from train.config.arguments import TrainingArguments
 from train.config.differences import differences, leaves
 from train.files import write_durably
-from train.guard.signals import INTERRUPTED, STOPPED
+from train.guard.signals import INTERRUPTED, STOPPED, at_parents_end
 
 LAST_LINES = 20
 POLL_S = 0.1
+LOCK = ".lock"  # in --work_dir; no row has such a name
 # With less time left a training is not started: until its first step it takes most of that on a GPU.
 LEAST_S = 45.0
 # What a launcher set for this process is not for the trainings that it starts.
@@ -49,7 +53,12 @@ class Limits:
     time_limit_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ComparisonError: rows at a time would share GPUs."""
+        """Raises ComparisonError: rows at a time would share GPUs; no row would ever begin."""
+        if 0 < self.time_limit_s <= LEAST_S:
+            raise ComparisonError(
+                f"--time_limit_s {self.time_limit_s:g} trains nothing: no row begins with {LEAST_S:g} seconds left or "
+                "less; give more, or 0 for no limit"
+            )
         if self.at_once > 1 and 0 < self.gpus < (needed := self.at_once * self.nproc):
             raise ComparisonError(
                 f"--at_once {self.at_once} with --nproc {self.nproc} takes {needed} GPUs, and {self.gpus} are here"
@@ -67,9 +76,40 @@ class Training:
     asked: bool = False
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[int]:
+    """In the block no other call trains in `folder`, which is made. Yields the descriptor that holds it: who inherits
+    it holds it too, so that a training that outlives its call keeps others out.
+
+    Raises ComparisonError: another call, or what it left, trains there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ComparisonError(
+                f"another call of this program, or a training that it left, is at work in {folder}; wait until it has "
+                "ended, or give another --work_dir"
+            ) from None
+        yield file.fileno()
+
+
+def check_own(plan: Plan) -> None:
+    """Raises ComparisonError: the row's folder holds something else than a row."""
+    if begun(plan.folder) is None and plan.folder.exists() and any(plan.folder.iterdir()):
+        raise ComparisonError(
+            f"row {plan.row.name}: {plan.folder} has files and no {CONDITIONS} of this program: it is not a row of a "
+            "comparison, and stays as it is; give another --work_dir, or remove it if it is worth nothing"
+        )
+
+
 def ready(plan: Plan, now: Result, may_differ: Sequence[str]) -> bool:
     """Whether the row is finished; says so, or what is to be done. What cannot stand is made ready to begin anew; what
-    was finished under other conditions is kept beside it."""
+    was finished under other conditions, or has a checkpoint of these, is kept beside it.
+
+    Raises ComparisonError: as `check_own`.
+    """
     name, state = plan.row.name, state_of(plan, now, may_differ)
     differ = f" ({' and '.join(state.differ)} were others)" if state.differ else ""
     if state.why is None:
@@ -79,10 +119,11 @@ def ready(plan: Plan, now: Result, may_differ: Sequence[str]) -> bool:
     what = "goes on" if state.goes_on else "training"
     print(f"{name}: {state.why}{differ}; {what}, see {plan.folder / LOG}", flush=True)
     if not state.goes_on:
-        if state.finished:
+        check_own(plan)
+        if state.finished or state.has_checkpoint:
             earlier = (plan.folder.with_name(f"{name}.earlier{number}") for number in itertools.count(1))
             kept = plan.folder.rename(next(path for path in earlier if not path.exists()))
-            print(f"{name}: what was finished before is kept in {kept}", flush=True)
+            print(f"{name}: what was trained before is kept in {kept}", flush=True)
         shutil.rmtree(plan.folder, ignore_errors=True)
         plan.folder.mkdir(parents=True)
         note(plan, now, finished=False)
@@ -94,8 +135,9 @@ def note(plan: Plan, now: Result, finished: bool) -> None:
     write_durably(plan.folder / CONDITIONS, json.dumps(done, indent=1) + "\n")
 
 
-def start(plan: Plan, place: int, limits: Limits) -> Training:
-    """Start, or go on with, the training of a row; its output goes to log.txt in its folder."""
+def start(plan: Plan, place: int, limits: Limits, lock: int) -> Training:
+    """Start, or go on with, the training of a row; its output goes to log.txt in its folder. It has the descriptor
+    `lock` open, and stops with a checkpoint when this program ends, however it does."""
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     environment["PYTHONUNBUFFERED"] = "1"
     if limits.at_once > 1 and limits.gpus:
@@ -103,7 +145,14 @@ def start(plan: Plan, place: int, limits: Limits) -> Training:
         own = visible.split(",")[place * limits.nproc : (place + 1) * limits.nproc]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     log = (plan.folder / LOG).open("a", encoding="utf-8")
-    process = subprocess.Popen(plan.command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    process = subprocess.Popen(
+        plan.command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        pass_fds=(lock,),
+        preexec_fn=at_parents_end(signal.SIGTERM),
+    )
     return Training(plan, process, place, log)
 
 
@@ -157,30 +206,28 @@ class Asked:
 
 def train_all(
     plans: Sequence[Plan],
-    machine: Result,
-    versions: Result,
+    now: Result,
     limits: Limits = Limits(),
     may_differ: Sequence[str] = (),
 ) -> dict[str, list[Result]]:
-    """Row name -> records of its training, run now or before; of the rows that are finished.
+    """Row name -> records of its training, run now or before; of the rows that are finished. now: `conditions`.
 
-    Raises ComparisonError: as `ended` does; sources, data or model changed between two rows. Rows that are finished
-    stay so for the next time, others that run meanwhile are stopped with a checkpoint.
+    Raises ComparisonError: as `ended`, `alone_in` and, before any training, `check_own` do; sources, data or model
+    changed before a row. Rows that are finished stay so for the next time, others that run meanwhile are stopped with a
+    checkpoint.
     """
     asked, running = Asked(limits.time_limit_s), []
     waiting, finished = iter(plans), {}
-    first: Result = {}
 
-    def conditions_of(plan: Plan) -> Result:
-        nonlocal first
-        now = conditions(TrainingArguments.from_dict(plan.config), machine, versions)
-        first = first or now
-        if changed := differences(leaves(first), leaves(now)):
+    def check_unchanged(plan: Plan) -> None:
+        arguments = TrainingArguments.from_dict(plan.config)
+        if changed := differences(
+            leaves(now), leaves(conditions(arguments, now["machine"], now["versions"]))
+        ):
             raise ComparisonError(
                 f"model/, train/ or the data was changed before row {plan.row.name} ({changed[0].key}); run the "
                 "comparison again"
             )
-        return now
 
     def close(plan: Plan) -> None:
         records = finished[plan.row.name] = read_metrics(plan.folder)
@@ -189,13 +236,16 @@ def train_all(
 
     def next_of(place: int) -> Training | None:
         for plan in waiting:
-            if ready(plan, conditions_of(plan), may_differ):
+            check_unchanged(plan)
+            if ready(plan, now, may_differ):
                 close(plan)
             else:
-                return start(plan, place, limits)
+                return start(plan, place, limits, lock)
         return None
 
-    with asked.listening():
+    for plan in plans:
+        check_own(plan)
+    with alone_in(plans[0].folder.parent) as lock, asked.listening():
         try:
             places = list(range(limits.at_once))
             while True:
@@ -212,11 +262,11 @@ def train_all(
                 for training in [t for t in running if t.process.poll() is not None]:
                     running.remove(training)
                     places.append(training.place)
-                    if ended(training, first, may_differ):
+                    if ended(training, now, may_differ):
                         close(training.plan)
                     else:
                         plan = training.plan
-                        goes_on = state_of(plan, first, may_differ).goes_on
+                        goes_on = state_of(plan, now, may_differ).goes_on
                         what = "with a checkpoint" if goes_on else "before its first step"
                         print(f"{plan.row.name}: stopped {what}", flush=True)
         finally:
@@ -225,7 +275,8 @@ def train_all(
                 training.process.wait()
                 training.log.close()
     for plan in waiting:  # no time was left for them, but they may be there
-        if state_of(plan, conditions_of(plan), may_differ).why is None:
+        check_unchanged(plan)
+        if state_of(plan, now, may_differ).why is None:
             close(plan)
     return {plan.row.name: finished[plan.row.name] for plan in plans if plan.row.name in finished}
 

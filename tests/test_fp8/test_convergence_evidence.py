@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import signal
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from test_fp8.convergence.rows import (
     state_of,
     trained_under,
 )
-from train.guard.signals import STOPPED
+from train.guard.signals import PR_SET_PDEATHSIG, STOPPED
 
 
 def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
@@ -185,6 +187,58 @@ def test_an_unfinished_row_goes_on_from_a_checkpoint_alone(tmp_path: Path) -> No
     assert not state_of(plan, now | {"data": {"x": 2}}).goes_on
     assert not trainings.ready(plan, now | {"data": {"x": 2}}, [])
     assert not (plan.folder / "checkpoints").exists(), "other data: it begins anew"
+    assert (tmp_path / "x.earlier1/checkpoints/step-00000001").exists(), "hours of training"
+    assert not trainings.ready(plan, now, [])
+    assert not (tmp_path / "x.earlier2").exists(), "nothing was trained"
+
+
+def test_a_row_of_an_older_version_is_finished(tmp_path: Path) -> None:
+    """Its file was written at the end, and did not say so."""
+    plan = row_in(tmp_path / "x")
+    now, file = trained_under(plan), plan.folder / "conditions.json"
+    was = json.loads(file.read_text())
+    del was["finished"]
+    file.write_text(json.dumps(was))
+    assert state_of(plan, now).why is None
+    assert state_of(plan, now | {"data": {"x": 2}}).finished
+
+
+@pytest.mark.parametrize("conditions", [None, "[]", "{}", "{"])
+def test_a_folder_that_is_no_row_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, conditions: str | None
+) -> None:
+    own = tmp_path / "mine/checkpoints/step-00000001/weights"
+    own.parent.mkdir(parents=True)
+    own.write_text("a user's run")
+    if conditions is not None:
+        (tmp_path / "mine/conditions.json").write_text(conditions)
+    for row in ("mine", "before it"):
+        with pytest.raises(ComparisonError, match="row mine: .*mine has files and no conditions.json"):
+            train(monkeypatch, tmp_path, {row: Process(0, 1), "mine": Process(0, 1)}, 0)
+    with pytest.raises(ComparisonError, match="row mine"):
+        trainings.ready(Plan(Row("mine", {}), {}, [], tmp_path / "mine"), {}, [])
+    assert own.read_text() == "a user's run" and not (tmp_path / "before it").exists()
+    assert not (tmp_path / trainings.LOCK).exists(), "nothing is written beside it"
+
+
+@pytest.mark.process
+def test_one_call_at_a_time_in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And none while a training lives that another call left."""
+    folder = tmp_path / "work"
+    plan = Plan(Row("x", {}), {}, ["sleep", "60"], folder / "x")
+    with trainings.alone_in(folder) as lock:
+        plan.folder.mkdir()
+        training = trainings.start(plan, 0, trainings.Limits(), lock)
+        with pytest.raises(ComparisonError, match="another call of this program"):
+            train(monkeypatch, folder, {}, 0)
+    try:
+        with pytest.raises(ComparisonError, match="or a training that it left, is at work in"):
+            train(monkeypatch, folder, {}, 0)
+    finally:
+        training.process.kill()
+        training.process.wait()
+        training.log.close()
+    assert train(monkeypatch, folder, {}, 0) == (["there"], [])
 
 
 def test_what_was_finished_otherwise_is_kept(tmp_path: Path) -> None:
@@ -201,17 +255,20 @@ def test_what_was_finished_otherwise_is_kept(tmp_path: Path) -> None:
 def test_each_row_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
 
-    def popen(*_: object, env: dict[str, str], **__: object) -> None:
+    def popen(*_: object, env: dict[str, str], preexec_fn: functools.partial, **__: object) -> None:
         seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        assert preexec_fn.args == (PR_SET_PDEATHSIG, signal.SIGTERM), (
+            "with a checkpoint, as this program ends"
+        )
 
     monkeypatch.setattr(trainings.subprocess, "Popen", popen)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan = Plan(Row("x", {}), {}, [], tmp_path)
     for place in (0, 1):
-        trainings.start(plan, place, trainings.Limits(at_once=2, nproc=2, gpus=4)).log.close()
-    trainings.start(plan, 0, trainings.Limits(gpus=4)).log.close()
+        trainings.start(plan, place, trainings.Limits(at_once=2, nproc=2, gpus=4), 9).log.close()
+    trainings.start(plan, 0, trainings.Limits(gpus=4), 9).log.close()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    trainings.start(plan, 1, trainings.Limits(at_once=2, gpus=2)).log.close()
+    trainings.start(plan, 1, trainings.Limits(at_once=2, gpus=2), 9).log.close()
     assert seen == ["0,1", "2,3", None, "7"]
 
 
@@ -220,6 +277,13 @@ def test_more_rows_at_once_than_gpus_are_refused() -> None:
     trainings.Limits(at_once=4, gpus=0)
     with pytest.raises(ComparisonError, match="--at_once 4 with --nproc 2 takes 8 GPUs, and 2 are here"):
         trainings.Limits(at_once=4, nproc=2, gpus=2)
+
+
+def test_a_time_limit_in_which_no_row_begins_is_refused() -> None:
+    for seconds in (0.5, trainings.LEAST_S):
+        with pytest.raises(ComparisonError, match=f"--time_limit_s {seconds:g} trains nothing"):
+            trainings.Limits(time_limit_s=seconds)
+    trainings.Limits(time_limit_s=trainings.LEAST_S + 1)
 
 
 def test_a_signal_is_a_request_to_stop() -> None:
@@ -261,7 +325,7 @@ def train(
     began = []
     now = {"sources": "a", "machine": {"gpu": "H200"}, "versions": {}, "data": {}}
 
-    def start(plan: Plan, place: int, _: object) -> trainings.Training:
+    def start(plan: Plan, place: int, *_: object) -> trainings.Training:
         began.append((plan.row.name, place))
         (plan.folder / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "eval_loss": 1.0}\n')
         log = (plan.folder / "log.txt").open("w")
@@ -275,7 +339,7 @@ def train(
         monkeypatch.setattr(trainings.Asked, "left_s", left_s)
     config = row_in(folder / "there").config
     plans = [Plan(Row(name, {}), config, [], folder / name) for name in (*processes, "there")]
-    found = trainings.train_all(plans, {}, {}, trainings.Limits(**limits))
+    found = trainings.train_all(plans, now, trainings.Limits(**limits))
     return list(found), began
 
 
