@@ -75,7 +75,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         found = [disk_findings(args, sizes, stage)]
         if devices:
             setting = Setting.of(resolved, ds_config, sizes, world_size)
-            found.append(memory_findings(setting, min(devices[:local_ranks])))
+            found.append(memory_findings(resolved, setting, min(devices[:local_ranks])))
         problems += [problem for problem, _ in found if problem]
         remarks += [remark for _, remark in found if remark]
     problems = list(dict.fromkeys(problems))

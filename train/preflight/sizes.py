@@ -5,13 +5,16 @@ refused that would fit, and what it is likely to come to.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from model.config import GIB, num_parameters
+from model.fp8.recipes import EIGHT_BITS
+from model.variants import compiles
 from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step_folders
-from train.config.arguments import TrainingArguments
+from train.config import msamp
+from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -24,14 +27,13 @@ from train.preflight.machine import out_of_memory
 from train.record.run_folder import RunFolder
 
 
-def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
-    """(why it cannot fit into a GPU of so many bytes, what to know if it can); "" where there is nothing to say."""
+def memory_findings(args: TrainingArguments, s: Setting, device_bytes: int) -> tuple[str, str]:
+    """(why it cannot fit into a GPU of so many bytes, what to know if it can); "" where there is nothing to say.
+    args: resolved, those of `s`."""
     there, least = device_bytes / GIB, least_memory_gib(s)
     ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
     of = f"{s.parameters / 1e6:,.0f} M parameters at ZeRO {s.zero_stage} on {ranks}"
-    stage = "a higher ZeRO stage (deepspeed: ds_config_zero3.json)"
-    stage = f'optim "adamw" with {stage}' if s.optim == "muon" else stage
-    instead = f"more ranks, {stage} or a smaller model.config"
+    instead = f"{', '.join(smaller_states(args))} or a smaller model.config"
     if least > there:
         return (
             f"GPU memory: weights, gradients and optimizer of {of} need {least:,.1f} GiB a rank at least, and a GPU "
@@ -40,11 +42,11 @@ def memory_findings(s: Setting, device_bytes: int) -> tuple[str, str]:
     memory = memory_of(s)
     if memory.needed_gib(s.ranks) > there:
         largest = largest_micro_batch(s, there)
-        smaller = f"a per_device_train_batch_size of at most {largest}, " if largest else ""
+        smaller = [f"a per_device_train_batch_size of at most {largest}"] if largest else []
         return "", (
             f"warning: GPU memory: {of} are expected to take {memory.needed_gib(s.ranks):,.1f} of a GPU's {there:,.1f} "
-            f"GiB, {memory.peak_gib:,.1f} of them tensors ({memory.described()}); should it run out, take {smaller}"
-            f"gradient_checkpointing true, {instead}"
+            f"GiB, {memory.peak_gib:,.1f} of them tensors ({memory.described()}); should it run out, take "
+            f"{', '.join([*smaller, *recomputation(args), instead])}"
         )
     return "", ""
 
@@ -63,13 +65,48 @@ def shortened(line: str) -> str:
 
 def what_takes_less(args: TrainingArguments) -> str:
     size = args.per_device_train_batch_size
-    smaller = f"a per_device_train_batch_size below {size} (the step stays that of train_batch_size_tokens); "
-    checkpointing = "gradient_checkpointing true; "
-    return (
-        f"What takes less: {smaller if size > 1 else ''}{'' if args.gradient_checkpointing else checkpointing}"
-        "more ranks with a higher ZeRO stage (deepspeed: ds_config_zero3.json); a smaller model.config. "
-        "docs/hardware.md has what models need"
-    )
+    smaller = f"a per_device_train_batch_size below {size} (the step stays that of train_batch_size_tokens)"
+    less = [*[smaller] * (size > 1), *recomputation(args), *smaller_states(args), "a smaller model.config"]
+    return f"What takes less: {'; '.join(less)}. docs/hardware.md has what models need"
+
+
+def recomputation(args: TrainingArguments) -> list[str]:
+    without = " with speed.cuda_graphs false" if args.speed.cuda_graphs else ""
+    return [] if args.gradient_checkpointing else [f"gradient_checkpointing true{without}"]
+
+
+def smaller_states(args: TrainingArguments) -> list[str]:
+    """What makes weights, gradients and optimizer smaller on a GPU, of that which a run with these arguments has not
+    yet and would take."""
+    try:
+        config = load_deepspeed(args.deepspeed)
+    except (ConfigurationError, OSError):  # the file went while the run was going on
+        config = {}
+    precision = replace(args.precision)
+    msamp.apply(config, precision)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    muon, in_halves = args.optim == "muon", precision.compute in ("fp8", "bf16")
+    zero_1 = "deepspeed: ds_config_zero1.json"
+    highest = 2 if compiles(args.model.variant, precision, args.model.compile) else 3
+    found = ["more ranks"]
+    if muon and in_halves and stage == 0:
+        found.append(f"ZeRO 1 ({zero_1})")
+    if not muon and in_halves and stage < 2 and precision.optimizer_states not in EIGHT_BITS:
+        there = stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+        found.append(f"precision.optimizer_states (int8 takes least{'' if there else f'; {zero_1}'})")
+    if stage < highest:
+        needed = [
+            text
+            for text, is_needed in (
+                ('optim "adamw"', muon),
+                ("precision.optimizer_states fp32", precision.optimizer_states != "fp32"),
+                ("speed.cuda_graphs false", highest == 3 and args.speed.cuda_graphs),
+            )
+            if is_needed
+        ]
+        higher = f"a higher ZeRO stage on several ranks (deepspeed: ds_config_zero{highest}.json"
+        found.append(f"{higher}{', with ' if needed else ''}{' and '.join(needed)})")
+    return found
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from model.config import load_sizes, num_parameters, state_memory_gib
 from tests.train.mistakes import World, keys
 from train.config.arguments import TrainingArguments, load_deepspeed
+from train.config.ds_config import resolve_ds_config
 from train.planning.memory import checkpoint_bytes
+from train.planning.setting import Setting
 from train.preflight import check, sizes
 
 
@@ -158,6 +161,80 @@ def test_gpu_memory_is_refused_only_below_what_it_takes(
     assert checked(world, 2, 1, [16 * 2**30, 1000]) == []
     with pytest.raises(check.PreflightError, match="GPU memory"):
         checked(world, 2, 2, [16 * 2**30, 1000])
+
+
+@pytest.mark.parametrize(
+    ("changes", "named", "not_named"),
+    [
+        (
+            {},
+            ["gradient_checkpointing true,", "optimizer_states (int8 takes least)", "ds_config_zero3.json)"],
+            [],
+        ),
+        (
+            {"optim": "muon"},
+            ['ds_config_zero3.json, with optim "adamw")'],
+            ["ZeRO 1 (", "optimizer_states"],
+        ),
+        (
+            {"optim": "muon", "deepspeed": "ds_config_zero0.json"},
+            ["ZeRO 1 (deepspeed: ds_config_zero1.json)", 'with optim "adamw")'],
+            ["optimizer_states"],
+        ),
+        ({"deepspeed": "ds_config_zero3.json"}, ["more ranks or"], ["higher", "optimizer_states"]),
+        ({"deepspeed": "ds_config_zero0.json"}, ["least; deepspeed: ds_config_zero1.json)"], []),
+        (
+            {"precision__optimizer_states": "int8"},
+            ["ds_config_zero3.json, with precision.optimizer_states fp32)"],
+            ["takes least"],
+        ),
+        ({"precision__optimizer_states": "bf16_remainder"}, ["optimizer_states (int8 takes least)"], []),
+        ({"precision__compute": "fp32"}, ["higher ZeRO stage"], ["optimizer_states"]),
+        (
+            {"speed__cuda_graphs": True},
+            [
+                "gradient_checkpointing true with speed.cuda_graphs false",
+                "json, with speed.cuda_graphs false)",
+            ],
+            [],
+        ),
+        ({"gradient_checkpointing": True}, ["higher ZeRO stage"], ["gradient_checkpointing"]),
+        (
+            {"model__variant": "hf", "precision__compute": "bf16", "model__compile": True},
+            ["ds_config_zero2.json)"],
+            ["ds_config_zero3"],
+        ),
+    ],
+)
+def test_memory_that_will_not_do_is_said_with_what_the_run_could_have_instead(
+    world: World, changes: dict, named: list[str], not_named: list[str]
+) -> None:
+    """Before the run, and when it runs out: nothing that is set already, nothing that would be refused."""
+    keys(**changes)(world)
+    arguments = TrainingArguments.from_dict(world.settings)
+    setting = Setting.of(
+        arguments.resolve(2), resolve_ds_config(arguments, 2), load_sizes(str(world.model)), 2
+    )
+    parameters_only = sizes.memory_findings(arguments.resolve(2), setting, 1000)[0]
+    _, remark = sizes.memory_findings(arguments.resolve(2), setting, 2**26)
+    for text in named:
+        assert text in remark
+    for text in not_named:
+        assert not any(text in told.partition("take ")[2] for told in (parameters_only, remark))
+    assert [
+        name for name in sizes.smaller_states(arguments) if name not in sizes.what_takes_less(arguments)
+    ] == []
+    assert [name for name in sizes.smaller_states(arguments) if name not in parameters_only] == []
+
+
+def test_advice_needs_no_file_that_went_and_knows_what_msamp_asked_for(world: World) -> None:
+    arguments = TrainingArguments.from_dict(world.settings)
+    assert "higher ZeRO stage" in sizes.what_takes_less(replace(arguments, deepspeed="went.json"))
+    states = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    asked = replace(arguments, deepspeed=states | {"msamp": {"enabled": True, "opt_level": "O2"}})
+    assert (
+        "takes least" not in sizes.what_takes_less(asked) and arguments.precision.optimizer_states == "fp32"
+    )
 
 
 def test_a_micro_batch_that_will_not_fit_is_said_with_one_that_does(world: World) -> None:
