@@ -15,6 +15,7 @@ NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommende
 # Packed states round moments, and their step has not been measured on a GPU: for less they are not worth it.
 CLEARLY_FASTER = 0.1
 FLOAT32_STATES = ("fp32", "fp32")  # precision.optimizer_states, the type of the moments
+NO_OTHERS = "others need AdamW, compute fp8 or bf16, and ZeRO 1 with data_types.grad_accum_dtype fp32"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Planned:
             "train_batch_size_tokens": s.step_tokens,
             "gradient_checkpointing": s.recompute,
             "optimizer_states": s.optimizer_states,
-            "optimizer_moments": s.moments,
+            "optimizer_moments": s.moments if s.optimizer_states == "bf16_remainder" else None,
             "why_these_states": self.states or None,
             "memory_gib": {**self.memory.parts, "peak": self.memory.peak_gib, "needed": self.needed_gib},
             "peak_is_at": self.memory.moment,
@@ -129,7 +130,8 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
             chosen = replace(itself, states=chosen.states if chosen and chosen.setting == s else why)
     if chosen is None:
         return None
-    why = chosen.states or f"no others would be {100 * CLEARLY_FASTER:.0f} % faster"
+    others = f"no others would be {100 * CLEARLY_FASTER:.0f} % faster" if len(states_of(s)) > 1 else NO_OTHERS
+    why = chosen.states or others
     return replace(chosen, states=f"{_named(_states(chosen.setting))}, {_memory_of_each(chosen)}: {why}")
 
 

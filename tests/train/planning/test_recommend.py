@@ -145,7 +145,19 @@ def test_what_is_configured_packed_stays_where_it_is_as_fast_and_goes_with_anoth
 )  # fmt: skip
 def test_only_states_that_a_run_would_take_are_recommended(keys: dict, states: list[tuple[str, str]]) -> None:
     """Those of AdamW at ZeRO 1 with float32 gradients; moments in bf16 stand still with a high adam_beta2."""
-    assert states_of(setting(ranks=2, **keys)) == states
+    s = setting(ranks=2, **keys)
+    assert states_of(s) == states
+    # a reason that speaks of others is given where there are some
+    others = "others need AdamW, compute fp8 or bf16, and ZeRO 1 with" in recommended(s, "h200").states
+    assert others == (len(states) == 1)
+
+
+@pytest.mark.parametrize(("states", "moments"), [("fp32", None), ("int8", None), ("bf16_remainder", "bf16")])
+def test_the_types_of_moments_are_named_where_there_is_a_key_for_them(
+    states: str, moments: str | None
+) -> None:
+    s = setting(precision__optimizer_states=states)
+    assert Planned.of(s, GPUS["h200"], 400).to_json(10**9)["optimizer_moments"] == moments
 
 
 def test_the_least_memory_may_be_that_of_packed_states() -> None:

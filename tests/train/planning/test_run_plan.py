@@ -132,8 +132,11 @@ def test_a_step_that_takes_more_memory_than_planned_is_warned_of_by_rank() -> No
         assert f"plan and measured: {planned:,.2f} and {peak}" in told[1] and len(told) == 2 + warned
         if warned:
             assert (
-                f"a step takes {share * planned:,.1f} GiB on rank 1 (two), and {planned:,.1f} are" in told[2]
+                f"a step takes {share * planned:,.1f} GiB on rank 1 (two), and {planned:,.1f} are planned, which is an "
+                "assumption for several GPUs: should" in told[2]
             )
+            tell_memory([int(share * planned * GIB)], where[:1], prediction, told.append)
+            assert f"and {planned:,.1f} are planned: should" in told[-1]
     told = []
     tell_memory([GIB], where, None, told.append)
     assert len(told) == 1
