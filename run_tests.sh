@@ -73,11 +73,12 @@ case "$mode" in
     ;;
   *) marks+=" and not reliability and not downstream" ;;
 esac
-# Two workers share the cores: more torch threads than that only get in each other's way.
+# Three workers share the cores, as ranks wait for each other and for the disk; more torch threads than that only get in
+# each other's way.
 cores="$(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 2 ? cores / 2 : 1))}"
 status=0
-"$PY" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10 -m "$marks" "$@" || status=$?
+"$PY" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 -m "$marks" "$@" || status=$?
 if ! wait $!; then ((status != 0)) || status=1; fi
 cat "$types"
 exit "$status"

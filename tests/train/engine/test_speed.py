@@ -136,7 +136,6 @@ def main_grads_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["cuda_graphs", "main_grad"],
         pytest.param(["cuda_graphs"], marks=pytest.mark.slow),
-        pytest.param(["main_grad"], marks=pytest.mark.slow),
     ],
     ids=str,
 )
