@@ -44,6 +44,7 @@ from test_fp8.convergence.rows import (
     MAY_DIFFER,
     PRESETS,
     Plan,
+    comparable,
     conditions,
     make_plans,
     reference_of,
@@ -83,15 +84,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def compare(
-    plans: Sequence[Plan], records: dict[str, list[Result]], tolerance: float
+    plans: Sequence[Plan], records: dict[str, list[Result]], now: Result, tolerance: float
 ) -> tuple[list[Result], Result | None]:
-    """One result a row that is finished, the baseline's first; and the band of the baseline's seeds, None of one."""
+    """One result a row of `records` (`comparable`), the baseline's first; and the band of the baseline's seeds, None of
+    one. now: `conditions`."""
     base = plans[0]
     plans = [plan for plan in plans if plan.row.name in records]
     seeds = [records[base.row.name], *(records[plan.row.name] for plan in plans if plan.measures_noise)]
     band = evidence.band(seeds) if len(seeds) > 1 else None
-    without_fp8 = [p for p in plans if p.config["precision"]["compute"] != "fp8"] or [base]
-    results, under = [], trained_under(base)
+    held = [plan for plan in plans if not plan.measures_noise]
+    without_fp8 = [plan for plan in held if plan.config["precision"]["compute"] != "fp8"] or [base]
+    results = []
     for plan in plans:
         reference = reference_of(plan, plans)
         own, other = records[plan.row.name], records[reference.row.name]
@@ -103,9 +106,10 @@ def compare(
             tolerance,
             same_samples=not plan.measures_noise,
             held=plan is not base and plan.optimizer == reference.optimizer,
-            mean=band["final_mean"] if band and not plan.optimizer else None,
+            mean=band["final_mean"] if band and plan.optimizer == base.optimizer else None,
         )
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
+        under = trained_under(plan)
         alike = [p for p in without_fp8 if p.optimizer == plan.optimizer] or [reference]
         result |= {
             "overrides": {key: public(value) for key, value in plan.row.settings.items()},
@@ -118,7 +122,7 @@ def compare(
                 own, {p.row.name: records[p.row.name] for p in alike}
             ),
             "health": evidence.health(own),
-            "conditions_differ": [key for key in MAY_DIFFER if trained_under(plan)[key] != under[key]],
+            "conditions_differ": [key for key in MAY_DIFFER if under[key] != now[key]],
             "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
         }
         results.append(result)
@@ -144,12 +148,12 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
         limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.time_limit_s)
         now = conditions(TrainingArguments.from_dict(plans[0].config), machine, versions)
-        records = train_all(plans, now, limits, arguments.may_differ)
+        records = comparable(plans, train_all(plans, now, limits, arguments.may_differ))
         left = [plan.row.name for plan in plans if plan.row.name not in records]
         if plans[0].row.name not in records:
             print(f"not finished: {', '.join(left)}; the same command goes on")
             return NOT_FINISHED
-        results, seeds = compare(plans, records, arguments.tolerance)
+        results, seeds = compare(plans, records, now, arguments.tolerance)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ from test_fp8.common.report import Result
 from test_fp8.convergence.packages import KINDS, Package, download, extract, read_packages
 from train.data.encoder import TOKENIZER_FILES
 from train.data.format import SPLITS, read_manifest
-from train.files import write_durably
+from train.files import sha256_file, write_durably
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--packages", ROOT / "test_fp8/convergence/packages.txt", "pinned wheels", type=Path)
@@ -42,6 +42,8 @@ OPTIONS.add("--eval_fraction", 0.005, "of the documents", type=float)
 OPTIONS.add("--workers", 1, "processes of prepare_data.py", type=positive)
 OPTIONS.add_output("JSON")
 
+# Says what is left out of the wheels' texts: others would not be made again.
+FILTERS = ROOT / "test_fp8/convergence/packages.py"
 # Documents alone: these rules are made for prose, and cost ten times what tokens do.
 STEPS = {"code": [], "documents": ["--quality", "gopher_repetition"]}
 COLUMNS: report.Columns = {
@@ -71,6 +73,7 @@ def begin(options: argparse.Namespace, packages: Sequence[Package]) -> None:
     """Note in --work_dir what is made there. Raises ValueError: something else is."""
     what = {key: getattr(options, key) for key in ("vocab_size", "tokenizer_bytes", "eval_fraction")}
     now = what | {"steps": STEPS, "packages": {package.requirement: package.sha256 for package in packages}}
+    now["filters"] = sha256_file(FILTERS)
     file = options.work_dir / "begun.json"
     if not file.exists():
         options.work_dir.mkdir(parents=True, exist_ok=True)

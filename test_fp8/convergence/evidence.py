@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from test_fp8.common.report import Result
+from test_fp8.convergence.rows import AFTER_START
 from train.record.fp8_health import FP8_HEALTH, values
 
 FP8_ALARMS = "fp8_alarms"
 
 
 def seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """(seconds of steps until then, record) of each record that says how fast the steps before it were. Starts,
-    evaluations and saves are not in it."""
+    """(seconds of steps until then, record) of each record. Evaluations and saves are not in it, nor starts: the speed
+    that the first record after one tells has compilation and capture in it, and is taken to be the others' median."""
+    rates = [(r.get("tokens_per_second"), r.get(AFTER_START, False)) for r in records]
+    warm = [rate for rate, after_start in rates if rate and not after_start]
     found, elapsed, tokens = [], 0.0, 0
-    for record in records:
-        if rate := record.get("tokens_per_second"):
+    for record, (rate, after_start) in zip(records, rates, strict=True):
+        if rate:
+            rate = statistics.median(warm) if after_start and warm else rate
             elapsed += (record["tokens"] - tokens) / rate
             tokens = record["tokens"]
         found.append((elapsed, record))

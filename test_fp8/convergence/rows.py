@@ -20,6 +20,8 @@ from test_fp8.common.report import Result, sources_sha256
 from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from train.config.arguments import TrainingArguments, load_arguments
 from train.config.differences import differences, leaves
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
 
 # What a row may override: how a step is computed. All else says what is trained, and on what.
 ROW_KEYS = (
@@ -41,6 +43,7 @@ PRESETS = {
 DEFAULT_ROWS = ["bf16", *RECIPES]
 CONDITIONS = "conditions.json"
 LOG = "log.txt"
+AFTER_START = "after_start"
 # What of `conditions` may be another than today's, if that is asked for; the report says it of each row.
 MAY_DIFFER = ("sources", "machine", "versions")
 # How a row is kept while it trains, not what it trains. A change of precision.schedule needs checkpoints.
@@ -72,6 +75,11 @@ class Plan:
     def optimizer(self) -> dict[str, Any]:
         """What of OPTIMIZER_KEYS the row has for itself."""
         return {key: value for key, value in self.row.settings.items() if is_under(key, OPTIMIZER_KEYS)}
+
+    @property
+    def computes(self) -> dict[str, Any]:
+        """What else it has for itself: how a step is computed."""
+        return {key: value for key, value in self.row.settings.items() if key not in self.optimizer}
 
 
 def chosen_rows(options: argparse.Namespace) -> list[Row]:
@@ -134,11 +142,13 @@ def check_same_training(
 
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:
-    """How the chosen rows are trained. Raises RowError, ConfigurationError, ComparisonError: as what it calls."""
+    """How the chosen rows are trained. Raises RowError, ConfigurationError, ComparisonError: as what it calls; among
+    them that a row has no reference."""
     plans = [make_plan(row, arguments) for row in chosen_rows(arguments)]
     for plan in plans:
         overrides = [*plans[0].row.settings, *plan.row.settings]
         check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
+        reference_of(plan, plans)
     return plans
 
 
@@ -167,12 +177,20 @@ def conditions(args: TrainingArguments, machine: Result, versions: Result) -> Re
 
 
 def read_metrics(folder: Path) -> list[Result]:
-    """The records of a run's metrics.jsonl; none where there is no such file or it ends within a line."""
+    """The records of a run's metrics.jsonl; none where there is no such file or it ends within a line. AFTER_START is
+    set in the first with a speed since each start of the run, and of a stage of precision.schedule."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         return []
+    starts = read_starts(RunFolder(folder))
+    stages = [stage for start in starts for stage in start.get("stages", [])]
+    for begin in {0, *(each["step"] for each in (*starts, *stages))}:
+        timed = [r for r in records if r["step"] > begin and r.get("tokens_per_second")]
+        for first in timed[:1]:
+            first[AFTER_START] = True
+    return records
 
 
 def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
@@ -180,14 +198,25 @@ def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
     that one itself the baseline. Raises ComparisonError: there is none."""
     base = plans[0]
     for other in plans:
-        apart = {k: v for k, v in other.row.settings.items() if k not in other.optimizer}
-        if other.optimizer == plan.optimizer and apart == base.row.settings:
+        if other.optimizer == plan.optimizer and other.computes == base.computes:
             return base if other is plan else other
-    keys = " ".join(f"{key}={value}" for key, value in {**base.row.settings, **plan.optimizer}.items())
+    keys = " ".join(f"{key}={value}" for key, value in {**base.computes, **plan.optimizer}.items())
     raise ComparisonError(
-        f"row {plan.row.name} has an optimizer of its own, and no row has it in the baseline's precision; add one, "
-        f"such as --row NAME {keys}"
+        f"row {plan.row.name} has another optimizer than the baseline {base.row.name}, and no row has it in the "
+        f"baseline's precision; add one, such as --row NAME {keys}"
     )
+
+
+def comparable(plans: Sequence[Plan], records: dict[str, list[Result]]) -> dict[str, list[Result]]:
+    """Of the records of finished rows those whose reference is finished too; says of the others what they wait for."""
+    found = {}
+    for plan in plans:
+        name, reference = plan.row.name, reference_of(plan, plans).row.name
+        if name in records and reference in records:
+            found[name] = records[name]
+        elif name in records:
+            print(f"{name}: finished; it is compared with {reference}, which is not")
+    return found
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,17 @@ def test_a_wheel_of_another_hash_is_not_taken(tmp_path: Path, monkeypatch: pytes
     assert not list((tmp_path / "packages").glob("*/*.whl"))
 
 
+def test_texts_of_other_filters_are_not_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = convergence_data.OPTIONS.parse_args(["--work_dir", str(tmp_path / "work")])
+    for _ in range(2):
+        convergence_data.begin(options, [Package("shapes==1.0", "0" * 64)])
+    assert convergence_data.FILTERS == Path(packages.__file__)
+    monkeypatch.setattr(convergence_data, "FILTERS", tmp_path / "changed.py")
+    (tmp_path / "changed.py").write_text("MAX_LINE = 2000\n")
+    with pytest.raises(ValueError, match="was begun with other filters; choose another --work_dir"):
+        convergence_data.begin(options, [Package("shapes==1.0", "0" * 64)])
+
+
 @pytest.mark.slow
 def test_from_wheels_to_tokens(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

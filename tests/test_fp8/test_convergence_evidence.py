@@ -16,7 +16,9 @@ from test_fp8.convergence.results import compared
 from test_fp8.convergence.rows import (
     ComparisonError,
     Plan,
+    comparable,
     make_plans,
+    read_metrics,
     reference_of,
     state_of,
     trained_under,
@@ -37,6 +39,24 @@ def test_seconds_are_those_of_the_steps() -> None:
     records[1]["tokens_per_second"] = 50.0
     records.insert(1, {"step": 15, "tokens": 150, "eval_loss": 4.5})  # says nothing of its speed
     assert [second for second, _ in evidence.seconds(records)] == [10.0, 10.0, 12.0]
+
+
+def test_starts_are_not_in_the_seconds(tmp_path: Path) -> None:
+    """The first speed since a start or a stage's begin holds what these take: here 1 in place of 10 tokens/s."""
+    records = training(*((step, 4.0) for step in range(10, 70, 10)))
+    assert [second for second, _ in evidence.seconds(records)] == [10, 20, 30, 40, 50, 60]
+    for slow in (0, 2, 4):
+        records[slow]["tokens_per_second"] = 1.0
+    records.insert(2, {"step": 25, "tokens": 250, "eval_loss": 4.0})  # made up for by the resumed run
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    starts = [{"step": 0, "time": 1.0, "stages": []}]
+    starts += [{"step": 24, "time": 2.0, "stages": [{"step": 40}]}]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+    found = read_metrics(tmp_path)
+    assert [second for second, _ in evidence.seconds(found)] == [10, 20, 20, 30, 40, 50, 60]
+    (tmp_path / "run.json").unlink()
+    assert [second for second, _ in evidence.seconds(read_metrics(tmp_path))][:2] == [10, 20]
+    assert [second for second, _ in evidence.seconds(found[:1])] == [100], "there is no other"
 
 
 def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
@@ -115,9 +135,58 @@ def test_a_row_with_an_optimizer_has_its_own_reference() -> None:
         "muon": "bf16",
         "delayed": "bf16",
     }
-    without = plans_of("--rows", "bf16", "muon_delayed")
     with pytest.raises(ComparisonError, match="--row NAME precision.compute=bf16 optim=muon"):
-        reference_of(without[1], without)
+        plans_of("--rows", "bf16", "muon_delayed")  # before any training
+
+    muon = plans_of(
+        "--rows", "delayed", "bf16", "muon", "muon_delayed", "--baseline", "muon", "--noise_seed", "7"
+    )
+    found = {plan.row.name: reference_of(plan, muon).row.name for plan in muon}
+    assert found == {
+        "muon": "muon",
+        "muon_seed7": "muon",
+        "delayed": "bf16",
+        "bf16": "muon",
+        "muon_delayed": "muon",
+    }
+    with pytest.raises(ComparisonError, match="--row NAME precision.compute=bf16$"):
+        plans_of("--rows", "muon", "delayed", "--baseline", "muon")
+
+
+def test_a_row_waits_for_its_reference(capsys: pytest.CaptureFixture) -> None:
+    plans = plans_of("--rows", "bf16", "delayed", "muon", "muon_delayed")
+    records = {plan.row.name: training((10, 3.0)) for plan in plans}
+    assert comparable(plans, records) == records
+    del records["muon"]
+    assert list(comparable(plans, records)) == ["bf16", "delayed"]
+    assert "muon_delayed: finished; it is compared with muon, which is not" in capsys.readouterr().out
+    del records["bf16"]
+    assert not comparable(plans, records)
+
+
+def test_what_is_compared_with_what(tmp_path: Path) -> None:
+    """The twin with another seed is not the best row without FP8; conditions differ from today's."""
+    options = ["--noise_seed", "7", "--work_dir", str(tmp_path)]
+    plans = plans_of("--rows", "bf16", "muon", "muon_delayed", *options)
+    under = {"sources": "old", "machine": {}, "versions": {}}
+    records = {}
+    for plan, loss in zip(plans, (3.0, 2.0, 2.9, 2.95), strict=True):
+        plan.folder.mkdir()
+        trainings.note(plan, under | ({"sources": "new"} if plan.row.name == "muon" else {}), True)
+        (plan.folder / "log.txt").touch()
+        records[plan.row.name] = training((10, 4.0), (20, loss))
+        for record in records[plan.row.name]:
+            record |= {"grad_norm": 1.0, "skipped_steps": 0}
+    results, _ = compare_convergence.compare(plans, records, under | {"sources": "new"}, 0.005)
+    found = {result["row"]: result for result in results}
+    assert {result["equal_loss"]["row"] for result in results} == {"muon"}
+    assert found["bf16_seed7"]["equal_loss_same_optimizer"]["row"] == "bf16"
+    assert {name: result["conditions_differ"] for name, result in found.items()} == {
+        "bf16": ["sources"],
+        "bf16_seed7": ["sources"],
+        "muon": [],
+        "muon_delayed": ["sources"],
+    }
 
 
 def test_the_evidence_has_the_size_that_it_claims() -> None:
