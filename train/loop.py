@@ -32,7 +32,7 @@ from train.data.stream import MicroBatches, SampleStream
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
-from train.guard.escalation import escalations
+from train.guard.escalation import escalations, take_all_out
 from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
 from train.guard.replicas import ReplicaError, check_replicas, scope
 from train.guard.signals import Stopped, StopVote
@@ -69,6 +69,7 @@ class Run:
     watchdog: Watchdog
     # tokens/s of all ranks, of each interval that was logged
     speeds: list[float] = field(default_factory=list)
+    before_stage: int = 0  # how many of them are of the stages before this one
 
     def log(self, values: dict[str, Any]) -> None:
         """Metrics of this step."""
@@ -153,7 +154,6 @@ class Loop:
             run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
         self.last_save = time.monotonic()  # or the begin of this loop
-        self.lines = len(run.speeds)  # before this stage
         self._start_clock()
         self.slow_ranks = SlowRanks(engine, run.stop_vote.group, args.speed.cuda_graphs)
 
@@ -332,7 +332,10 @@ class Loop:
                 "taken out, for their scales could not have moved while they are in"
             )
         if (step.last or step.ends_stage) and self.args.precision.schedule:
-            what, speed = stage_text(self.args.precision, run.stage), typical_speed(run.speeds[self.lines :])
+            what, speed = (
+                stage_text(self.args.precision, run.stage),
+                typical_speed(run.speeds[run.before_stage :]),
+            )
             run.metrics.message(f"step {state.step}: {what} is over, at {speed:,.0f} tokens/s")
             how = {key: state.precision[key] for key in ("compute", "recipe")}
             record["precision_stage"] = {"number": run.stage + 1, "tokens_per_second": speed, **how}
@@ -347,6 +350,8 @@ class Loop:
             state.escalations += changes  # in place: run.json has this list
             step.record["fp8_escalations"] = {"changes": changes, "count": len(state.escalations)}
             step.saves = step.ends_stage = True
+            if take_all_out(changes, model, run.precision):
+                step.record |= self.health.fp8_alarms.end(state.step, step.record["fp8_alarms"], tell)
 
     def _evaluate(self, step: Step) -> None:
         run = self.run

@@ -197,7 +197,7 @@ def announce(
     state: RunState,
 ) -> Proven:
     """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run;
-    PrecisionError: a later stage of precision.schedule could not."""
+    PrecisionError: a later stage of precision.schedule could not, or a level of on_trouble."""
     if dist.get_rank() == 0:
         note(table(args))
         tell(differing(args))
@@ -209,7 +209,7 @@ def announce(
             if (later := Precision(section, precision.device, state.levels)).fp8:
                 later.check(model)
                 if section.on_trouble == "escalate":
-                    later.require("block")
+                    later.require("block", "escalate takes modules there; set precision.on_trouble to warn")
         except PrecisionError as error:
             stage = stage_text(args.precision, number) if args.precision.schedule else "precision.on_trouble"
             raise PrecisionError(f"{stage}: {error}") from error
@@ -271,7 +271,8 @@ def _report(
     assert isinstance(args.deepspeed, dict)
     if said := msamp.described(args.deepspeed):
         lines.append(said)
-    lines += filter(None, [args.precision.described_levels(args.model.variant)])
+    levels = (own.described_levels(args.model.variant) for own in precisions_of(args.precision))
+    lines += dict.fromkeys(filter(None, levels))
     if precision.emulated:
         lines.append(
             "no GPU work: the CPU reference of the FP8 modules runs; it has their numbers, not their speed"

@@ -216,11 +216,18 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     start["escalations"] = state.escalations  # which grows while it runs
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
-        beside = beside_the_plan(run, planned, start["plan"]) if planned else contextlib.nullcontext()
-        with record if main else contextlib.nullcontext(), signals.taking_steps():
-            with beside:  # what was planned is the first stage's
-                last = train(run)
+        # what was planned is the first stage's
+        with (
+            record if main else contextlib.nullcontext(),
+            signals.taking_steps(),
+            contextlib.ExitStack() as first_stage,
+        ):
+            if planned:
+                first_stage.enter_context(beside_the_plan(run, planned, start["plan"]))
+            last = train(run)
             while state.step < args.max_steps:
+                if stage_at(args, state.step, state.consumed_tokens) != stage:
+                    first_stage.close()
                 stage_record = change_precision(run, ds_config)
                 if main:
                     record.add_stage(stage_record)
@@ -249,7 +256,10 @@ def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
 
     began, state = time.monotonic(), run.state
     number, before = stage_at(run.arguments, state.step, state.consumed_tokens), run.precision.levels
-    begins = [] if number == run.stage else [f"{stage_text(run.arguments.precision, number)} begins"]
+    new_stage = number != run.stage
+    begins = [f"{stage_text(run.arguments.precision, number)} begins"] if new_stage else []
+    if new_stage:
+        run.before_stage = len(run.speeds)
     moved = sum(before.get(name) != level for name, level in state.levels.items())
     modules = f"{moved} module{'s' if moved > 1 else ''} at another level by precision.on_trouble"
     begins += [modules] if moved else []
@@ -266,7 +276,8 @@ def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
     run.saver.engine, run.saver.precision = run.engine, run.precision
     run.watchdog = Watchdog(args.hang_timeout_s)
     run.metrics.message(f"the change took {time.monotonic() - began:.1f} s")
-    return {"step": state.step, "stage": what, "fp8": proven.fp8, "proof": proven.lines}
+    of_proof = {"fp8": proven.fp8, "proof": proven.lines}
+    return {"step": state.step, "stage": what, "new_stage": new_stage, **of_proof}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,12 @@ from model.fp8.recipes import FP8_FEATURE_MULTIPLE, LEVELS, RECIPES, PrecisionCo
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+# Where modules of a checkpoint are at a level that this machine has not.
+GO_ON = (
+    "modules of this checkpoint are there by precision.on_trouble: go on where it is available, or start anew with "
+    "--resume_from_checkpoint never; evaluate.py has --precision bf16"
+)
+
 
 class PrecisionError(ValueError):
     """The precision asked for cannot be had; the message says what is missing and what to do."""
@@ -67,8 +73,10 @@ class Precision:
         self.levels = dict(levels or {})
         self.recipe = None
         if self.fp8:
-            for level in {config.recipe: None} | dict.fromkeys(self.levels.values()):
-                self.require(level)
+            self.require(config.recipe)
+            for level in dict.fromkeys(map(self.level, self.levels)):
+                if level != config.recipe:
+                    self.require(level, GO_ON)
             self.recipe = self.make_recipe(config.recipe)
 
     @property
@@ -99,13 +107,14 @@ class Precision:
         except te_backend.BackendError as error:
             raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
 
-    def require(self, level: str) -> None:
-        """Raises PrecisionError unless this machine has `level`, or the recipe of that name."""
+    def require(self, level: str, *instead: str) -> None:
+        """Raises PrecisionError unless this machine has `level`, or the recipe of that name. instead: see
+        te_backend.require_fp8."""
         try:
             if self.torchao:
                 torchao_fp8.require(level, self.emulated)
             elif level != "bf16":
-                te_backend.require_fp8(self.te, recipe_of(level))
+                te_backend.require_fp8(self.te, recipe_of(level), *instead)
         except te_backend.BackendError as error:
             raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
 

@@ -144,8 +144,9 @@ def _prefer_torchs_cudnn() -> None:
     os.environ.setdefault("CUDNN_HOME", home)
 
 
-def require_fp8(te: SimpleNamespace, recipe: str) -> None:
-    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`, gradients included."""
+def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
+    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`, gradients included. instead:
+    what to do where it has no block scaling."""
     if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
         raise BackendError(
             f"the environment variable NVTE_BACKWARD_OVERRIDE ({override}) has Transformer Engine compute gradients "
@@ -164,7 +165,7 @@ def require_fp8(te: SimpleNamespace, recipe: str) -> None:
         quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
         available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
         if not available:
-            raise BackendError(f"recipe block is not available on {name}: {reason}; use delayed or current")
+            raise BackendError(f"recipe block is not available on {name}: {reason}; {instead}")
 
 
 @contextmanager

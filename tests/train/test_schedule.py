@@ -16,7 +16,7 @@ from model.fp8.precision import PrecisionError
 from model.proof import ProofError
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
-from train import setup
+from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
@@ -45,6 +45,8 @@ def test_a_change_is_a_stop_and_a_resume(
     beside what was measured of that."""
     planned = SimpleNamespace(to_json=dict, beside=lambda peak, speed: "measured, beside the plan")
     monkeypatch.setattr(setup, "planned_for", lambda *_: planned)
+    speeds, typical_speed = list[list[float]](), loop.typical_speed
+    monkeypatch.setattr(loop, "typical_speed", lambda own: speeds.append(own) or typical_speed(own))
     first, second = PRECISIONS["bf16"], PRECISIONS["delayed"]
     settings |= {"max_steps": 5, "logging_steps": 2}
     scheduled = {"precision": {"schedule": [{"until_step": 3, **first}, second]}}
@@ -54,6 +56,7 @@ def test_a_change_is_a_stop_and_a_resume(
     assert "step 4: stage 2 of 2 of precision.schedule" in out and "FP8: 6 of 7 GEMM modules ran FP8" in out
     stages = {m["step"]: m["precision_stage"] for m in metrics(whole) if "precision_stage" in m}
     assert {s: (v["number"], v["compute"]) for s, v in stages.items()} == {3: (1, "bf16"), 5: (2, "fp8")}
+    assert [len(own) for own in speeds] == [2, 2] and not set(speeds[0]) & set(speeds[1])
     assert all(stage["tokens_per_second"] > 0 for stage in stages.values())
     (start,) = read_starts(RunFolder(whole))
     (noted,) = start["stages"]

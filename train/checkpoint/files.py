@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,12 @@ class RunState:
     def levels(self) -> dict[str, str]:
         """For Precision: module -> the level that it is at."""
         return {change["module"]: change["to"] for change in self.escalations}
+
+    @property
+    def unscheduled(self) -> set[int]:
+        """Steps that were saved because a module went a level up, and not by save_steps."""
+        every = self.train_config.get("save_steps")
+        return {change["step"] for change in self.escalations if not every or change["step"] % every}
 
     def __post_init__(self) -> None:
         if not self.precision:  # of a version without schedules
@@ -236,9 +242,12 @@ def undo_save(path: Path, needed: int, error: Exception) -> str:
     )
 
 
-def discard_old(path: Path, keep: int) -> None:
-    """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all."""
+def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:
+    """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all. Those of steps
+    `unscheduled` go first, so that a module in trouble, which saves at each level, does not push out what was saved
+    before it."""
     older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
+    older.sort(key=lambda p: (step_of(p) not in unscheduled, step_of(p)))
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
             # the manifest first: a kill half way leaves no half checkpoint that counts

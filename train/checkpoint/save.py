@@ -131,6 +131,7 @@ class Saver:
                 job.error = error
         if self.ranks.rank == 0:
             job.run_state, job.changes = json.dumps(asdict(state), indent=1), state.changes
+            job.unscheduled = state.unscheduled
         self._job = job
         if background:
             if torch.cuda.is_available():
@@ -182,6 +183,7 @@ class Job:
     files: dict[str, Snapshot] = field(default_factory=dict)
     run_state: str | None = None  # rank 0
     changes: list[dict[str, Any]] = field(default_factory=list)  # of the run state
+    unscheduled: set[int] = field(default_factory=set)  # of the run state
     error: Exception | None = None  # of the copies
     needed: int = 0  # bytes of all ranks' files
     failure: BaseException | None = None
@@ -208,7 +210,7 @@ class Job:
             message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
             raise SaveError(message) from error
         if first:
-            discard_old(self.path, self.keep)
+            discard_old(self.path, self.keep, self.unscheduled)
 
     def _bytes(self) -> int:
         if self.error is not None:

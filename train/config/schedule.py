@@ -47,6 +47,11 @@ def precisions_of(section: PrecisionConfig) -> list[PrecisionConfig]:
     return [precision_of(section, number) for number in range(len(section.schedule or [{}]))]
 
 
+def escalates(section: PrecisionConfig) -> bool:
+    """Whether modules may go a level up in one of its stages."""
+    return any(own.on_trouble == "escalate" and own.compute == "fp8" for own in precisions_of(section))
+
+
 def at_stage(args: TrainingArguments, number: int) -> TrainingArguments:
     """The arguments as they are in one stage."""
     return replace(args, precision=precision_of(args.precision, number))
@@ -83,8 +88,7 @@ def stage_text(section: PrecisionConfig, number: int) -> str:
 def stage_problems(args: TrainingArguments) -> list[str]:
     """What is wrong with the stages, of which a run without a schedule has one, each by itself, a line a problem."""
     section, found = args.precision, []
-    escalates = any(own.on_trouble == "escalate" and own.compute == "fp8" for own in precisions_of(section))
-    if escalates and args.save_strategy == "no":
+    if escalates(section) and args.save_strategy == "no":
         found.append(
             "precision.on_trouble, save_strategy: when a module goes a level up the run goes on from a checkpoint; set "
             "save_strategy to steps, or on_trouble to warn"

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from model.fp8.modules import gemm_modules
+from model.fp8.modules import fp8_modules, gemm_modules
 from model.fp8.precision import Precision
 from train.guard.fp8_alarms import by_operand, limit_of
 
@@ -54,6 +54,12 @@ def escalations(
     if len(taken) > NAMED:
         tell(f"step {step}: precision.on_trouble: {len(taken) - NAMED} more modules, see metrics.jsonl")
     return taken
+
+
+def take_all_out(changes: list[dict[str, Any]], model: nn.Module, precision: Precision) -> bool:
+    """Whether no module runs FP8 after these `escalations`."""
+    out = {change["module"] for change in changes if change["to"] == "bf16"}
+    return out.issuperset(fp8_modules(model, precision).planned)
 
 
 def told(change: dict[str, Any]) -> str:

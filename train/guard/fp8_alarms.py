@@ -108,6 +108,15 @@ class FP8Alarms:
         counts = {"active": len(self.active), "count": self.count}
         return {"fp8_alarms": {"began": began, "over": over, **counts}} if before or began else {}
 
+    def end(self, step: int, found: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+        """No look follows: no module runs FP8 any more, which `tell` hears, and all alarms are over. `found`, what
+        `judge` has given as "fp8_alarms" of this look, with these."""
+        over = found["over"] + self.judge(step, {}, tell)["fp8_alarms"]["over"]
+        tell(
+            f"step {step}: no module runs FP8 any more; precision.compute bf16 is the same and needs no looks"
+        )
+        return {"fp8_alarms": {**found, "over": over, "active": 0}}
+
 
 def limit_of(what: str, operand: str) -> float:
     """Above which there is an alarm."""

@@ -15,6 +15,7 @@ from model.variants import compiles
 from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step_folders
 from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
+from train.config.schedule import escalates
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -128,8 +129,9 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
     there = committed(RunFolder(args.output_dir).checkpoints)
     resumes = args.resume_from_checkpoint != "never"  # else they are moved aside, and stay
     saves = args.save_total_limit + 1
-    if not args.save_minutes:
-        saves = min(saves, -(-args.max_steps // args.save_steps) if args.save_steps else 1)
+    if not (args.save_minutes or escalates(args.precision)):  # which save nobody knows how often
+        by_steps = -(-args.max_steps // args.save_steps) if args.save_steps else 1
+        saves = min(saves, by_steps + len(args.precision.schedule or [{}]) - 1)
     kept = min(len(there), args.save_total_limit) if resumes else 0
     exported = resumes and RunFolder(args.output_dir).hf.is_dir()
     compute = args.precision.compute

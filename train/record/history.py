@@ -86,10 +86,15 @@ class History:
         return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
-        """What was proved of the last start, in short, and of the stages of precision.schedule that began in it."""
-        last = self.starts[-1:]
+        """What was proved of the last start, in short, and of the stages of precision.schedule that began in it; of
+        each stage what was proved last, as modules may have gone to other levels in it (precision.on_trouble)."""
+        last, proved = self.starts[-1:], list[str]()
         stages = (last[0].get("stages") or []) if last else []
-        return "; then ".join(str(each.get("fp8", "")) for each in (*last, *stages))
+        for each in (*last, *stages):
+            if not each.get("new_stage", True):
+                proved.pop()
+            proved.append(str(each.get("fp8", "")))
+        return "; then ".join(proved)
 
     def state(self) -> str:
         """What became of its last start."""

@@ -65,7 +65,8 @@ class RunRecord:
         self._try_to_write("how the run ended")
 
     def add_stage(self, stage: dict[str, Any]) -> None:
-        """That a stage of precision.schedule has begun is in run.json from here on: "step", "stage", "fp8", "proof"."""
+        """That the precision has changed is in run.json from here on: "step", "stage" (what has begun, in words),
+        "new_stage" (of precision.schedule; else modules went to other levels), "fp8", "proof"."""
         self.start["stages"].append(stage)
         self._try_to_write(f"what was proved at step {stage['step']}")
 

@@ -218,13 +218,22 @@ def test_a_model_of_which_every_module_was_taken_out_trains_on() -> None:
 
 
 def test_levels_that_the_machine_has_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def require(te: SimpleNamespace, recipe: str) -> None:
+    def require(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
+        asked.append(recipe)
         if recipe == "block":
-            raise te_backend.BackendError("recipe block is not available here; use delayed or current")
+            raise te_backend.BackendError(f"recipe block is not available here; {instead}")
 
+    asked: list[str] = []
     monkeypatch.setattr(te_backend, "require_fp8", require)
     config = PrecisionConfig(backend="reference")
     for level in ("block", "bf16_backward"):
-        with pytest.raises(PrecisionError, match="recipe block is not available here"):
+        with pytest.raises(
+            PrecisionError, match="not available here; modules of this checkpoint are there by"
+        ):
             Precision(config, levels={"lm_head": level})
+    with pytest.raises(PrecisionError, match="use delayed or current"):
+        Precision(replace(config, recipe="block"))
+    asked.clear()
+    Precision(replace(config, recipe="current"), levels={"a": "delayed", "b": "current"})
+    assert asked == ["current"]  # a level below the recipe is not used
     Precision(replace(config, health_steps=1, on_trouble="escalate"), levels={"a": "current", "b": "bf16"})

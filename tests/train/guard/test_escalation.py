@@ -6,34 +6,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from model.build import build_model
-from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionError
-from model.fp8.recipes import PrecisionConfig
-from tests.conftest import small_config
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
-from train import loop
+from train import loop, setup
+from train.checkpoint import save
 from train.checkpoint.files import read_state
-from train.config.arguments import ConfigurationError, TrainingArguments
 from train.evaluation.models import plan
 from train.guard import fp8_alarms
-from train.guard.escalation import escalations
 from train.guard.health import Health, Spike
 from train.inspect_checkpoint import inspect
 from train.loop import Loop
+from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 GPU = torch.cuda.is_available()
 ESCALATE = {"health_steps": 1, "on_trouble": "escalate"}
-WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
 
 
 def changes(folder: Path) -> list[dict[str, Any]]:
@@ -51,113 +46,6 @@ def path_of(folder: Path) -> dict[str, list[tuple[int, str]]]:
 def active(folder: Path) -> dict[int, int]:
     """Alarms after each step."""
     return {m["step"]: m.get("fp8_alarms", {}).get("active", 0) for m in metrics(folder)}
-
-
-# ---------------------------------------------------------------- what is decided
-
-
-def look(**operands: dict[str, float]) -> dict[str, Any]:
-    """Of the second of two layers' fc1 and fc2; each operand well but for what is given as <gemm>_<operand>."""
-    found: dict[str, Any] = {}
-    for gemm in ("fc1", "fc2"):
-        columns = found[f"model.layers.*.layernorm_mlp.{gemm}"] = {}
-        for operand in ("input", "weight", "gradient"):
-            values = WELL | operands.get(f"{gemm}_{operand}", {})
-            columns[operand] = {what: [WELL[what], value] for what, value in values.items()}
-    return found
-
-
-def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
-    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
-    model = build_model(small_config(), "te_layer", precision)
-    said: list[str] = []
-    trouble = look(
-        fc1_input={"underflow": 0.1, "error": 0.2}, fc2_gradient={"underflow": 0.75, "saturated": 0.05}
-    )
-    (change,) = escalations(7, trouble, model, precision, said.append)
-    mlp = "model.layers.1.layernorm_mlp"
-    assert change == {
-        "step": 7,
-        "module": mlp,
-        "from": "delayed",
-        "to": "current",
-        "gemm": f"{mlp}.fc2",
-        "operand": "gradient",
-        "statistic": "underflow",
-        "value": 0.75,
-        "threshold": 0.25,
-    }
-    assert said == [
-        f"step 7: precision.on_trouble: {mlp} goes from delayed to current: underflow of the gradient of {mlp}.fc2 is "
-        "0.75, the limit 0.25"
-    ]
-    at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
-    assert escalations(8, at_the_limit, model, precision, said.append) == []
-    precision.levels[mlp] = "block"
-    (change,) = escalations(8, look(fc1_weight={"error": 0.11}), model, precision, said.append)
-    assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
-    precision.config.on_trouble = "warn"
-    assert escalations(9, trouble, model, precision, said.append) == [] and len(said) == 2
-
-
-def test_of_many_modules_some_are_named_the_worst_first() -> None:
-    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
-    model = build_model(small_config(num_hidden_layers=10), "te_layer", precision)
-    columns = {what: [value] * 10 for what, value in WELL.items()} | {"range": [5.0 + n for n in range(10)]}
-    said: list[str] = []
-    found = escalations(
-        1, {"model.layers.*.self_attention.proj": {"input": columns}}, model, precision, said.append
-    )
-    assert [c["value"] for c in found] == [14.0 - n for n in range(10)] and len(said) == 9
-    assert (
-        "layers.9." in said[0]
-        and said[8] == "step 1: precision.on_trouble: 2 more modules, see metrics.jsonl"
-    )
-
-
-BAD = [
-    (
-        {"health_steps": 0},
-        {},
-        "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen",
-    ),
-    (
-        {"recipe": "tensorwise", "health_steps": 0},
-        {},
-        "precision.on_trouble: only the recipe delayed and current and",
-    ),
-    ({}, {"save_strategy": "no"}, "when a module goes a level up the run goes on from a checkpoint"),
-    (
-        {"schedule": [{"until_step": 2, "health_steps": 0}, {}]},
-        {},
-        "(stage 1 of 2): precision.on_trouble escalate: with",
-    ),
-]
-
-
-@pytest.mark.parametrize(("keys", "others", "message"), BAD)
-def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, message: str) -> None:
-    if "recipe" in keys:
-        settings["model"]["variant"] = "torchao"
-    with pytest.raises(ConfigurationError) as error:
-        TrainingArguments.from_dict({**settings, "precision": {**ESCALATE, **keys}, **others}).resolve(1)
-    assert message in str(error.value)
-
-
-def test_a_machine_without_block_scaling_is_found_before_the_first_step(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def require(te: Any, recipe: str) -> None:
-        if recipe == "block":
-            raise te_backend.BackendError("recipe block is not available here; use delayed or current")
-
-    monkeypatch.setattr(te_backend, "require_fp8", require)
-    with pytest.raises(PrecisionError, match=r"precision\.on_trouble: .*recipe block is not available here"):
-        run(settings, precision=ESCALATE)
-    assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
-
-
-# ---------------------------------------------------------------- what it mends
 
 
 def growing(variant: str) -> Callable[[Any], None]:
@@ -195,10 +83,23 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
 ) -> None:
     """Bit for bit; said, counted, proved anew, and known to whoever takes the checkpoint."""
     before_each_step(monkeypatch, growing("te_layer"))
-    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["delayed"], **ESCALATE}}
-    whole = run(settings)
+    section = {**PRECISIONS["delayed"], "health_steps": 1, "schedule": [{"on_trouble": "escalate"}]}
+    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": section}
+    speeds, removed = list[int](), list[tuple[str, set[int]]]()
+    planned = SimpleNamespace(to_json=dict, beside=lambda peak, speed: "measured, beside the plan")
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "planned_for", lambda *_: planned)
+        patch.setattr(loop, "typical_speed", lambda of_stage: speeds.append(len(of_stage)) or 1.0)
+        patch.setattr(save, "discard_old", lambda path, keep, others: removed.append((path.name, others)))
+        whole = run(settings)
+    # of the stage, with all that went up in it
+    assert speeds == [4] and removed == [("step-00000002", {2}), ("step-00000004", {2, 4})]
     mlp = "model.layers.1.layernorm_mlp"
     out = capsys.readouterr().out
+    assert (
+        out.count("on_trouble escalate: a module with an FP8 alarm goes a level up, to current, block") == 1
+    )
+    assert "beside the plan" in out.partition("model and engine are built anew")[2]
     assert (
         f"step 2: precision.on_trouble: {mlp} goes from delayed to current: error of the input of {mlp}.fc1"
         in out
@@ -212,6 +113,7 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     assert [stage["fp8"] for stage in start["stages"]] == [
         "6/7 delayed, 1 of them at another level, emulated"
     ]
+    assert read_history(whole).fp8() == start["stages"][0]["fp8"]
     saved = [whole / f"checkpoints/step-0000000{n}" for n in (2, 4)]
     assert [read_state(path).levels for path in saved] == [{mlp: "current"}, {mlp: "block"}]
     evaluated = plan(saved[0], None)

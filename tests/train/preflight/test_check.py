@@ -46,6 +46,11 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
     assert "will not hold the last save" in remark and "4 more at a time (save_total_limit 3)" in remark
     keys(save_minutes=0)(world)
     assert checked(world) == []  # only one save
+    schedule = [{"until_step": 5}, {"until_step": 9}, {}]
+    for section, more in (({"schedule": schedule}, 3), ({"health_steps": 9, "on_trouble": "escalate"}, 4)):
+        keys(precision=section)(world)
+        assert f"{more} more at a time" in checked(world)[0]  # at each change, which nobody knows of trouble
+    keys(precision={})(world)
     world.disk(1.9 * size)
     for save_steps, more in ((40, 3), (50, 2)):  # at 80 the last one is to come
         keys(save_steps=save_steps)(world)

@@ -1,0 +1,179 @@
+"""precision.on_trouble escalate: what is decided at a look, what that does to alarms and saves, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model.build import build_model
+from model.fp8 import te_backend
+from model.fp8.modules import gemm_modules
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import small_config
+from tests.train.checkpoint.test_checkpoint import make
+from tests.train.runs import run
+from train import loop
+from train.checkpoint.files import RunState, committed, discard_old, step_of
+from train.config.arguments import ConfigurationError, TrainingArguments
+from train.guard.escalation import escalations
+from train.guard.fp8_alarms import FP8Alarms
+from train.loop import Loop, Step
+
+ESCALATE = {"health_steps": 1, "on_trouble": "escalate"}
+WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
+
+
+def look(**operands: dict[str, float]) -> dict[str, Any]:
+    """Of the second of two layers' fc1 and fc2; each operand well but for what is given as <gemm>_<operand>."""
+    found: dict[str, Any] = {}
+    for gemm in ("fc1", "fc2"):
+        columns = found[f"model.layers.*.layernorm_mlp.{gemm}"] = {}
+        for operand in ("input", "weight", "gradient"):
+            values = WELL | operands.get(f"{gemm}_{operand}", {})
+            columns[operand] = {what: [WELL[what], value] for what, value in values.items()}
+    return found
+
+
+def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(), "te_layer", precision)
+    said: list[str] = []
+    trouble = look(
+        fc1_input={"underflow": 0.1, "error": 0.2}, fc2_gradient={"underflow": 0.75, "saturated": 0.05}
+    )
+    (change,) = escalations(7, trouble, model, precision, said.append)
+    mlp = "model.layers.1.layernorm_mlp"
+    assert change == {
+        "step": 7,
+        "module": mlp,
+        "from": "delayed",
+        "to": "current",
+        "gemm": f"{mlp}.fc2",
+        "operand": "gradient",
+        "statistic": "underflow",
+        "value": 0.75,
+        "threshold": 0.25,
+    }
+    assert said == [
+        f"step 7: precision.on_trouble: {mlp} goes from delayed to current: underflow of the gradient of {mlp}.fc2 is "
+        "0.75, the limit 0.25"
+    ]
+    at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
+    assert escalations(8, at_the_limit, model, precision, said.append) == []
+    precision.levels[mlp] = "block"
+    (change,) = escalations(8, look(fc1_weight={"error": 0.11}), model, precision, said.append)
+    assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
+    precision.config.on_trouble = "warn"
+    assert escalations(9, trouble, model, precision, said.append) == [] and len(said) == 2
+
+
+def test_of_many_modules_some_are_named_the_worst_first() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(num_hidden_layers=10), "te_layer", precision)
+    columns = {what: [value] * 10 for what, value in WELL.items()} | {"range": [5.0 + n for n in range(10)]}
+    said: list[str] = []
+    found = escalations(
+        1, {"model.layers.*.self_attention.proj": {"input": columns}}, model, precision, said.append
+    )
+    assert [c["value"] for c in found] == [14.0 - n for n in range(10)] and len(said) == 9
+    assert (
+        "layers.9." in said[0]
+        and said[8] == "step 1: precision.on_trouble: 2 more modules, see metrics.jsonl"
+    )
+
+
+def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look follows that could say so."""
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(), "te_layer", precision)
+    mlp, said = "model.layers.1.layernorm_mlp", list[str]()
+    precision.levels = dict.fromkeys(gemm_modules(model, precision), "bf16") | {mlp: "current"}
+    trouble = look(fc1_input={"error": 0.2})
+    monkeypatch.setattr(loop, "health_record", lambda *_: trouble)
+    for layers in trouble.values():
+        for columns in layers.values():
+            columns |= {what: [None, column[1]] for what, column in columns.items()}
+    its: Any = Loop.__new__(Loop)
+    its.state, its.health = SimpleNamespace(step=7, escalations=[]), SimpleNamespace(fp8_alarms=FP8Alarms())
+    its.engine = SimpleNamespace(module=model)
+    its.run = SimpleNamespace(
+        state=its.state, precision=precision, metrics=SimpleNamespace(message=said.append)
+    )
+    for level in ("block", "bf16"):
+        its.state.step += 1
+        step = Step(0.0, torch.zeros(()), None, False, None)
+        its._look_at_fp8(step, SimpleNamespace(not_fp8=()))
+        assert its.state.escalations[-1]["to"] == level
+        precision.levels[mlp] = level
+    assert step.record["fp8_alarms"] == {
+        "began": [],
+        "over": [{"gemm": f"{mlp}.fc1", "operand": "input", "since": 8}],
+        "active": 0,
+        "count": 1,
+    }
+    assert said[3:] == [
+        f"step 9: FP8 alarm over: {mlp}.fc1 (input)",
+        "step 9: no module runs FP8 any more; precision.compute bf16 is the same and needs no looks",
+    ]
+
+
+def test_saves_of_modules_in_trouble_make_room_first(tmp_path: Path) -> None:
+    """Of three that are kept one is lost to them, however many there are; a step of save_steps is none of them."""
+    state = RunState(0, 0, 0, 1, 1, {"save_steps": 10}, {})
+    state.escalations = [{"step": step, "module": "a", "to": "current"} for step in (20, 31, 32, 33)]
+    assert state.unscheduled == {31, 32, 33}
+    left = {20: [10, 20], 30: [10, 20, 30], 31: [20, 30, 31], 32: [20, 30, 32], 33: [20, 30, 33]}
+    left |= {40: [20, 30, 40], 50: [30, 40, 50]}
+    for step in (10, *left):
+        discard_old(make(tmp_path, step), 3, state.unscheduled)
+        assert [step_of(p) for p in committed(tmp_path)] == left.get(step, [10])
+    state.train_config["save_steps"] = 0
+    assert state.unscheduled == {20, 31, 32, 33}
+
+
+BAD = [
+    (
+        {"health_steps": 0},
+        {},
+        "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen",
+    ),
+    (
+        {"recipe": "tensorwise", "health_steps": 0},
+        {},
+        "precision.on_trouble: only the recipe delayed and current and",
+    ),
+    ({}, {"save_strategy": "no"}, "when a module goes a level up the run goes on from a checkpoint"),
+    (
+        {"schedule": [{"until_step": 2, "health_steps": 0}, {}]},
+        {},
+        "(stage 1 of 2): precision.on_trouble escalate: with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "others", "message"), BAD)
+def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, message: str) -> None:
+    if "recipe" in keys:
+        settings["model"]["variant"] = "torchao"
+    with pytest.raises(ConfigurationError) as error:
+        TrainingArguments.from_dict({**settings, "precision": {**ESCALATE, **keys}, **others}).resolve(1)
+    assert message in str(error.value)
+
+
+def test_a_machine_without_block_scaling_is_found_before_the_first_step(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(te: Any, recipe: str, instead: str = "use delayed or current") -> None:
+        if recipe == "block":
+            raise te_backend.BackendError(f"recipe block is not available here; {instead}")
+
+    monkeypatch.setattr(te_backend, "require_fp8", require)
+    message = r"precision\.on_trouble: .* block is not available here; escalate .*; set precision.on_trouble to warn$"
+    with pytest.raises(PrecisionError, match=message):
+        run(settings, precision=ESCALATE)
+    assert not (Path(settings["output_dir"]) / "metrics.jsonl").exists()
