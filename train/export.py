@@ -166,9 +166,10 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
             f"{path}: a fault of this program; export --format hf"
         )
     return [
-        f"{codes}: codes and scales equal those that training ({variant}, {precision.recipe} scaling) multiplies with "
-        "at this checkpoint, bit for bit, compared with the written files",
+        f"{codes}: codes and scales equal those that training ({variant}, {' and '.join(trained.recipes)} scaling) "
+        "multiplies with at this checkpoint, bit for bit, compared with the written files",
         *lines,
+        *trained.level_lines(),
     ]
 
 

@@ -37,21 +37,22 @@ class FP8Report:
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
-        for level, names in _by_value(self.levels).items():
-            out.append(f"  {WORDS[level]}, by precision.on_trouble: {_shown(names)}")
-        for reason, names in _by_value(self.kept).items():
-            out.append(f"  not FP8: {_shown(names)}: {reason}")
+        for level, names in by_value(self.levels).items():
+            out.append(f"  {WORDS[level]}, by precision.on_trouble: {shown(names)}")
+        for reason, names in by_value(self.kept).items():
+            out.append(f"  not FP8: {shown(names)}: {reason}")
         return out
 
 
-def _by_value(items: dict[str, str]) -> dict[str, list[str]]:
+def by_value(items: dict[str, str]) -> dict[str, list[str]]:
+    """Value -> the keys that have it."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)
     return found
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
 
 

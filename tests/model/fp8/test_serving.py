@@ -147,6 +147,33 @@ def test_modules_at_other_levels_have_codes_where_the_folder_can_hold_them(recip
         assert torch.equal(ours.codes.view(torch.uint8), kept.rows.view(torch.uint8))
         assert torch.equal(ours.scale, kept.rows_scale_inv.expand_as(ours.scale))
     assert trained.differences(quantized, weights, state) == []
+    words = [
+        "current scaling",
+        "block scaling",
+        "block scaling, gradients computed in bf16",
+        "bf16",
+    ]
+    why = "not FP8 here; what is FP8 in the folder has a scale a tensor: "
+    begins = {
+        "delayed": ["", why, why, "not FP8 here: "],
+        "current": [why, why, "not FP8 here: "],
+        "block": ["", "not FP8 here: "],
+    }[recipe]
+    assert trained.level_lines() == [
+        f"{begin}{word}, by precision.on_trouble: {name}"
+        for begin, word, name in zip(begins, words[-len(begins) :], names[4 - len(begins) : 4], strict=True)
+    ]
+    assert trained.recipes == (["delayed", "current"] if recipe == "delayed" else [recipe])
+
+
+@pytest.mark.parametrize(("recipe", "level"), [("current", "block"), ("delayed", "bf16"), ("block", "bf16")])
+def test_a_model_whose_modules_have_all_left_the_recipes_scales_is_refused(recipe: str, level: str) -> None:
+    config, precision = small_config(**SIZES), PrecisionConfig(recipe=recipe)
+    levels = dict.fromkeys(TrainedFP8(config, "te_layer", precision).report.planned, level)
+    with pytest.raises(PrecisionError, match="no weight of the layers is in FP8 with .* --format hf"):
+        TrainedFP8(config, "te_layer", precision, levels)
+    levels.popitem()
+    assert TrainedFP8(config, "te_layer", precision, levels).names
 
 
 def _without_fp8(weights: dict[str, torch.Tensor]) -> set[str]:

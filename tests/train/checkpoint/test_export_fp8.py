@@ -127,6 +127,12 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
             export.export(checkpoint, other, tokenizer, "hf-fp8")
         assert not other.exists()
     assert exported(checkpoint, out).splitlines() == said
+    with pytest.MonkeyPatch.context() as patch:  # as if precision.on_trouble had taken a module up
+        name = "model.layers.1.self_attention.proj"
+        patch.setattr(export.RunState, "levels", {name: "current"})
+        escalated = exported(checkpoint, out).splitlines()
+    assert "training (te_layer, delayed and current scaling) multiplies with" in escalated[0]
+    assert escalated[2] == f"current scaling, by precision.on_trouble: {name}"
 
 
 @pytest.mark.slow
