@@ -198,6 +198,20 @@ def test_fp8_whose_gradients_are_not_is_no_candidate(monkeypatch: pytest.MonkeyP
     assert record.choice.compute == "bf16"
 
 
+def test_what_fails_when_it_is_visited_again_is_no_candidate() -> None:
+    script, calls = Script(200.0, 300.0, 200.0), itertools.count()
+
+    def timer(run: Callable[[], Any], **options: Any) -> float:
+        if next(calls) == 12:  # the first of the second visit of FP8
+            raise RuntimeError("CUDA out of memory")
+        return script(run, **options)
+
+    record = autotune(task_of(), lambda _: None, timer=timer)
+    fp8, bf16 = record.measured
+    assert (fp8.ms, fp8.note, bf16.ms) == (None, "failed: CUDA out of memory", 300.0)
+    assert record.choice.compute == "bf16"
+
+
 SPOILED = "model.layers.0.self_attn.k_proj.weight"
 # what a replay does to one weight's gradient: (weight, whether it is the first pass of a step)
 FAULTS: dict[str, Callable[[nn.Parameter, bool], object]] = {

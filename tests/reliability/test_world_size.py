@@ -7,6 +7,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import metrics
-from train.checkpoint import reshard
+from train.checkpoint import load, reshard
 from train.checkpoint.files import CheckpointError, committed, problems, read_state
 
 TOKENS = 32  # of a sample
@@ -239,13 +240,24 @@ def test_files_that_lack_something_are_named(
 
 
 @pytest.mark.process
-def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(written: Path) -> None:
+def test_fp8_states_that_differ_are_an_error_and_pending_amaxes_are_reduced(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = written / "rank_00001.pt"
     content = torch.load(file, weights_only=True)
     name = next(key for key in content["fp8"] if key.endswith("scaling_fwd.amax_history"))
     content["fp8"][name][0, 0] = 1e6  # not yet reduced
     torch.save(content, file)
     assert reshard.fp8_of_all_ranks(written, 2)[name][0, 0] == 1e6
+    engine: Any = SimpleNamespace(module=None, zero_optimization_stage=lambda: 1)
+    for other in ("load_resharded", "forget_moments", "set_random_state"):
+        monkeypatch.setattr(load, other, lambda *_: None)
+    monkeypatch.setattr(load, "dist", SimpleNamespace(get_world_size=lambda: 1, get_rank=lambda: 0))
+    loaded: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(load, "load_fp8_state", lambda model, precision, state: loaded.update(state))
+    precision: Any = SimpleNamespace(config=SimpleNamespace(**read_state(written).precision))
+    load.load_checkpoint(engine, written, precision)
+    assert loaded[name][0, 0] == 1e6
     content["fp8"][name.replace("amax_history", "scale")][0] *= 2
     torch.save(content, file)
     with pytest.raises(

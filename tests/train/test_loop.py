@@ -150,6 +150,14 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
     assert math.isnan(resumed.interval_loss())
 
 
+def test_the_loss_of_a_step_is_the_mean_over_tokens_with_a_label(process_group: None) -> None:
+    loop: Any = object.__new__(Loop)
+    loop.run, loop.state = None, SimpleNamespace(step=1)
+    for share, mean in ((torch.tensor(0.25), 6.0), (None, 1.5)):
+        step = Step(learning_rate=0.1, loss=torch.tensor(1.5), share=share, skipped=False, gemms=None)
+        assert loop._mean_loss(step) == mean
+
+
 def test_only_steps_that_are_skipped_in_a_row_end_a_run(process_group: None, tmp_path: Path) -> None:
     """A long run may skip one now and then."""
     engine: Any = SimpleNamespace(

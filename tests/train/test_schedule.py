@@ -192,7 +192,7 @@ def test_a_stage_is_a_function_of_steps_and_tokens(settings: dict) -> None:
     """A step has 256 tokens; after a resume with more of them what counts is those of the run."""
     args = arguments(settings, [{"until_tokens": 500}, {"until_share": 0.7}, {"recipe": "current"}])
     assert [stage_at(args, n, 256 * n) for n in range(7)] == [0, 0, 1, 1, 2, 2, 2]
-    assert stage_at(args, 1, 512) == 1 and stage_at(args, 1, 499) == 0
+    assert stage_at(args, 1, 500) == 1 and stage_at(args, 1, 499) == 0
     assert stage_at(TrainingArguments.from_dict(settings), 3, 700) == 0
 
 

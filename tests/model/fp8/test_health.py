@@ -180,6 +180,8 @@ def test_saturation_is_what_rounding_would_not_do(dtype: torch.dtype) -> None:
     x[0, 1] = torch.nextafter(x[0, 0], torch.tensor(1e9))
     found = one(x, (x * 2).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), torch.tensor(0.5))
     assert [found[key] for key in ("elements", "nonzero", "kept", "saturated")] == [6, 5, 4, 2]
+    shares = statistics(torch.tensor([found[key] for key in TOTALS], dtype=torch.float64))
+    assert shares[[UNDERFLOW, SATURATED]].tolist() == [1 / 5, 2 / 5]  # of what is not 0
     assert found["range"] == pytest.approx(1.1 * BEYOND[dtype] / LARGEST[dtype], rel=1e-6)
 
 

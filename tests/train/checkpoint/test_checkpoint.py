@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -374,16 +374,17 @@ def test_a_rollback_keeps_what_this_start_has_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to."""
-    root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=lambda step: None))
+    root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=id, load_state_dict=id))
     path, newer = make(root, 3), make(root, 6)
     (newer / "weights.pt").write_bytes(b"")
     monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
     changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
     state = RunState(9, 72, 0, 1, 1, {}, {"a": 1}, changes=changes, began_at={"path": "old"})
-    health: Any = SimpleNamespace(load_state_dict=lambda saved: None)
-    Rollback(root, nothing, nothing, state, health, nothing, nothing)._load(path, read_state(path), [[1, 2]])
+    saved = replace(read_state(path), evaluation_due=True)  # the run has made up for it since
+    Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]])
     assert committed(root) == [path]  # else the save of step 6 would find its place taken
     assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
+    assert not state.evaluation_due
     assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
 
 

@@ -10,7 +10,7 @@ from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
 from train.data.source import check_fit, open_sources
-from train.data.stream import MicroBatches, open_held_out, open_stream
+from train.data.stream import NO_LABEL, Batch, MicroBatches, open_held_out, open_stream
 
 T = 32
 
@@ -201,6 +201,12 @@ def test_description_and_unigram_loss(data, second):
     expected = np.average([manifest.unigram_loss for manifest in found], weights=of_evaluation)
     assert stream.unigram_loss == pytest.approx(expected, rel=1e-12)
     assert len(set(of_evaluation)) == 2 and found[0].unigram_loss != found[1].unigram_loss
+
+
+def test_a_batch_is_filled_with_rows_without_labels():
+    batch = Batch(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).filled(3)
+    assert batch.input_ids.tolist() == [[1, 2]] * 3
+    assert batch.labels.tolist() == [[2, 3], [NO_LABEL] * 2, [NO_LABEL] * 2]
 
 
 def test_vocabulary_must_fit_the_model(data):

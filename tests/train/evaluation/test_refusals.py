@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.fp8.gemms import Gemms
+from tests.fixtures import write_jsonl
+from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
-from train.evaluation import scores
+from train.evaluation import scores, texts
 from train.evaluation.models import Plan
 from train.files import sha256_file
 
@@ -259,6 +261,17 @@ def test_bytes_that_nobody_knows() -> None:
     sums[1, scores.TOKENS] = 0
     with pytest.raises(ValueError, match="DATA b has no token to predict"):
         scores.results(sums.double(), sources)
+
+
+def test_bytes_of_text_are_those_of_all_batches_that_are_encoded(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(texts, "ENCODED_TOGETHER", 2)
+    written = ["one", "tw\u00e9", "three", "four", "five"]
+    path, told = write_jsonl(tmp_path / "text.jsonl", written), list[str]()
+    documents = texts.Documents(length=16, size=1, stride=None)
+    documents.add_text(str(path), TextEncoder(tokenizer_dir), "text", None, 0, told.append)
+    assert documents.sources[0].text_bytes == sum(len(text.encode()) for text in written)
 
 
 def test_data_may_be_made_by_either_tokenizer_of_a_folder(tokenizer_dir: Path) -> None:

@@ -238,18 +238,24 @@ def test_with_documents_each_micro_batch_counts_by_its_labels(
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, REMAINDER])
-def test_weights_that_are_negative_zeros_stay_so(settings: dict, precision: dict[str, str]) -> None:
-    """A step of length 0 makes 0 of them where a moment is negative: no reason to stop a run, nor to change it."""
+def test_negative_zeros_and_random_generators_stay_as_they_were(
+    settings: dict, precision: dict[str, str]
+) -> None:
+    """A step of length 0 makes 0 of such weights where a moment is negative: no reason to stop a run, nor to change
+    it."""
     trained = Trained(settings, precision)
     for master in zero.masters(trained.engine):
         master.tensor.data[::7] = -0.0
     trained.engine.optimizer.update_lp_params()
     weights = [master.tensor.detach().clone() for master in zero.masters(trained.engine)]
+    random_state = torch.get_rng_state()
     with as_before(trained.engine, trained.precision):
+        torch.rand(1)
         for group in trained.engine.optimizer.param_groups:
             group["lr"] = 0.0
         trained.steps(1)
         changed = [master.tensor.detach().signbit() for master in zero.masters(trained.engine)]
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert not all(torch.equal(c, w.signbit()) for c, w in zip(changed, weights, strict=True))
     for weight, master in zip(weights, zero.masters(trained.engine), strict=True):
         assert torch.equal(weight.signbit(), master.tensor.signbit()) and torch.equal(weight, master.tensor)

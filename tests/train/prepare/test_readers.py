@@ -135,6 +135,13 @@ def test_documents_that_a_disk_does_not_give_are_not_dropped(tmp_path, monkeypat
         list(read())
 
 
+def test_rows_are_counted_through_the_batches_of_a_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BATCH_ROWS", 2)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["1", "2", "3", None, "5"]}), tmp_path / "a.parquet")
+    found = outcome(tmp_path / "a.parquet")
+    assert found == ["1", "2", "3", "null text :4", "5"]
+
+
 def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
     path = write(tmp_path / "a.csv", b"id,content\n1,one\n2,two\n")
     (item,) = read_documents([str(path)])
