@@ -72,6 +72,10 @@ def test_what_fp8_asks_of_a_gpu(
     else:
         with pytest.raises(te_backend.BackendError, match=problem):
             te_backend.require_fp8(te, recipe)
+        with pytest.raises(
+            te_backend.BackendError, match=problem.replace("use delayed or current", "go home$")
+        ):
+            te_backend.require_fp8(te, recipe, "go home")
     te_backend.require_fp8(SimpleNamespace(name="reference"), recipe)
 
 
