@@ -138,9 +138,9 @@ def _fp8_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, t
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
 
-    def quantize(x: torch.Tensor, rows: bool, columns: bool) -> Any:
+    def quantize(x: torch.Tensor) -> Any:
         e4m3 = kernels.DType.kFloat8E4M3
-        return tensors.Float8CurrentScalingQuantizer(e4m3, x.device, rowwise=rows, columnwise=columns)(x)
+        return tensors.Float8CurrentScalingQuantizer(e4m3, x.device, rowwise=True, columnwise=True)(x)
 
     def gradients(
         gradient: torch.Tensor,
@@ -149,15 +149,15 @@ def _fp8_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, t
         at: torch.Tensor,
         into: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        grad = quantize(gradient.contiguous(), True, True)
+        grad = quantize(gradient.contiguous())
         how = {"grad": True, "use_split_accumulator": True}
-        of_x = general_gemm(quantize(weight, False, True), grad, layout="NN", out_dtype=x.dtype, **how)[0]
+        of_x = general_gemm(quantize(weight), grad, layout="NN", out_dtype=x.dtype, **how)[0]
         where = (
             {"out_dtype": weight.dtype}
             if into is None
             else {"out": into, "accumulate": True, "out_dtype": into.dtype}
         )
-        of_weight = general_gemm(quantize(x, False, True), grad, layout="NT", **where, **how)[0]
+        of_weight = general_gemm(quantize(x), grad, layout="NT", **where, **how)[0]
         codes = grad._data.gather(1, at[:, None])[:, 0]
         rounded = codes.view(torch.float8_e4m3fn).float() * grad._scale_inv
         return of_x, (of_weight if into is None else None), rounded
