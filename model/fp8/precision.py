@@ -209,7 +209,7 @@ class Precision:
                 f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
                 'remove patterns or set precision.compute to "bf16"'
             )
-        if self.head_gradients and "lm_head" in report.planned:
+        if self.head_gradients and not bf16_pattern("lm_head", self.config.bf16_modules):
             raise PrecisionError(
                 "precision.fp8_head_gradients: lm_head runs FP8 as a whole, as no pattern of precision.bf16_modules "
                 'matches it; remove the key, or add "lm_head" there'

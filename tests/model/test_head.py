@@ -24,8 +24,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def trained(variant: str, **precision: Any) -> tuple[float, dict[str, torch.Tensor], Any]:
-    resolved = Precision(PrecisionConfig(**precision))
+def trained(
+    variant: str, levels: dict[str, str] | None = None, **precision: Any
+) -> tuple[float, dict[str, torch.Tensor], Any]:
+    resolved = Precision(PrecisionConfig(**precision), levels=levels)
     model = build_model(small_config(head_dim=64), variant, resolved, seed=3).train()
     ids = random_ids(model.config, 2, 65).to(resolved.device)
     with count_gemms(model, resolved) as gemms:
@@ -43,6 +45,11 @@ def test_the_loss_is_the_same_and_two_more_products_are_fp8(variant: str) -> Non
     assert "its two gradients do (precision.fp8_head_gradients)" in more.lines()[1]
     assert 0.01 < relative(others["lm_head.weight"], gradients["lm_head.weight"]) < 0.04
     assert 0 < relative(others["model.norm.weight"], gradients["model.norm.weight"]) < 0.05
+
+
+def test_a_module_with_gradients_in_bf16_beside_it_counts_as_one() -> None:
+    levels = {"model.layers.0.self_attn.o_proj": "bf16_backward"}
+    assert not trained("te_linear", levels, fp8_head_gradients=True)[2].problem()
 
 
 def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
