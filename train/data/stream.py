@@ -48,7 +48,7 @@ class Batch(NamedTuple):
         )
 
     def filled(self, rows: int) -> "Batch":
-        """With its first row repeated, without labels, up to `rows` rows."""
+        """With its first row repeated up to `rows` rows."""
         input_ids, labels, documents = self
         if not (missing := rows - len(input_ids)):
             return self
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
             documents = Documents.of(torch.cat([positions, positions[:1].expand(missing, -1)]))
         return Batch(
             torch.cat([input_ids, input_ids[:1].expand(missing, -1)]),
-            torch.cat([labels, torch.full_like(labels[:1], NO_LABEL).expand(missing, -1)]),
+            torch.cat([labels, labels[:1].expand(missing, -1)]),
             documents,
         )
 

@@ -10,7 +10,7 @@ from tests.fixtures import corpus_texts, write_jsonl
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
 from train.data.source import check_fit, open_sources
-from train.data.stream import NO_LABEL, Batch, MicroBatches, open_held_out, open_stream
+from train.data.stream import NO_LABEL, MicroBatches, held_out_batches, open_held_out, open_stream
 
 T = 32
 
@@ -203,10 +203,16 @@ def test_description_and_unigram_loss(data, second):
     assert len(set(of_evaluation)) == 2 and found[0].unigram_loss != found[1].unigram_loss
 
 
-def test_a_batch_is_filled_with_rows_without_labels():
-    batch = Batch(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])).filled(3)
-    assert batch.input_ids.tolist() == [[1, 2]] * 3
-    assert batch.labels.tolist() == [[2, 3], [NO_LABEL] * 2, [NO_LABEL] * 2]
+def test_a_batch_is_filled_with_rows_without_labels(data):
+    """Three samples in batches of two on two ranks: the second rank has one, and a row to fill; of two it has none."""
+    stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True)
+    ((start, rows, batch),) = held_out_batches(stream, 3, 2, rank=1, world=2)
+    expected = stream.batch(2, 1)
+    assert (start, rows) == (2, 1) and len(batch.documents.positions) == 2
+    assert torch.equal(batch.input_ids, expected.input_ids.expand(2, -1))
+    assert torch.equal(batch.labels[0], expected.labels[0]) and (batch.labels[1] == NO_LABEL).all()
+    ((_, rows, batch),) = held_out_batches(stream, 2, 2, rank=1, world=2)
+    assert rows == 0 and len(batch.input_ids) == 2 and (batch.labels == NO_LABEL).all()
 
 
 def test_vocabulary_must_fit_the_model(data):
