@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
 from train.files import write_durably
+from train.guard.signals import at_parents_end
 
 SETTINGS = "settings.json"
 FAILED = 1
@@ -67,7 +69,7 @@ class Trainings:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     def start(self, script: Path, say: Callable[[str], None]) -> None:
-        """Ranks for what is left, if anything is, and there is time."""
+        """Ranks for what is left, if anything is, and there is time. They end when this process does, however."""
         left = {name: values for name, values in self.settings.items() if name not in self.found}
         if not left or (self.until is not None and time.time() > self.until):
             return
@@ -78,7 +80,11 @@ class Trainings:
         say(f"{self.ranks} rank{'s' * (self.ranks > 1)}: {len(left)} trainings, see {log}")
         with log.open("a", encoding="utf-8") as file:
             self.process = subprocess.Popen(
-                [*command, str(self.folder)], env=environment, stdout=file, stderr=subprocess.STDOUT
+                [*command, str(self.folder)],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=at_parents_end(signal.SIGTERM),
             )
 
     def have_ended(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from model.variants import VARIANTS
 from test_fp8 import zero_matrix
 from test_fp8.zero.cells import Cell, cells, compared, is_about, make_data, refusal
-from test_fp8.zero.ranks import Trainings
+from test_fp8.zero.ranks import Trainings, subprocess
+from train.guard import signals
 from train.record.provenance import commit
 
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
@@ -188,6 +190,14 @@ def test_trainings_that_ended_are_kept_and_others_begin_anew(tmp_path: Path) -> 
     )
     trainings.process = SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
     assert trainings.have_ended() and "new" not in trainings.found
+
+
+def test_ranks_end_with_the_program_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: given.update(options))
+    Trainings(tmp_path, 2, {"a": {}}, until=None).start(Path("none"), lambda text: None)
+    if sys.platform == "linux":
+        assert given["preexec_fn"].args == (signals.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def trained(*options: str, folder: Path) -> tuple[int, list[dict]]:
