@@ -130,7 +130,11 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
             chosen = replace(itself, states=chosen.states if chosen and chosen.setting == s else why)
     if chosen is None:
         return None
-    others = f"no others would be {100 * CLEARLY_FASTER:.0f} % faster" if len(states_of(s)) > 1 else NO_OTHERS
+    others = (
+        f"no others that fit would be {100 * CLEARLY_FASTER:.0f} % faster"
+        if len(states_of(s)) > 1
+        else NO_OTHERS
+    )
     why = chosen.states or others
     return replace(chosen, states=f"{_named(_states(chosen.setting))}, {_memory_of_each(chosen)}: {why}")
 

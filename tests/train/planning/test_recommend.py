@@ -74,8 +74,8 @@ def test_float32_states_stay_where_packed_ones_bring_little() -> None:
     assert found.setting.optimizer_states == "fp32"
     gib = [found.setting.parameters * n / 8 / 2**30 for n in (12, 6, 2 + 2 * (1 + 4 / 256))]
     assert found.states == (
-        f"fp32, {gib[0]:.1f} GiB a GPU at ZeRO 1 (bf16_remainder {gib[1]:.1f}, int8 {gib[2]:.1f}): no others would be "
-        "10 % faster"
+        f"fp32, {gib[0]:.1f} GiB a GPU at ZeRO 1 (bf16_remainder {gib[1]:.1f}, int8 {gib[2]:.1f}): no others that "
+        "fit would be 10 % faster"
     )
     assert memory_of(found.setting).parts["optimizer"] == pytest.approx(gib[0])
 
