@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import MistralConfig, MistralForCausalLM
 
-from fp8_inference_demo.engine import Engine, EngineError
+from fp8_inference_demo import engine as engine_module
+from fp8_inference_demo.engine import Engine, EngineError, Timing
+from fp8_inference_demo.reference import attend_prompt
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import pack
 from model.config import weight_shapes
@@ -129,6 +134,111 @@ def test_rows_end_on_their_own(model: tuple[Path, MistralForCausalLM]) -> None:
     assert run.timing.prefill_s > 0, "what the reader does with a token is not the prompts' time"
     # what was left of the cache by other rows is not seen
     assert tokens(engine, rows[2:], 20) == [tokens(Engine.load(model[0], "fp32", 1, 48), rows[2:], 20)[0]]
+
+
+def test_what_just_fits_is_taken(model: tuple[Path, MistralForCausalLM]) -> None:
+    engine = Engine(Engine.load(model[0], "fp32", 1, 8).weights, 1, 512)  # all positions of the model
+    assert engine.generate([[1] * 511], GREEDY, [0], 1).full == set()
+    run = engine.generate([[1] * 492], GREEDY, [0], 21)
+    assert (run.full, run.left) == ({0}, [20]) and engine.generate([[1] * 492], GREEDY, [0], 20).full == set()
+    run.stop(0)
+    assert run.full == set(), "it did not end because of the context"
+
+
+def test_prompts_go_through_the_layers_in_parts_that_fit(
+    model: tuple[Path, MistralForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, rows = Engine.load(model[0], "fp32", 5, 64), prompts(5)
+    whole, parts, prefill = tokens(engine, rows, 3), [], engine.forward.prefill
+
+    def noted(ids: torch.Tensor, first: int) -> torch.Tensor:
+        parts.append((tuple(ids.shape), first))
+        return prefill(ids, first)
+
+    monkeypatch.setattr(engine.forward, "prefill", noted)
+    for most, expected in (
+        (100, [((2, 40), 0), ((2, 40), 2), ((1, 40), 4)]),
+        (39, [((1, 40), row) for row in range(5)]),
+    ):
+        parts.clear()
+        monkeypatch.setattr(engine_module, "PREFILL_TOKENS", most)
+        assert tokens(engine, rows, 3) == whole and parts == expected
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 29, 30, None])
+def test_a_window_over_a_prompt_is_the_same_in_blocks_of_any_size(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 30, 4, 8, generator=generator)
+    k, v = torch.randn(2, 2, 2, 30, 8, generator=generator)
+    behind = torch.arange(30)[:, None] - torch.arange(30)
+    visible = (behind >= 0) & (behind < (window or 30))
+    wide_k, wide_v = (part.repeat_interleave(2, 1) for part in (k, v))
+    scores = (q.transpose(1, 2) @ wide_k.mT / 8**0.5).masked_fill(~visible, -math.inf)
+    expected = (scores.softmax(-1) @ wide_v).transpose(1, 2)
+    for block in (1, 7, 8, 1024):
+        torch.testing.assert_close(attend_prompt(q, k, v, window, block), expected)
+
+
+@torch.no_grad()
+def test_up_to_16_rows_meet_fp8_weights_in_bf16_and_more_in_fp8(
+    model: tuple[Path, MistralForCausalLM],
+) -> None:
+    fp8, bf16 = (Engine.load(model[0], precision, 17, 32).forward for precision in ("fp8", "bf16"))
+    for rows, kind in ((1, "fp8 weights"), (16, "fp8 weights"), (17, "fp8 gemm")):
+        ids = torch.zeros(rows, dtype=torch.int64)
+        for forward, counted in ((fp8, {kind: 2 * 4}), (bf16, {"bfloat16": 2 * 4})):
+            forward.ran.clear()
+            forward.decode(ids, torch.arange(rows))
+            assert forward.ran == counted, rows
+            forward.ran.clear()
+            forward.prefill(ids[None])
+            assert forward.ran == counted, rows
+
+
+def test_memory_is_counted_by_the_bytes_of_each_tensor_once(model: tuple[Path, MistralForCausalLM]) -> None:
+    folder, theirs = model
+    shapes = weight_shapes(theirs.config)
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    in_fp8 = [name for name in shapes if "_proj" in name]
+    expected = {
+        "bf16": 2 * sum(numbers.values()),
+        "fp8": sum(numbers[n] + 4 * shapes[n][0] if n in in_fp8 else 2 * numbers[n] for n in shapes),
+    }
+    for precision, nbytes in expected.items():
+        weights = Engine.load(folder, precision, 1, 8).weights
+        assert weights.nbytes == nbytes
+    weights.head.values = weights.embedding  # tied
+    assert weights.nbytes == nbytes - 2 * numbers["lm_head.weight"]
+    ran = {"fp8 weights": 8, "fp8 gemm": 4, "bfloat16": 1}
+    large: Any = SimpleNamespace(
+        weights=SimpleNamespace(nbytes=3 * 2**30),
+        cache=SimpleNamespace(keys=SimpleNamespace(nbytes=2**29)),
+        forward=SimpleNamespace(operations=engine_module.reference, ran=ran),
+        device="cpu",
+    )
+    assert Engine.report(large) == [
+        "plain torch on cpu; weights 3.00 GiB, cache 1.00 GiB",
+        "8 matrix products read FP8 weights, with bf16 activations",
+        "4 matrix products multiplied FP8 by FP8",
+        "1 matrix products ran bfloat16",
+    ]
+
+
+def test_times_are_those_of_the_prompts_and_of_the_steps_behind(
+    model: tuple[Path, MistralForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that goes on by a second each time that it is read."""
+    seconds = itertools.count()
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    engine, total = Engine.load(model[0], "fp32", 2, 64), Timing()
+    run = engine.generate(prompts(2), GREEDY, [0, 0], 4)
+    for _ in range(2):
+        list(run)
+        assert run.timing == Timing(41, 1.0, 6, 3.0)
+        total.add(run.timing)
+    assert total == Timing(82, 2.0, 12, 6.0)
+    assert total.line() == "prefill 82 tokens at 41.0 tokens/s; decode 12 tokens at 2.0 tokens/s"
+    assert Timing(5000, 2.0).line() == "prefill 5000 tokens at 2,500.0 tokens/s"
 
 
 def test_logits_that_are_not_finite_end_with_an_error(model: tuple[Path, MistralForCausalLM]) -> None:

@@ -122,6 +122,21 @@ def test_a_conversation_beyond_the_context_loses_its_beginning(
     assert error.count("decode 5 tokens at") == 4, "each answer has its room"
 
 
+@pytest.mark.parametrize(("new", "most"), [(6, 18), (20, 12)])
+def test_a_prompt_leaves_room_for_its_answer_but_has_half_of_the_context(
+    say: Demo, monkeypatch: pytest.MonkeyPatch, new: int, most: int
+) -> None:
+    lengths, generate = [], Engine.generate
+    monkeypatch.setattr(
+        Engine,
+        "generate",
+        lambda engine, rows, *others: lengths.append(len(rows[0])) or generate(engine, rows, *others),
+    )
+    options = ("--interactive", "--max_length", 24, "--max_new_tokens", new)
+    assert say(b"def main\n" * 4, *options) == 0
+    assert max(lengths) == lengths[-1] == most
+
+
 def test_what_is_left_of_a_long_text() -> None:
     assert cut_left([1, 5, 6, 7], 4, bos=1) == [1, 5, 6, 7]
     assert cut_left([1, 5, 6, 7, 8], 3, bos=1) == [1, 7, 8]
@@ -131,8 +146,9 @@ def test_what_is_left_of_a_long_text() -> None:
 def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
     say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last line may end without a newline. Each prompt is one for itself; not repeated, for nobody sees it."""
-    assert say(b"\ndef main\r\n \n\nreturn the") == 0
+    """The last line may end without a newline, the first begin with a byte order mark. Each prompt is one for itself;
+    not repeated, for nobody sees it."""
+    assert say(b"\xef\xbb\xbf\ndef main\r\n \n\nreturn the") == 0
     assert prompts == ["<s>def main", "<s>return the"]
     captured = capsys.readouterr()
     assert "def main" not in captured.out and captured.err.count("decode 5 tokens at") == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributions import Categorical, kl_divergence
 from transformers import MistralForCausalLM
 
-from fp8_inference_demo import report
+from fp8_inference_demo import engine, report
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.weights import Weights
 from model.fp8 import hf_fp8
@@ -91,8 +93,14 @@ def test_the_logits_before_a_token_count(
 def test_the_first_batch_only_warms_up(folder: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Engine.load(folder, "bf16", 1, 24).weights
     calls = noted(monkeypatch, "generate")
+    seconds = itertools.count()  # a second between any two looks at the clock
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
     row = report.times(weights, "bf16", 2, [1, 5, 6])
-    assert len(calls) == 2 and row["decode_tokens_per_s"] > 0
+    assert len(calls) == 2
+    assert row == {
+        "precision": "bf16", "batch_size": 2, "prompt_tokens": 8, "new_tokens": 3,
+        "prefill_tokens_per_s": 16.0, "decode_tokens_per_s": 4 / 2,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -113,10 +121,10 @@ def test_a_report_in_table_json_and_plot(
     text.write_text("def main(): return the value of the thing\n" * 20, encoding="utf-8")
     begin = Engine.__init__
 
-    def no_room_for_four_rows(engine: Engine, weights: Weights, batch_size: int, max_length: int) -> None:
+    def no_room_for_four_rows(self: Engine, weights: Weights, batch_size: int, max_length: int) -> None:
         if batch_size == 4 and not weights.fp8:
             raise torch.OutOfMemoryError("Tried to allocate 9 GiB. More.")
-        begin(engine, weights, batch_size, max_length)
+        begin(self, weights, batch_size, max_length)
 
     monkeypatch.setattr(Engine, "__init__", no_room_for_four_rows)
     arguments = ("--model", folder.parent, "--report", text, "--output", output, "--max_length", 24)
@@ -129,7 +137,11 @@ def test_a_report_in_table_json_and_plot(
             q["perplexity_bf16"] > 1 and 0 < q["kl_mean_nats"] < 2 and 20 < q["equal_greedy_percent"] <= 100
         )
         assert f"{q['perplexity_fp8']:,.4f}" in table and f"{q['kl_mean_nats']:.5f} nats" in table
-    assert results["weights_gib"]["fp8"] < results["weights_gib"]["bf16"]
+    gib = results["weights_gib"]
+    assert gib["fp8"] < gib["bf16"] == 2 * results["model"]["parameters"] / 2**30
+    shown = next(line for line in table.splitlines() if line.startswith("weights, GiB")).split()[-3:]
+    assert shown == [f"{gib['bf16']:.3f}", f"{gib['fp8']:.3f}", f"{gib['fp8'] / gib['bf16']:.3f}"]
+    assert results["window_tokens"] == 24
     rows = {(s["precision"], s["batch_size"]): s for s in results["speed"]}
     assert list(rows) == [("bf16", 1), ("fp8", 1), ("bf16", 4), ("fp8", 4)]
     assert "batch 4      bf16: Tried to allocate 9 GiB\n" in table

@@ -85,9 +85,26 @@ def test_the_fastest_step_and_in_a_tie_the_simpler(times: dict, chosen: tuple) -
 
 def test_what_needs_more_memory_than_there_is_is_not_chosen() -> None:
     steps = [step("fp8", False, 10.0, 40.0), step("fp8", True, 5.0, 70.0)]
-    assert choose(steps, 80.0)[0] == steps[1].choice
+    assert choose(steps, 80.0)[0] == choose(steps, 70.0)[0] == steps[1].choice
     assert choose(steps, 50.0)[0] == steps[0].choice
     assert choose(steps, 30.0) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("bf16", "words"),
+    [
+        (10.04, "FP8 is no faster than bf16 here; it stays because it was asked for: compute bf16, cuda_graphs true, "
+                "10.04 ms, takes 1.00 times as long"),
+        (10.2, "FP8 pays: compute bf16, cuda_graphs true, 10.20 ms, takes 1.02 times as long"),
+    ],
+)  # fmt: skip
+def test_fp8_is_compared_with_the_fastest_in_bf16(bf16: float, words: str) -> None:
+    _, (first, second) = choose(
+        [step("fp8", False, 10.0), step("bf16", False, 15.0), step("bf16", True, bf16)]
+    )
+    assert first == "compute fp8, cuda_graphs false, 10.00 ms: the fastest" and second == words
+    _, (first, _) = choose([step("fp8", False, 10.0), step("bf16", True, 9.95)])
+    assert first.endswith("10.00 ms: within 1% of compute bf16, cuda_graphs true, 9.95 ms, and preferred")
 
 
 # ---------------------------------------------------------------- measuring, in small, on the reference

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from model.config import (
     num_parameters,
     rope_theta,
     state_memory_gib,
+    state_parts_gib,
 )
+from model.keys import between
 from tests.conftest import small_config
 
 
@@ -46,6 +49,9 @@ def test_a_window_saves_attention() -> None:
     # the usual convention counts T/2 for a causal row of T, not (T + 1)/2
     assert attention_pairs(config, 64) == pytest.approx(sum(seen) / 64, rel=0.15)
     assert attention_pairs(small_config(), 64) == 32
+    # W - W^2 / 2T, and no saving where no sample reaches the window
+    for window, pairs in ((4, 4 - 16 / 128), (48, 48 - 48**2 / 128), (64, 32), (100, 32)):
+        assert attention_pairs(small_config(sliding_window=window), 64) == pairs
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,30 @@ def test_zero_stages_share_state(compute: str, zero_stage: int, bytes_per_parame
     config = load_config("hare_1.1b")
     expected = bytes_per_parameter * num_parameters(config) / 2**30
     assert state_memory_gib(config, zero_stage, 8, compute) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        ({"zero_stage": 1, "float32_gradients": False}, 2 + 2 + 12 / 8),
+        ({"zero_stage": 2, "float32_gradients": True}, 2 + (4 + 12) / 8),
+        ({"zero_stage": 1, "compute": "fp32", "float32_gradients": False}, 4 + 4 + 8 / 8),
+        ({"zero_stage": 1, "optimizer_bytes": 6.0}, 2 + 4 + 6 / 8),
+        ({"zero_stage": 0, "optimizer_bytes": 4.0}, 2 + 2 + 4),
+    ],
+)
+def test_what_the_state_depends_on(options: dict, bytes_per_parameter: float) -> None:
+    """Muon has one moment less of the matrices of the layers: all weights but embedding, head and norms."""
+    config = load_config("hare_1.1b")
+    parts = state_parts_gib(config, world_size=8, **options)
+    assert sum(parts.values()) == pytest.approx(bytes_per_parameter * num_parameters(config) / 2**30)
+    muon = state_parts_gib(config, world_size=8, optim="muon", **options)
+    ranks = 8 if options["zero_stage"] else 1
+    matrices = 22 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632)
+    assert parts["optimizer"] - muon["optimizer"] == pytest.approx(4 * matrices / ranks / 2**30)
+    assert {**parts, "optimizer": 0.0} == {**muon, "optimizer": 0.0}
+    if "float32_gradients" not in options:
+        assert state_memory_gib(config, world_size=8, optim="muon", **options) == sum(muon.values())
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
@@ -101,6 +131,59 @@ def test_what_a_file_leaves_to_transformers_is_asked_there(tmp_path: Path) -> No
     del values["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": 8}))
     assert load_sizes(str(tmp_path)).num_key_value_heads == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({key: ...} for key in ("sliding_window", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "vocab_size")),
+        {"rope_scaling": {"rope_type": "default"}},
+        {"a_key_of_nobody": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_a_file_that_is_not_whole_is_the_configuration_that_transformers_makes_of_it(
+    changes: dict, tmp_path: Path
+) -> None:
+    """...: without the key, whose default is transformers'; its sliding window is 4096."""
+    values = {**json.loads((CONFIGS / "tiny.json").read_text()), **changes}
+    values = {key: value for key, value in values.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    sizes, whole = load_sizes(str(tmp_path)), load_config(str(tmp_path))
+    assert not isinstance(sizes, SimpleNamespace) and sizes.to_dict() == whole.to_dict()
+    if "sliding_window" in changes:
+        assert sizes.sliding_window == 4096
+
+
+def test_head_dim_follows_from_the_others_where_a_file_has_none(tmp_path: Path) -> None:
+    values = json.loads((CONFIGS / "tiny.json").read_text())
+    values.pop("head_dim", None)
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": 2}))
+    sizes = load_sizes(str(tmp_path))
+    assert isinstance(sizes, SimpleNamespace)
+    assert num_parameters(sizes) == num_parameters(load_config(str(tmp_path)))
+
+
+def test_how_weights_are_stored_is_no_part_of_a_configuration(tmp_path: Path) -> None:
+    """Of a folder in FP8: what is trained anew from it, and exported, has weights of its own."""
+    values = json.loads((CONFIGS / "tiny.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    assert "quantization_config" not in load_config(str(tmp_path)).to_dict()
+
+
+def test_numbers_of_a_command_line_are_within_their_limits() -> None:
+    part, count = between(0.5, 1, float), between(2)
+    assert [part("0.5"), part("1"), count("2"), count("99999")] == [0.5, 1.0, 2, 99999]
+    for kind, text, allowed in (
+        (part, "0.499", "0.5 to 1"),
+        (part, "1.001", "0.5 to 1"),
+        (part, "nan", "0.5 to 1"),
+        (count, "1", "2 or more"),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^{text}: allowed is {allowed}$"):
+            kind(text)
 
 
 OF_ANOTHER_MODEL = {

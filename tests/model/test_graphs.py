@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from model import graphs as graphs_module
 from model.build import build_model
 from model.documents import Documents
 from model.fp8.gemms import count_gemms
@@ -122,6 +124,49 @@ def test_other_calls_are_launched() -> None:
     model.eval()
     model(inputs[:2], labels=labels[:2], is_first_microbatch=True)
     assert launched == [(3, 64), *[(2, 64)] * 4]
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_collector_of_garbage_is_as_before(
+    monkeypatch: pytest.MonkeyPatch, collecting: bool, fails: bool
+) -> None:
+    """Off in a capture, also in one that fails; and then the model is launched as ever."""
+    model, inputs, labels = model_and_batches(compute="bf16")
+    during: list[bool] = []
+    launched, real = model.forward, graphs_module._Captured
+
+    def capture(*arguments: object) -> object:
+        during.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("cannot be captured")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(graphs_module, "_Captured", capture)
+    try:
+        if not collecting:
+            gc.disable()
+        if fails:
+            with pytest.raises(RuntimeError, match="cannot be captured"):
+                use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
+            assert model.forward == launched
+        else:
+            use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
+        assert gc.isenabled() == collecting and not any(during)
+    finally:
+        gc.enable()
+
+
+def test_stand_ins_have_the_memory_and_the_buffers_of_the_parameters() -> None:
+    """Into which GEMMs add gradients; a parameter without one has none."""
+    model, inputs, labels = model_and_batches(compute="bf16")
+    model.lm_head.weight.main_grad = torch.zeros(1)
+    passes = graphs_module._Passes(model, inputs[:2], labels[:2], None)
+    stand_ins = passes.stand_ins
+    assert stand_ins.keys() == dict(model.named_parameters()).keys()
+    assert all(stand_ins[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
+    assert stand_ins["lm_head.weight"].main_grad is model.lm_head.weight.main_grad
+    assert [name for name, p in stand_ins.items() if hasattr(p, "main_grad")] == ["lm_head.weight"]
 
 
 def pieces(length: int) -> Documents:

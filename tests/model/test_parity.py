@@ -141,6 +141,19 @@ def test_state_dict_names_are_hugging_faces_without_extra_state() -> None:
     model.load_state_dict(model.state_dict())
 
 
+def test_a_pickle_of_transformer_engine_is_not_in_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for what its modules add; weights that lack it are loaded, and others that lack are named."""
+    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
+    for name in ("get_extra_state", "set_extra_state"):
+        monkeypatch.setattr(precision.te.Linear, name, lambda self, *_: torch.zeros(1), raising=False)
+    model = build_model(small_config(), "te_linear", precision)
+    weights = model.state_dict()
+    assert weights.keys() == TransformersMistral(small_config()).state_dict().keys()
+    assert model.load_state_dict(weights).missing_keys == []
+    del weights["lm_head.weight"]
+    assert model.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
+
+
 def test_rotary_frequencies_stay_float32_under_bfloat16() -> None:
     """DeepSpeed calls model.bfloat16(); rounded frequencies would be another model."""
     config = small_config()
@@ -150,6 +163,19 @@ def test_rotary_frequencies_stay_float32_under_bfloat16() -> None:
         model = build_model(config, variant, precision).eval()
         before = model(ids).logits
         assert torch.equal(model.bfloat16()(ids).logits, before), variant
+
+
+def test_of_many_weights_that_do_not_fit_five_are_named() -> None:
+    model = build_model(
+        small_config(), "te_linear", Precision(PrecisionConfig(compute="fp32", backend="reference"))
+    )
+    weights = conversion.to_hf_state_dict(model)
+    for count in (5, 6):
+        lacking = dict(list(weights.items())[count:])
+        with pytest.raises(conversion.ConversionError) as error:
+            conversion.load_hf_state_dict(model, lacking)
+        said = str(error.value).removesuffix("" if count == 5 else " and 1 more")
+        assert said.count(" is missing") == 5 and said.endswith(" is missing")
 
 
 def test_mismatched_weights_are_named() -> None:

@@ -110,6 +110,24 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch)
         prove(model, precision)
 
 
+@pytest.mark.parametrize(("compute", "allowed"), [("fp32", 1e-5), ("bf16", 2e-2), ("fp8", 2e-2)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_how_far_attention_may_be_from_the_truth_is_by_what_it_computes_in(
+    monkeypatch: pytest.MonkeyPatch, compute: str, allowed: float, which: int
+) -> None:
+    """Forward and backward; up to there it is right."""
+    precision = Precision(PrecisionConfig(backend="reference", compute=compute))
+    model = build_model(small_config(num_hidden_layers=1), "te_linear", precision)
+    for error, right in ((allowed, True), (allowed * 1.01, False)):
+        errors = (error, 0.0) if which == 0 else (0.0, error)
+        monkeypatch.setattr("model.proof.attention_errors", lambda *_, errors=errors, **__: errors)
+        if right:
+            assert f"(allowed {allowed:.0e})" in prove(model, precision)[-1]
+        else:
+            with pytest.raises(ProofError, match=f"allowed {allowed:.0e}; choose another"):
+                prove(model, precision)
+
+
 @pytest.mark.parametrize("place", ["output", "key", "value"])
 def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Its output, or the gradient of its keys or values alone."""

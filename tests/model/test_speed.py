@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from model.build import build_model
+from model.build import build_model, make_modules
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from model.modeling_mistral_fp8_trans import FusedTransformerLayer
 from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling
 from model.te_reference.rotary import RotaryPositionEmbedding
 from model.te_reference.rotary import split_and_rotate as reference_split
@@ -66,6 +67,78 @@ def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> N
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
     ours, theirs = (fp8_modules(m, m.precision).planned for m in (model, other_model))
     assert ours == theirs
+
+
+def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple[nn.Module, set[str]]:
+    """A model of modules without memory, and which of the fusions that a GPU has are in it, by their switches."""
+    resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
+    loss, swiglu = (lambda: None), (lambda gate, up: None)
+    stand_ins = {"cross_entropy": loss, "swiglu": swiglu, "fused_swiglu": te_backend.FUSED_SWIGLU}
+    resolved.te = SimpleNamespace(**{**vars(resolved.te), **stand_ins})
+    model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
+    found = {"fused_cross_entropy"} if model.fused_cross_entropy is loss else set()
+    for layer in model.model.layers:
+        if variant == "te_linear":
+            fused = {"fused_swiglu"} if layer.mlp.swiglu is swiglu else set()
+        else:
+            fused = {"fused_rope"} if isinstance(layer, FusedTransformerLayer) else set()
+            activation = getattr(layer.layernorm_mlp, "activation", "swiglu")
+            fused |= {"fused_swiglu"} if activation == te_backend.FUSED_SWIGLU else set()
+        found |= {f"{switch} of layer" for switch in fused} if layer is model.model.layers[0] else set()
+        assert {f"{switch} of layer" for switch in fused} == {switch for switch in found if " " in switch}
+    return model, {switch.removesuffix(" of layer") for switch in found}
+
+
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+@pytest.mark.parametrize("switch", [None, *SWITCHES])
+def test_each_switch_is_its_own_fusion_in_every_layer(switch: str | None, variant: str) -> None:
+    its = {switch} & {
+        "fused_cross_entropy",
+        "fused_swiglu",
+        *(["fused_rope"] if variant == "te_layer" else []),
+    }
+    model, found = with_fusions(variant, only(switch))
+    assert found == its and model.speed == only(switch)
+    others, found = with_fusions(
+        variant, dataclasses.replace(SpeedConfig(), **({switch: False} if switch else {}))
+    )
+    assert (
+        found
+        == {"fused_cross_entropy", "fused_swiglu", *(["fused_rope"] if variant == "te_layer" else [])} - its
+    )
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32", "fp8"])
+def test_the_fused_loss_is_not_for_float16(compute: str) -> None:
+    """Transformer Engine has it for bf16 and float32 logits."""
+    _, found = with_fusions("te_layer", only("fused_cross_entropy"), compute=compute)
+    assert bool(found) == (compute != "fp16")
+
+
+@pytest.mark.parametrize(
+    ("variant", "speed"), [("te_layer", None), ("te_layer", SpeedConfig.off()), ("te_linear", None)]
+)
+def test_layers_have_their_numbers_and_the_window_of_the_model(
+    variant: str, speed: SpeedConfig | None
+) -> None:
+    """For Transformer Engine, from 1 on; the reference asks for none."""
+    precision = Precision(PrecisionConfig(backend="reference"), torch.device("meta"))
+    given: list[tuple[int, tuple[int, int]]] = []
+
+    def noted(module: type[nn.Module]) -> type[nn.Module]:
+        class Noted(module):  # type: ignore[misc, valid-type]
+            def __init__(self, *arguments: object, **options: object) -> None:
+                given.append((options["layer_number"], options["window_size"]))  # type: ignore[arg-type]
+                super().__init__(*arguments, **options)
+
+        return Noted
+
+    te = vars(precision.te)
+    names = ("DotProductAttention", "TransformerLayer")
+    precision.te = SimpleNamespace(**te | {name: noted(te[name]) for name in names})
+    config = small_config(num_hidden_layers=3, sliding_window=24)
+    make_modules(config, variant, precision, speed or SpeedConfig())
+    assert given == [(number, (23, 0)) for number in (1, 2, 3)]
 
 
 @pytest.mark.gpu

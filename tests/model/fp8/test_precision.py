@@ -11,6 +11,7 @@ from model.build import build_model
 from model.config import load_config
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
+from model.fp8.modules import FP8Report
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
@@ -120,6 +121,19 @@ def test_patterns_keep_modules_out(backend: str, variant: str) -> None:
     assert gemms.ran and all(name.startswith("model.layers.1.") for name in gemms.ran)
     assert not gemms.problem()
     assert any("model.layers.0" in why for why in gemms.report.kept.values())
+
+
+def test_the_log_names_up_to_four_modules_of_a_kind() -> None:
+    names = [f"layer.{index}" for index in range(5)]
+    levels = dict.fromkeys(names[:4], "current")
+    report = FP8Report(names, {**dict.fromkeys(names, "one reason"), "lm_head": "another"}, levels)
+    assert report.lines("delayed", 3) == [
+        "FP8: 3 of 11 GEMM modules ran FP8 (delayed scaling)",
+        "  current scaling, by precision.on_trouble: layer.0, layer.1, layer.2, layer.3",
+        "  not FP8: layer.0, layer.1, layer.2, layer.3, ... (5 in all): one reason",
+        "  not FP8: lm_head: another",
+    ]
+    assert FP8Report([], {"a": "it is bf16"}, {}).lines(None, 0)[0] == "FP8: 0 of 1 GEMM modules ran FP8"
 
 
 def test_lm_head_can_run_fp8(backend: str) -> None:

@@ -1,0 +1,128 @@
+"""fp8_inference_demo/session.py: each option reaches what it is for; and what completions of a file depend on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8_inference_demo import fp8_inference, prompts
+from fp8_inference_demo.completions import Options
+from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.sampling import Sampling, row_seed
+from fp8_inference_demo.session import Session
+
+
+def session_of(folder: Path, *options: object) -> Session:
+    arguments = ["--model", str(folder), "--prompt", "x", *map(str, options)]
+    return Session(fp8_inference.parse_arguments(arguments), folder)
+
+
+def test_options_of_a_text_are_what_is_asked_for(folder: Path) -> None:
+    given = ("--temperature", 0.3, "--top_k", 7, "--top_p", 0.6, "--min_p", 0.2, "--repetition_penalty", 1.4)
+    session = session_of(folder, *given, "--max_new_tokens", 9, "--stop", "a", "--stop", "b", "--ignore_eos")
+    sampling = Sampling(temperature=0.3, top_k=7, top_p=0.6, min_p=0.2, repetition_penalty=1.4)
+    assert session.options == Options(sampling, max_new_tokens=9, stop=("a", "b"), ignore_eos=True)
+    assert session_of(folder).options == Options(Sampling(), max_new_tokens=128, stop=(), ignore_eos=False)
+
+
+def test_each_sample_of_each_prompt_has_a_seed_of_its_own(folder: Path) -> None:
+    session = session_of(folder, "--seed", 5, "--num_samples", 3)
+    requests = session.requests("a name", 7, [1, 2])
+    assert [(r.name, r.ids, r.seed) for r in requests] == [
+        ("a name", [1, 2], row_seed(5, 7, i)) for i in range(3)
+    ]
+    assert len({r.seed for number in range(3) for r in session.requests("", number, [])}) == 9
+
+
+def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Path) -> None:
+    session = session_of(folder, "--max_new_tokens", 12)  # of 512 positions
+    assert [session.max_length(longest) for longest in (1, 500, 501, None)] == [13, 512, 512, 512]
+    session.config.max_position_embeddings = 8192
+    assert session.max_length(None) == 4096
+    given = session_of(folder, "--max_length", 512)
+    assert [given.max_length(longest) for longest in (1, 600, None)] == [512] * 3
+    with pytest.raises(
+        ValueError, match="--max_length 513: allowed is at most max_position_embeddings of the model, 512"
+    ):
+        session_of(folder, "--max_length", 513)
+
+
+def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
+    for session, most in ((session_of(folder), 512), (session_of(folder, "--max_length", 40), 40)):
+        session.check_length([1] * (most - 1), "this")
+        with pytest.raises(
+            ValueError, match=f"^this has {most} tokens and the context {most} .*give a shorter one"
+        ):
+            session.check_length([1] * most, "this")
+        session.check_length([1] * 9, "this", 10)
+        with pytest.raises(ValueError, match="this has 10 tokens and the context 10"):
+            session.check_length([1] * 10, "this", 10)
+
+
+def test_the_engine_is_loaded_as_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[Any, ...]] = []
+
+    class Loaded:
+        device = "cpu"
+
+    monkeypatch.setattr(Engine, "load", lambda *given: loaded.append(given) or Loaded())
+    session_of(folder, "--precision", "bf16", "--max_new_tokens", 12).load(30, 3)
+    session_of(folder).load(None, 100)
+    session_of(folder, "--batch_size", 40, "--max_length", 99).load(30, 41)
+    assert loaded == [(folder, "bf16", 3, 42), (folder, "fp8", 16, 512), (folder, "fp8", 40, 99)]
+
+
+OTHER: dict[str, Any] = {
+    "precision": "bf16", "max_new_tokens": 5, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.5,
+    "repetition_penalty": 1.5, "seed": 3, "num_samples": 2, "stop": ["x"], "ignore_eos": True,
+}  # fmt: skip
+
+
+def test_all_that_completions_depend_on_is_noted_beside_them(folder: Path, tmp_path: Path) -> None:
+    """So that a file of them is gone on with as it was begun; not on how many go at a time."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "def main"}\n')
+    session = session_of(folder)
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    session.load = stopped  # type: ignore[method-assign]
+
+    def noted(**changes: Any) -> dict[str, Any]:
+        before = dict(vars(session.arguments))
+        vars(session.arguments).update(changes)
+        with pytest.raises(KeyboardInterrupt):
+            prompts.complete_file(session, source, out)
+        vars(session.arguments).update(before)
+        return json.loads((tmp_path / "out.jsonl.settings.json").read_text())
+
+    usual = noted()
+    assert noted(batch_size=3) == usual
+    for key, value in OTHER.items():
+        assert noted(**{key: value}) == usual | {key: value}
+    assert noted(max_length=77) == usual | {"max_length": 77}
+    source.write_text('{"prompt": "def main", "id": 1}\n')
+    assert {key for key, value in noted().items() if value != usual[key]} == {"prompts"}
+
+
+def test_a_model_is_its_weights_its_configuration_and_its_tokenizer(tmp_path: Path) -> None:
+    names = [
+        "config.json",
+        "model-1.safetensors",
+        "model-2.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in [*names, "README.md", "exported_from.json"]:
+        (tmp_path / name).write_text(name)
+    (tmp_path / "tokenizer.d").mkdir()
+    assert [path.name for path in prompts.model_files(tmp_path)] == names
+    hashes = [prompts.sha256_sampled(*prompts.model_files(tmp_path))]
+    for name in names:
+        (tmp_path / name).write_text("other " + name)
+        hashes.append(prompts.sha256_sampled(*prompts.model_files(tmp_path)))
+    assert len(set(hashes)) == 1 + len(names)
