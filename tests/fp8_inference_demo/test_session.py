@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from fp8_inference_demo import fp8_inference, prompts
 from fp8_inference_demo.completions import Options
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.sampling import Sampling, row_seed
-from fp8_inference_demo.session import Session
+from fp8_inference_demo.session import Printer, Session
 
 
 def session_of(folder: Path, *options: object) -> Session:
@@ -48,6 +50,34 @@ def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Pa
         ValueError, match="--max_length 513: allowed is at most max_position_embeddings of the model, 512"
     ):
         session_of(folder, "--max_length", 513)
+
+
+def test_text_is_shown_while_it_grows_each_sample_behind_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At once, also to a pipe: what is shown is what was flushed."""
+
+    class Output(io.StringIO):
+        def flush(self) -> None:
+            shown.append(self.getvalue())
+
+    shown: list[str] = []
+    monkeypatch.setattr("sys.stdout", Output())
+    first, second = (SimpleNamespace(text="", finish_reason=None) for _ in range(2))
+    printer = Printer(3, lambda: bool(second.text))
+    printer.before, printer.printed = 1, 1  # the first sample of three was in the batch before
+    for one, text, finished in (
+        (first, "ab", None),
+        (second, "x", None),
+        (first, "abc", "stop"),
+        (second, "xy", "length"),
+    ):
+        one.text, one.finish_reason = text, finished
+        assert printer.grown([first, second]) == bool(second.text), "whether it was interrupted"
+    assert list(dict.fromkeys(shown)) == [
+        "=== 2/3 ===\nab", "=== 2/3 ===\nabc", "=== 2/3 ===\nabc\n", "=== 2/3 ===\nabc\n=== 3/3 ===\nx",
+        "=== 2/3 ===\nabc\n=== 3/3 ===\nxy", "=== 2/3 ===\nabc\n=== 3/3 ===\nxy\n",
+    ]  # fmt: skip
 
 
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:

@@ -47,6 +47,11 @@ def _store(pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
     pointer.tensor.view(-1)[place[mask]] = values.expand(mask.shape)[mask]
 
 
+def _arange(first: int, end: int) -> torch.Tensor:
+    assert (end - first).bit_count() == 1, "Triton has blocks of powers of two alone"
+    return torch.arange(first, end)
+
+
 class Kernel:
     """@triton.jit"""
 
@@ -70,7 +75,7 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(
         constexpr=int, int64=torch.int64, float32=torch.float32, program_id=lambda axis: Program(),
-        arange=torch.arange, cos=torch.cos, sin=torch.sin, sigmoid=torch.sigmoid, where=torch.where,
+        arange=_arange, cos=torch.cos, sin=torch.sin, sigmoid=torch.sigmoid, where=torch.where,
         load=_load, store=_store,
     )  # fmt: skip
     vars(triton).update(jit=Kernel, language=language, next_power_of_2=lambda n: 1 << (n - 1).bit_length())

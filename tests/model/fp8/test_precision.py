@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +80,52 @@ def test_knobs_reach_the_recipe() -> None:
     assert precision_of(recipe="block").recipe.fp8_quant_fwd_inp.power_2_scale
     r = precision_of(fast_accumulation_wgrad=True).recipe
     assert not r.fp8_gemm_wgrad.use_split_accumulator
+
+
+@pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_knobs_reach_each_kind_of_tensor(recipe: str, fp8_format: str) -> None:
+    for power_2, epsilon in itertools.product((None, True, False), (0.0, 0.25)):
+        keys = dict(recipe=recipe, power_2_scales=power_2, amax_epsilon=epsilon, fp8_format=fp8_format)
+        r = precision_of(**keys).recipe
+        wanted = ((recipe == "block") if power_2 is None else power_2, epsilon)
+        for kind in ("fwd_inp", "fwd_weight", "bwd_grad"):
+            options = getattr(r, f"fp8_quant_{kind}")
+            assert (options.power_2_scale, options.amax_epsilon) == wanted
+        assert r.fp8_format.value == fp8_format and r.backward_override is None
+        assert r.fp8_gemm_wgrad.use_split_accumulator
+
+
+def test_levels_above_the_recipe_have_what_theirs_reads_of_the_section() -> None:
+    """And the default of what the recipe of the run does not have."""
+    keys = dict(fp8_format="hybrid", margin=3, amax_history_len=8, fast_accumulation_wgrad=True)
+    precision = precision_of(recipe="delayed", **keys)
+    made = {
+        level: precision.make_recipe(level)
+        for level in ("delayed", "current", "block", "bf16_backward", "bf16")
+    }
+    assert made.pop("bf16") is None
+    assert {type(r).__name__ for r in made.values()} == {
+        "DelayedScaling",
+        "Float8CurrentScaling",
+        "Float8BlockScaling",
+    }
+    assert (made["delayed"].margin, made["delayed"].amax_history_len) == (3, 8)
+    assert {r.fp8_format.value for r in made.values()} == {"hybrid"}
+    overrides = {level: getattr(r, "backward_override", None) for level, r in made.items()}
+    assert overrides == {"delayed": None, "current": None, "block": None, "bf16_backward": "high_precision"}
+    fast = [level for level, r in made.items() if not te_fast(r)]
+    assert fast == ["block", "bf16_backward"]
+    assert (
+        made["block"].fp8_quant_fwd_inp.power_2_scale and not made["current"].fp8_quant_fwd_inp.power_2_scale
+    )
+
+
+def te_fast(recipe: Any) -> bool:
+    """Whether weight gradients are accumulated fast."""
+    return not getattr(
+        recipe, "fp8_gemm_wgrad", SimpleNamespace(use_split_accumulator=True)
+    ).use_split_accumulator
 
 
 @pytest.mark.parametrize(

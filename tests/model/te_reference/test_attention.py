@@ -115,6 +115,26 @@ def test_packed_sequences_begin_at_position_0():
         te.apply_rotary_pos_emb(t, freqs[:4], tensor_format="thd", fused=True, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tensor_format": "sbhd", "fused": True},
+        {"tensor_format": "bshd", "fused": False},
+        {"tensor_format": "thd", "fused": True},
+        {"tensor_format": "bshd", "fused": True, "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)},
+    ],
+)
+def test_layouts_that_the_reference_does_not_rotate_are_refused(arguments):
+    freqs, t = te.RotaryPositionEmbedding(8)(4), torch.randn(1, 4, 3, 8)
+    with pytest.raises(
+        ValueError, match="the CPU reference supports 'bshd', and 'thd' with cu_seqlens, fused"
+    ):
+        te.apply_rotary_pos_emb(t, freqs, **arguments)
+    assert te.apply_rotary_pos_emb(t, freqs, "bshd", fused=True).shape == t.shape, "as many as positions"
+    with pytest.raises(ValueError, match="for 3 positions, but 4 are needed"):
+        te.apply_rotary_pos_emb(t, freqs[:3], "bshd", fused=True)
+
+
 def test_rotation_of_bfloat16_rounds_once():
     freqs, t = te.RotaryPositionEmbedding(8)(16), torch.randn(1, 16, 1, 8).bfloat16()
     rotated = te.apply_rotary_pos_emb(t, freqs, tensor_format="bshd", fused=True)
