@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8_inference_demo import fp8_inference, prompts
-from fp8_inference_demo.completions import Options
+from fp8_inference_demo.completions import Options, Request
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.session import Printer, Session
@@ -78,6 +79,29 @@ def test_text_is_shown_while_it_grows_each_sample_behind_the_one_before(
         "=== 2/3 ===\nab", "=== 2/3 ===\nabc", "=== 2/3 ===\nabc\n", "=== 2/3 ===\nabc\n=== 3/3 ===\nx",
         "=== 2/3 ===\nabc\n=== 3/3 ===\nxy", "=== 2/3 ===\nabc\n=== 3/3 ===\nxy\n",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", [(), ("--stop", "never")])
+def test_who_looks_at_a_text_sees_it_grow(folder: Path, stop: tuple[str, ...]) -> None:
+    """Without a look, or a stop string, it comes at its end, which takes the host less."""
+    session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 8, "--ignore_eos", *stop)
+    session.load(4, 1)
+    requests, seen = session.requests("", 0, session.encode("def", "")), list[str]()
+    (looked_at,), _ = session.complete(requests, lambda texts: seen.append(texts[0].text) or False)
+    (alone,), run = session.complete(requests)
+    assert len(set(seen)) > 2 and seen[-1] == looked_at.text == alone.text and looked_at.tokens == 8
+    assert all(later.startswith(text) for text, later in itertools.pairwise(seen))
+    assert session.timing.decode_tokens == 2 * run.timing.decode_tokens == 14, "of all batches"
+
+
+def test_a_row_whose_context_ends_first_is_complete(folder: Path) -> None:
+    options = ("--precision", "fp32", "--max_new_tokens", 7, "--max_length", 12, "--ignore_eos")
+    session = session_of(folder, *options)
+    session.load(None, 2)
+    requests = [Request("", [1] * tokens, 0) for tokens in (3, 8)]
+    completions, run = session.complete(requests)
+    assert [(c.tokens, c.finish_reason) for c in completions] == [(7, "length"), (4, "length")]
+    assert run.full == {1}
 
 
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:

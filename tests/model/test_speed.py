@@ -52,8 +52,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
-def test_off_is_everything_off() -> None:
+def test_off_is_everything_off_and_unless_somebody_asks_fusions_are_on() -> None:
     assert not any(dataclasses.asdict(SpeedConfig.off()).values())
+    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
+    model = build_model(small_config(num_hidden_layers=1), "te_layer", precision)
+    assert model.speed == SpeedConfig() and [s for s in SWITCHES if getattr(model.speed, s)] == SWITCHES[:4]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")

@@ -96,8 +96,15 @@ def test_a_folder_without_fp8_has_plain_tensors(tmp_path: Path) -> None:
 def test_what_is_not_as_it_should_be_is_named(
     tmp_path: Path, quantization: dict, tensors: dict, problem: str
 ) -> None:
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=problem) as error:
         read_quantized(write(tmp_path, quantization, tensors or {"up.weight": torch.ones(2, 2)}))
+    assert " more" not in str(error.value)
+
+
+def test_of_many_problems_five_are_named(tmp_path: Path) -> None:
+    for count, ends in ((5, "has no 4_scale"), (6, "has no 4_scale and 1 more")):
+        with pytest.raises(ValueError, match=f": 0 is FP8 .*; 4 is FP8 and {ends}$"):
+            read_quantized(write(tmp_path, ROWS, {str(i): CODES.clone() for i in range(count)}))
 
 
 def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:

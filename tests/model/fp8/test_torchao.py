@@ -266,6 +266,25 @@ def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
     assert not build(precision).compiled and build(precision, compile=True).compiled
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_layer_is_compiled_by_itself_and_whole(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """By default kernels are chosen by benchmarks, whose outcome differs between runs."""
+    model = build(precision_of(compute="bf16"), "hf")
+    compiled: list[tuple] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: compiled.append((layer, options)))
+    torch.use_deterministic_algorithms(deterministic)
+    model.compile_layers()
+    options = {
+        "fullgraph": True,
+        "dynamic": False,
+        "options": {"deterministic": True} if deterministic else None,
+    }
+    assert compiled == [(layer, options) for layer in model.model.layers] and model.compiled
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_on_a_gpu_the_log_warns_of_fp8_without_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     precision = precision_of()
     model = build(precision)
