@@ -360,10 +360,10 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
     assert not after(64) and "there is no checkpoint yet" in said.pop()
     make(tmp_path, 3)
     for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
-        assert after(*spikes)
-        assert rollback.went == ("step-00000003", [[1, 2], left_out])
+        assert after(*spikes) and rollback.went == ("step-00000003", [[1, 2], left_out])
         back = logged.pop()["rollback"]
-        assert [back["first_sample"], back["first_sample"] + back["samples"]] == left_out
+        ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
+        assert ends == [*left_out, spikes[-1] // 8]
     assert not after(48) and "3 times from step-00000003 were of no use" in said[-1]
     assert "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in said.pop()
     make(tmp_path, 4)

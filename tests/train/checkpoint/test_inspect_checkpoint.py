@@ -48,8 +48,8 @@ def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) 
     first, root = make(tmp_path / "checkpoints", 10), tmp_path / "checkpoints"
     newest = make(root, 20)
     noon = datetime(2026, 1, 2, 12, 5).timestamp()
-    for file in first.iterdir():
-        os.utime(file, (noon, noon))
+    for hours, file in enumerate(first.iterdir()):
+        os.utime(file, (noon - 3600 * hours,) * 2)  # the last one that was written counts
     status, out = inspect(capsys, tmp_path, "--verify")
     assert status == 0
     assert (
@@ -103,6 +103,11 @@ def test_a_damaged_note_of_a_rollback_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "rollback.json").write_text("{")
     status, out = inspect(capsys, tmp_path)
     assert status == 1 and "rollback.json is damaged" in out and 'a resume with "auto" is refused' in out
+
+
+def test_the_size_is_that_of_all_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    os.truncate(make(tmp_path, 10) / "weights.pt", 2_500_000)
+    assert "step-00000010  6,400 tokens, 2 ranks, ZeRO 1, 2.5 MB, " in inspect(capsys, tmp_path)[1]
 
 
 def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

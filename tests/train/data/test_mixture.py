@@ -216,6 +216,9 @@ def test_the_log_says_when_a_stage_begins(folders):
     expected = "mixture: stage 2 of 3 begins with sample 100: a 50.00%, b 50.00%, c 0.00%"
     assert stream.stage_that_begins(90, 11) == stream.stage_that_begins(100, 10) == expected
     assert stream.stage_that_begins(101, 10) is None
+    both = "mixture: stage 3 of 3 begins with sample 201: a 0.00%, b 25.00%, c 75.00%"
+    assert stream.stage_that_begins(100, 102) == both  # two begin in a step: the one that it ends in
+    assert stream.stage_that_begins(191, 10) is None
     assert "stage 1 of 3" in str(stream.stage_that_begins(0, 10))
 
 

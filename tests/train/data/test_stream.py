@@ -1,4 +1,6 @@
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +180,13 @@ def test_permutation(size):
         assert abs(np.corrcoef(orders[0][:-1], orders[0][1:])[0, 1]) < 4 / size**0.5
 
 
+@pytest.mark.parametrize(("size", "digest"), [(1000, "c754f582ea46627f"), (70_001, "5ccb1a468db20fd9")])
+def test_the_order_of_an_epoch_is_what_checkpoints_were_written_with(size, digest):
+    """Another one would give a run that goes on samples again that it has seen."""
+    order = permute(np.arange(size), size, permutation_key(7, "web", 2))
+    assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest().startswith(digest)
+
+
 def test_fingerprint_changes_with_all_that_the_order_depends_on(data, second):
     def fingerprint(sources=None, weights=None, seq_length=T, seed=1) -> str:
         sources = sources or {"a": data, "b": second}
@@ -197,6 +206,10 @@ def test_description_and_unigram_loss(data, second):
     first, last = stream.describe().splitlines()
     assert first.startswith("a: ") and "75.00%" in first and last.startswith("b: ") and "25.00%" in last
     found = [read_manifest(folder) for folder in (data, second)]
+    for line, folder, manifest in zip((first, last), (data, second), found, strict=True):
+        tokens, shards = manifest.split_tokens("train"), len(manifest.split_shards("train"))
+        assert f": {tokens:,} train tokens in {shards} shards, {(tokens - 1) // T:,} samples of {T}, " in line
+        assert line.endswith(f" of the mixture ({folder})")
     of_evaluation = [manifest.split_tokens("eval") for manifest in found]
     expected = np.average([manifest.unigram_loss for manifest in found], weights=of_evaluation)
     assert stream.unigram_loss == pytest.approx(expected, rel=1e-12)
@@ -230,8 +243,10 @@ def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_d
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (other / name).write_bytes((tokenizer_dir / name).read_bytes())
     assert prepare(tmp_path / "b", corpus, tokenizer=other) == 0
-    with pytest.raises(DataError, match="different tokenizers"):
-        open_stream({"a": data, "b": tmp_path / "b"}, None, T, seed=1)
+    for names in ("b", "ab", "aab"):  # whichever of them it is
+        sources = {f"{i}": data if name == "a" else tmp_path / "b" for i, name in enumerate(f"a{names}")}
+        with pytest.raises(DataError, match="different tokenizers"):
+            open_stream(sources, None, T, seed=1)
     with pytest.raises(DataError, match="different tokenizers"):
         open_held_out(open_stream({"a": data}, None, T, seed=1), {"a": data}, {"b": tmp_path / "b"})
 
@@ -313,7 +328,8 @@ def test_manifest_that_is_not_json(data):
         open_stream({"a": data}, None, T, seed=1)
 
 
-def test_damaged_shards(data):
+def test_damaged_shards(data, tmp_path):
+    shutil.copytree(data, tmp_path / "whole")
     shard = second_shard(data)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
@@ -321,8 +337,9 @@ def test_damaged_shards(data):
         open_stream({"a": data}, None, T, seed=1)
     shard.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     open_stream({"a": data}, None, T, seed=1)
-    with pytest.raises(DataError, match=f"{shard.name} does not have the sha256"):
-        open_stream({"a": data}, None, T, seed=1).verify()
+    for sources in ({"a": data}, {"a": tmp_path / "whole", "b": data}):
+        with pytest.raises(DataError, match=f"{data}/{shard.name} does not have the sha256"):
+            open_stream(sources, None, T, seed=1).verify()
     shard.unlink()
     with pytest.raises(DataError, match=f"{shard.name} is missing"):
         open_stream({"a": data}, None, T, seed=1)

@@ -245,12 +245,13 @@ def test_graphs_that_a_configuration_excludes_are_not_measured(settings: dict) -
 def test_a_run_that_chose_graphs_goes_on_with_recomputation(settings: dict, measured: list[int]) -> None:
     record = resolve(arguments(settings))[1]
     assert record is not None
-    record.choice.cuda_graphs = True
+    record.choice.cuda_graphs, record.choice.attention_backend = True, "fused"
     output_dir = Path(settings["output_dir"])
     (output_dir / "checkpoints/step-00000002").mkdir(parents=True)
     (output_dir / "checkpoints/step-00000002/manifest.json").write_text("{}")
     save(record, output_dir)
-    assert resolve(arguments(settings))[0].speed.cuda_graphs
+    chosen = resolve(arguments(settings))[0]
+    assert chosen.speed.cuda_graphs and chosen.model.attention_backend == "fused"
     resumed, _, log = resolve(arguments(settings, gradient_checkpointing=True))
     assert not resumed.speed.cuda_graphs and resumed.precision.compute == "bf16"
     assert "not measured again" in log and len(measured) == 1

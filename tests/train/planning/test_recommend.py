@@ -49,6 +49,28 @@ def test_what_is_configured_is_recommended_though_no_such_micro_batch_is_tried()
     assert best and best.setting == s
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_of_another_stage_deepspeeds_sizes_are_those_that_are_shipped_for_it(stage: int) -> None:
+    """Of the same one those that are configured. A graph is none at ZeRO 3, nor where layers are computed again."""
+    s = replace(setting(ranks=8), reduce_bucket=7, overlap_comm=True, cuda_graphs=True)
+    for recompute in (False, True):
+        other = at(s, 8, 1, stage, recompute, s.step_tokens)
+        buckets = {1: (7, True), 2: (500_000_000, False), 3: (50_000_000, True)}
+        assert (other.reduce_bucket, other.overlap_comm) == buckets[stage]
+        assert other.cuda_graphs is (stage < 3 and not recompute)
+        assert other.float32_gradients is (stage == 1)
+    for tokens, accumulation in ((2.4, 2), (2.6, 3), (0.2, 1)):
+        assert at(s, 8, 4, 1, False, round(tokens * 4 * 2048 * 8)).accumulation == accumulation
+
+
+def test_the_network_of_a_recommendation_is_the_given_one() -> None:
+    s = setting(ranks=16, gradient_accumulation_steps=8)
+    for network in (1, 400):
+        for ranks in (16, 32):
+            found = recommend(s, GPUS["h100"], ranks, s.step_tokens, network)
+            assert found and found.estimate == estimate(found.setting, GPUS["h100"], network)
+
+
 def test_a_recommendation_of_another_stage_keeps_the_switch_of_main_grad() -> None:
     two = {"ranks": 8, "deepspeed": "ds_config_zero2.json"}
     for switch in (False, True):
@@ -137,6 +159,7 @@ def test_what_is_configured_packed_stays_where_it_is_as_fast_and_goes_with_anoth
     [
         ({}, [FLOAT32_STATES, ("bf16_remainder", "bf16"), ("int8", "int8")]),
         ({"deepspeed": "ds_config_zero3.json"}, [FLOAT32_STATES, ("bf16_remainder", "bf16"), ("int8", "int8")]),
+        ({"adam_beta2": 0.98}, [FLOAT32_STATES, ("bf16_remainder", "bf16"), ("int8", "int8")]),
         ({"adam_beta2": 0.999}, [FLOAT32_STATES, ("bf16_remainder", "fp32"), ("int8", "int8")]),
         ({"optim": "muon"}, [FLOAT32_STATES]),
         ({"precision__compute": "fp32"}, [FLOAT32_STATES]),

@@ -124,7 +124,7 @@ def test_of_other_gpus_memory_alone_is_told(name: str) -> None:
 def test_a_step_that_takes_more_memory_than_planned_is_warned_of_by_rank() -> None:
     prediction = Prediction.of(setting(), "NVIDIA H200")
     planned, where = prediction.memory.measured_as_gib, ["rank 0 (one)", "rank 1 (two)"]
-    for share, warned in ((1.05, False), (1.2, True)):
+    for share, warned in ((1.09, False), (1.11, True)):
         told: list[str] = []
         tell_memory([int(0.9 * planned * GIB), int(share * planned * GIB)], where, prediction, told.append)
         peak = f"{share * planned:,.2f} GiB at the peak"

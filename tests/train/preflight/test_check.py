@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from model.config import load_sizes, num_parameters, state_memory_gib
+from model.config import layer_matrix_parameters, load_sizes, num_parameters, state_memory_gib
 from tests.train.mistakes import World, keys
 from train.config.arguments import TrainingArguments, load_deepspeed
 from train.config.ds_config import resolve_ds_config
 from train.planning.memory import checkpoint_bytes
 from train.planning.setting import Setting
-from train.preflight import check, sizes
+from train.preflight import check, machine, sizes
 
 
 def checked(
@@ -259,8 +259,54 @@ def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> 
     for backend, told in (("auto", 1), ("reference", 0)):
         keys(precision__backend=backend)(world)
         arguments = TrainingArguments.from_dict(world.settings)
-        assert len(check.device_problems(arguments, large, 2, 0)) == told
+        for sizes_of in (large, load_sizes("mistral_0.4b")):
+            assert len(check.device_problems(arguments, sizes_of, 2, 0)) == told
         assert check.device_problems(arguments, load_sizes(str(world.model)), 2, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoint", "export"),
+    [
+        ({}, 14.0, 2),
+        ({"precision__optimizer_states": "bf16_remainder"}, 2 + 2 + 6.0, 2),
+        ({"precision__compute": "fp32"}, 16.0, 4),
+        ({"precision__compute": "fp32", "deepspeed": "ds_config_zero0.json"}, 12.0, 4),
+    ],
+)
+def test_what_a_run_writes_is_by_its_types(
+    world: World, changes: dict, checkpoint: float, export: int
+) -> None:
+    """Bytes of a parameter in a checkpoint and in hf/; Muon keeps one moment of the layers' matrices."""
+    keys(**changes)(world)
+    arguments, config = TrainingArguments.from_dict(world.settings).resolve(1), load_sizes(str(world.model))
+    stage = load_deepspeed(arguments.deepspeed)["zero_optimization"]["stage"]
+    need = sizes.disk_need(arguments, config, stage)
+    parameters = num_parameters(config)
+    assert need.checkpoint == checkpoint * parameters and need.export == export * parameters
+    if not changes:
+        muon = sizes.disk_need(replace(arguments, optim="muon"), config, stage)
+        assert need.checkpoint - muon.checkpoint == 4 * layer_matrix_parameters(config)
+    assert need.total == need.checkpoint * need.at_once + need.export
+
+
+def test_each_set_for_evaluation_is_looked_at(world: World) -> None:
+    keys(data__eval_sources={"good": str(world.others), "bad": str(world.folder / "nowhere")})(world)
+    with pytest.raises(check.PreflightError, match="nowhere does not exist"):
+        checked(world)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to\nmore"), "CUDA out of memory. Tried to"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "DefaultCPUAllocator: can't"),
+        (MemoryError(), "no memory left"),
+        (RuntimeError("shapes do not fit"), ""),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: Exception, line: str) -> None:
+    assert machine.out_of_memory(error).startswith(line) and bool(machine.out_of_memory(error)) == bool(line)
+    assert "\n" not in machine.out_of_memory(error)
 
 
 def test_moments_in_8_bits_need_torchao(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.config import load_config, num_parameters
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
 from tests.train.engine.test_states import FLOAT32, REMAINDER, Trained
@@ -20,6 +21,7 @@ from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
 from train.config.arguments import TrainingArguments
 from train.engine import zero
+from train.preflight import gradients
 from train.preflight.as_before import as_before
 from train.preflight.check import PreflightError
 from train.preflight.gradients import Comparison, more_than_a_step_gib, problems, wrong_shares
@@ -231,10 +233,29 @@ def test_the_check_says_how_much_more_it_keeps(settings: dict) -> None:
 
 
 def test_with_documents_each_micro_batch_counts_by_its_labels(
-    settings: dict, capsys: pytest.CaptureFixture
+    settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a model of which a part alone is compared: by a stride that goes through all columns."""
+    monkeypatch.setattr(gradients, "SAMPLE", 2**14)
     run(settings, max_steps=2, data={**settings["data"], "document_mask": True}, preflight=True, dry_run=True)
-    assert "preflight: gradients of 2 micro-batches" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "preflight: gradients of 2 micro-batches" in said
+    parameters = num_parameters(load_config(settings["model"]["config"]))
+    stride = int(said.partition(", at every ")[2].partition("th element")[0])
+    assert stride % 2 == 1 and 0 <= stride - 2 * parameters / 2**14 < 2
+
+
+def test_as_much_is_allowed_as_the_coarsest_type_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a unit in the last place of each addition, over micro-batches and ranks, three times as much."""
+    monkeypatch.setattr(gradients.dist, "get_world_size", lambda: 8)
+    for dtype, communication, rounding in (
+        (torch.bfloat16, torch.float32, 2**-8),
+        (torch.float32, torch.bfloat16, 2**-8),
+        (torch.float32, torch.float32, 1e-6),
+    ):
+        module = torch.nn.Linear(1, 1, dtype=dtype)
+        engine = SimpleNamespace(communication_data_type=communication, module=module)
+        assert gradients.allowed_error(engine, 8) == pytest.approx(3 * rounding * 4)
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, REMAINDER])
@@ -273,6 +294,8 @@ def test_one_missing_among_hundreds_is_found_and_rounding_is_not() -> None:
         return wrong_shares(rows, plain, reduced - float(reduced @ plain) / float(plain @ plain) * plain)
 
     assert found(rounded) == {}
+    half = found(rounded - 0.5 * rows[77])
+    assert list(half) == [77] and half[77] == pytest.approx(0.5, abs=0.1)
     left_out = found(rounded - rows[77])
     assert list(left_out) == [77] and abs(left_out[77]) < 0.2
     alike = rows[:1].repeat(4, 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.fixtures import settings_of
 from tests.reliability.launching import run_cases
@@ -134,10 +136,10 @@ def found_of(bad: Rank) -> Found:
 
 
 def test_gpus_that_are_alike_are_told_and_not_warned_of() -> None:
-    found = found_of(replace(GOOD, speed=Speed(650.0, 2750.0)))
+    found = found_of(replace(GOOD, speed=Speed(610.0, 2750.0)))  # 15 % is what like GPUs may be apart
     assert found.problems == found.warnings == []
     assert found.lines == [
-        "GPUs: 650 to 700 TFLOP/s of a bf16 GEMM",
+        "GPUs: 610 to 700 TFLOP/s of a bf16 GEMM",
         "GPUs: 2,750 to 2,800 GB/s of a copy in its memory",
     ]
 
@@ -146,16 +148,16 @@ def test_gpus_that_are_alike_are_told_and_not_warned_of() -> None:
     ("bad", "text"),
     [
         (
-            replace(GOOD, speed=Speed(500.0, 2800.0)),
-            "its GPU has 500 TFLOP/s of a bf16 GEMM, and the others 700",
+            replace(GOOD, speed=Speed(605.0, 2800.0)),
+            "its GPU has 605 TFLOP/s of a bf16 GEMM, and the others 700",
         ),
         (
             replace(GOOD, speed=Speed(700.0, 1400.0)),
             "its GPU has 1,400 GB/s of a copy in its memory, and the others",
         ),
         (
-            replace(GOOD, health=Health({CLOCK: "1980", MAX_CLOCK: "1980", ECC: "3"})),
-            "3 uncorrected ECC errors of its GPU's memory",
+            replace(GOOD, health=Health({CLOCK: "1980", MAX_CLOCK: "1980", ECC: "1"})),
+            "1 uncorrected ECC errors of its GPU's memory",
         ),
         (
             replace(GOOD, health=Health({CLOCK: "345", MAX_CLOCK: "1980", next(iter(SLOWDOWNS)): "Active"})),
@@ -250,4 +252,26 @@ def test_the_slow_link_is_named_among_its_kind() -> None:
         "links within a node: 20.0 to 200.0 GB/s each way, of 5 pairs",
         "links between nodes: 22.0 to 22.0 GB/s each way, of 1 pairs",
     ]
-    assert ranks.slow({"a": 100.0, "b": 80.0, "c": 101.0}, ranks.SLOW_LINK) == {}
+    assert ranks.slow({"a": 100.0, "b": 67.1, "c": 101.0}, ranks.SLOW_LINK) == {}
+    assert ranks.slow({"a": 100.0, "b": 66.9, "c": 101.0}, ranks.SLOW_LINK) == {"b": 100.5}
+
+
+def test_bytes_in_a_second_are_counted_as_data_sheets_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a link what is sent one way, of a ring what each sends, of memory what is read and written; the mean of
+    the calls after the first ones, which set up."""
+    monkeypatch.setattr(ranks, "_seconds", lambda call: 0.5)
+    monkeypatch.setattr(ranks.dist, "get_world_size", lambda: 4)
+    assert ranks.exchange_gb_s(1) == pytest.approx(2**20 / 0.5 / 1e9)
+    assert ranks.all_reduce_gb_s() == pytest.approx(2 * 3 / 4 * 2**20 / 0.5 / 1e9)
+    monkeypatch.undo()
+    now = [0.0]
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    seconds = iter([90.0, 80.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    assert ranks._seconds(lambda: now.append(now.pop() + next(seconds))) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(devices, "_gemm_s", lambda: 2e-3)
+    monkeypatch.setattr(devices, "_copy_s", lambda: 4e-4)
+    speed = devices.speed_of_gpu()
+    assert speed is not None and speed.gemm_tflops == pytest.approx(2 * 8192**3 / 2e-3 / 1e12)
+    assert speed.copy_gb_s == pytest.approx(2 * 2**29 / 4e-4 / 1e9)

@@ -7,21 +7,26 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from datatrove.pipeline.base import PipelineStep
 
 from tests import programs
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
-from train.prepare.executors import submit_slurm
+from train.prepare import preparation
+from train.prepare.executors import run_local, submit_slurm
 from train.prepare.output import WORK_NAME
 from train.prepare.preparation import SLURM_NAME
 from train.prepare.tally import Stage
+from train.prepare_data import main
 
 PROGRAM = str(ROOT / "train/prepare_data.py")
 
@@ -264,13 +269,81 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
 
 def test_slurm_waits_for_no_stage_that_is_completed(tmp_path, slurm):
     """Submitted again after a failure: Slurm has no job of it."""
-    (slurm() / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
+    folder = slurm()
+    (folder / "sbatch").write_text(f"#!/bin/sh\necho $@ >> {folder}/calls\necho Submitted batch job 7\n")
     stages = [(Stage(name, [], 1), tmp_path / name) for name in ("first", "second", "third")]
-    for _, folder in stages[:2]:
-        (folder / "completions").mkdir(parents=True)
-        (folder / "completions/00000").touch()
+    for _, done in stages[:2]:
+        (done / "completions").mkdir(parents=True)
+        (done / "completions/00000").touch()
     assert submit_slurm(stages, -1, "cpu", "1:00:00", {}) == ["7"]
-    assert "dependency" not in (tmp_path / "third/launch_script.slurm").read_text()
+    assert "dependency" not in (folder / "calls").read_text().splitlines()[0]
+
+
+def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_path, slurm, monkeypatch):
+    folder = slurm()
+    (folder / "sbatch").write_text(
+        f"#!/bin/sh\necho $@ >> {folder}/calls\necho Submitted batch job $(wc -l < {folder}/calls)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    stages = [(Stage(name, [], 9), tmp_path / name) for name in ("first", "second", "third")]
+    options = {"qos": "high", "kill-on-invalid-dep": "no"}
+    # each has another one behind it, which sums up datatrove's statistics
+    assert submit_slurm(stages, 5, "cpu", "1:00:00", options) == ["1", "3", "5"]
+    scripts = [(where / "launch_script.slurm").read_text() for _, where in stages]
+    calls = (folder / "calls").read_text().splitlines()[::2]
+    assert [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls] == [[], ["1"], ["3"]]
+    for script in scripts:
+        for line in ("array=0-8%5", "qos=high", "partition=cpu", "time=1:00:00", "kill-on-invalid-dep=no"):
+            assert f"#SBATCH --{line}\n" in script
+        assert f"export PYTHONPATH={ROOT}:theirs\n" in script
+
+
+@pytest.mark.parametrize(("options", "workers"), [({}, -1), ({"workers": 7}, 7)])
+def test_what_slurm_is_given_is_what_was_asked_for(
+    tmp_path, command, corpus, slurm, monkeypatch, options, workers
+):
+    """The last of its jobs, which writes the manifest, too."""
+    submitted = []
+    monkeypatch.setattr(
+        preparation, "submit_slurm", lambda stages, *given: submitted.extend([stages[-1], *given]) or ["1"]
+    )
+    slurm()
+    asked = {"slurm_time": "01:00:00", "slurm_args": "account=team", "max_dropped": 2}
+    _, _, *line = command(tmp_path / "out", corpus, **SLURM, **asked)
+    *line, _, _ = line  # without --workers
+    assert main([*line, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]) == 0
+    (last, _), *given = submitted
+    assert given == [workers, "cpu", "01:00:00", {"account": "team"}]
+    (finish,) = last.pipeline
+    assert (last.name, last.tasks, finish.max_dropped) == ("finish", 1, 2)
+
+
+LOOKED: dict[tuple[int, int], threading.Event] = defaultdict(threading.Event)
+
+
+class Waits(PipelineStep):
+    """A task that ends when the one before has been told of."""
+
+    name = type = "WAITS"
+
+    def run(self, data=None, rank=0, world_size=1):
+        assert LOOKED[self.stage, rank].wait(30)
+
+
+def test_one_worker_tells_of_each_task_that_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.prepare.executors.POLL_S", 0.001)
+    stages, seen = [], []
+    for number, name in enumerate(("first", "second")):
+        block = Waits()
+        block.stage = number
+        stages.append(Stage(name, [block], 2))
+
+    def watch(stage: int, done: int) -> None:
+        seen.append((stage, done))
+        LOOKED[stage, done].set()
+
+    run_local(stages, tmp_path, 1, watch)
+    assert {(0, 0), (0, 1), (1, 0), (1, 1)} <= {*seen}
 
 
 def data_of(folder: Path) -> dict[str, bytes]:

@@ -51,8 +51,10 @@ def test_stop_words_are_asked_of_english_alone(tmp_path: Path) -> None:
     german = " ".join(["Der alte Leuchtturm wurde vor vielen Jahren von den Leuten des Dorfes gebaut."] * 5)
     kept, _ = run(parse("--quality", "gopher_quality", "--quality_language", "de"), [[german]], tmp_path)
     assert kept == [[german]]
-    _, removed = run(parse("--quality", "gopher_quality"), [[german]], tmp_path)
-    assert removed == {"quality gopher_quality: gopher_enough_stop_words": 1}
+    for english in ("en", "eng"):
+        options = parse("--quality", "gopher_quality", "--quality_language", english)
+        _, removed = run(options, [[german]], tmp_path)
+        assert removed == {"quality gopher_quality: gopher_enough_stop_words": 1}
 
 
 @pytest.mark.parametrize("name", QUALITY)

@@ -9,12 +9,14 @@ import pytest
 
 from tests.train.prepare.prepare_documents import Read, parse, run, text_of, tree_hashes
 from train.data.format import DataError
+from train.files import sha256_file
 from train.prepare.ngrams import HASHES, build_index, ngram_hashes, split_words
 from train.prepare.steps import passes, report
 
 
 def test_words_of_scripts_without_spaces() -> None:
     assert split_words("the 模型 ok") == ["the", "模", "型", "ok"]
+    assert split_words("กข ลາ မြ កខ かカ") == list("กขลາမြកខかカ")
     assert len(ngram_hashes("一二三四五六七八九十百千万", 13)) == 1
 
 
@@ -59,6 +61,16 @@ def test_decontamination_removes_documents_with_an_ngram(
         {"file": str(records), "texts": 3, "too_short": 1, "ngrams": 11},
     ]}  # fmt: skip
     assert "11 n-grams of 3 texts, of which 1 are not looked for: under 13 words" in capsys.readouterr().err
+
+
+def test_what_evaluation_texts_say_is_part_of_a_preparation(tmp_path: Path) -> None:
+    """Else an unfinished one would go on among documents that others were removed from."""
+    file, found = tmp_path / "eval.txt", []
+    for text in ("some words", "other words"):
+        file.write_text(text)
+        found.append(parse("--decontaminate", str(file)).sha256)
+        assert found[-1] == ((str(file), sha256_file(file)),)
+    assert found[0] != found[1]
 
 
 def test_the_length_of_an_ngram_is_chosen(tmp_path: Path) -> None:

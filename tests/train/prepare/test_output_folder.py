@@ -17,6 +17,8 @@ from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
 from train.prepare.corpus import read_share
 from train.prepare.output import WORK_NAME, SplitWriter
+from train.prepare.preparation import Preparation
+from train.prepare_data import parse_arguments
 
 
 def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, capsys):
@@ -78,12 +80,23 @@ def test_shards_of_unknown_origin_are_left_alone(tmp_path, prepare, corpus, caps
     assert contents(tmp_path) == {"train_00007.ds": b"foreign"}
 
 
-def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys):
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus, capsys, name):
     (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
+    (tmp_path / "tokenizer" / name).write_text("{}")
     assert prepare(tmp_path, corpus) == 2
-    assert "added_tokens.json may belong to something else" in capsys.readouterr().err
-    assert contents(tmp_path) == {"tokenizer/added_tokens.json": b"{}"}
+    assert f"{name} may belong to something else" in capsys.readouterr().err
+    assert contents(tmp_path) == {f"tokenizer/{name}": b"{}"}
+
+
+def test_nothing_of_the_old_tokenizer_stays_beside_a_new_one(tmp_path, prepare, corpus, tokenizer_dir):
+    """A tokenizer.json of other ids, which transformers would take."""
+    out, only_model = tmp_path / "out", tmp_path / "tokenizer"
+    only_model.mkdir()
+    shutil.copy(tokenizer_dir / "tokenizer.model", only_model)
+    assert prepare(out, corpus) == 0 and len(list((out / "tokenizer").iterdir())) > 1
+    assert prepare(out, corpus, tokenizer=only_model, overwrite=True) == 0
+    assert contents(out / "tokenizer") == contents(only_model)
 
 
 def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):
@@ -165,6 +178,31 @@ def test_what_is_not_the_same_preparation_is_not_gone_on_with(tmp_path, prepare,
     )
     assert prepare(out, corpus, bad, tasks=2, overwrite=True) == 0
     assert "mended" in decoded(out) + decoded(out, "eval") and not (out / WORK_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "another"),
+    [
+        (["--text_key", "body"], True), (["--eval_fraction", "0.2"], True), (["--eval_by", "position"], True),
+        (["--split_on", "|"], True), (["--max_bytes", "5"], True), (["--shard_tokens", "7"], True),
+        (["--shuffle_seed", "0"], True), (["--tasks", "2"], True), (["--dedup", "exact"], True),
+        (["--minhash_seed", "2"], True), (["--decontaminate", "a.txt"], True), (["--decontaminate_ngram", "5"], True),
+        (["--decontaminate_key", "question"], True), (["--language_threshold", "0.5"], True),
+        (["--quality_language", "de"], True),
+        (["--workers", "2"], False), (["--max_dropped", "3"], False), (["--executor", "ray"], False),
+        (["--overwrite"], False), (["--slurm_time", "1:00:00"], False), (["--output", "other"], False),
+    ],
+)  # fmt: skip
+def test_all_that_bytes_depend_on_makes_another_preparation(
+    tmp_path, tokenizer_dir, monkeypatch, words, another
+):
+    """What only runs it goes on with the one that was begun."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("some text")
+    given = ["--input", "a.txt", "b.txt", "--tokenizer", str(tokenizer_dir), "--output", "out"]
+    usual, other = (Preparation.of(parse_arguments([*given, *more])).identity() for more in ([], words))
+    assert (usual != other) is another
 
 
 def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):

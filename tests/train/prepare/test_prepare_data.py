@@ -3,6 +3,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -14,12 +15,12 @@ from datatrove.data import Document
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from train.data.format import read_manifest, token_dtype
 from train.files import sha256_file
-from train.prepare.blocks import WriteShards, encoder_of
-from train.prepare.corpus import Source
+from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of
+from train.prepare.corpus import Source, list_sources
 from train.prepare.output import unigram_loss
 from train.prepare.preparation import Preparation
 from train.prepare.tally import Tally
-from train.prepare_data import parse_arguments
+from train.prepare_data import main, parse_arguments
 
 TEXTS = ["first text", "second\ttext\n\n  indented", "</s> is not the end <s>", "dernière: é 😀"]
 
@@ -332,6 +333,44 @@ def test_the_number_of_tasks_follows_the_size_alone(tokenizer_dir, monkeypatch, 
 def test_max_bytes_bounds_the_text_of_all_tasks(tmp_path, prepare, corpus):
     assert prepare(tmp_path, corpus, tasks=3, max_bytes=20_000) == 0
     assert 15_000 < read_manifest(tmp_path).text_bytes <= 20_000
+
+
+@pytest.mark.parametrize(
+    ("text", "max_bytes", "tasks", "documents"),
+    [("éé", 8, 1, 2), ("éé", 7, 1, 1), ("x", 8, 3, 8)],  # in bytes, up to the last one, and no share is lost
+)
+def test_max_bytes_are_used_up(tmp_path, text, max_bytes, tasks, documents):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines([text] * 12))
+    what: Any = SimpleNamespace(
+        sources=list_sources([str(path)]), text_key="text", split_on=None, eval_by=None
+    )
+    what.max_bytes = max_bytes
+    reader = ReadDocuments(what, Tally())
+    assert sum(len(list(reader.run(None, rank, tasks))) for rank in range(tasks)) == documents
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "workers"),
+    [({}, 64, 16), ({}, 3, 3), ({}, None, 1), ({"workers": 5}, 64, 5),
+     ({"executor": "ray"}, 64, -1), ({"executor": "ray", "workers": 5}, 64, 5)],
+)  # fmt: skip
+def test_as_many_workers_as_cores_unless_told(
+    tmp_path, tokenizer_dir, corpus, monkeypatch, options, cores, workers
+):
+    """At most 16 on a machine, on a cluster as many as it has."""
+    asked = []
+
+    def run(stages, folder, workers, *_):
+        asked.append(workers)
+        raise RuntimeError
+
+    for name in ("run_local", "run_ray"):
+        monkeypatch.setattr(f"train.prepare.preparation.{name}", run)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    given = ["--input", str(corpus), "--tokenizer", str(tokenizer_dir), "--output", str(tmp_path / "out")]
+    assert main([*given, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]) == 1
+    assert asked == [workers]
 
 
 def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp_path, prepare, capsys):

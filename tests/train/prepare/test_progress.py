@@ -15,7 +15,7 @@ import pytest
 from train.prepare import preparation
 from train.prepare.blocks import WriteShards
 from train.prepare.corpus import list_sources, read_share
-from train.prepare.readers import Place
+from train.prepare.readers import Dropped, Place
 from train.prepare.tally import Pace, Stage, Tally
 
 LINES = b"".join(json.dumps({"text": os.urandom(500).hex()}).encode() + b"\n" for _ in range(1000))
@@ -77,6 +77,24 @@ def test_share_and_time_are_told_while_a_task_is_at_work(tmp_path, prepare, corp
     assert len({line[1] for line in found if line} - {"0", "100"}) >= 3
 
 
+def test_the_last_stage_is_told_with_rate_and_size_every_five_seconds(tmp_path, capsys, monkeypatch):
+    """Of what this start did: an earlier one had done a quarter of it."""
+    now, found = [100.0], [(1, Tally(source_bytes=250, kept=2), 1_000_000)]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(preparation, "read_progress", lambda *_: found[-1])
+    what = SimpleNamespace(work=tmp_path.joinpath, tasks=3, sources=[SimpleNamespace(bytes=1000)])
+    progress = preparation.Progress(what, [Stage("tokenize", [], 3)])
+    counts = {"dropped": Counter({"bad UTF-8": 3}), "by_step": Counter({"language": 1200})}
+    found.append((2, Tally(source_bytes=500, kept=7000, text_bytes=2_500_000, **counts), 3_000_000))
+    for seconds in (0.0, 4.9, 10.0, 14.9):
+        now[0] = 100 + seconds
+        progress.show(0, 1)
+    assert capsys.readouterr().err == (
+        "50 %, 0:00:20 left: 2 of 3 tasks, 7,000 documents, 2.5 MB, 3,000,000 tokens in 10 s (0.20 M tokens/s), 3 "
+        "dropped, 1,200 removed\n"
+    )
+
+
 def test_stages_before_the_last_are_told_by_their_tasks(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(preparation, "PROGRESS_S", 0)
     what = SimpleNamespace(work=tmp_path.joinpath, tasks=2, sources=[])
@@ -86,6 +104,34 @@ def test_stages_before_the_last_are_told_by_their_tasks(tmp_path, capsys, monkey
     first, second = capsys.readouterr().err.splitlines()
     assert first == "stage 1 of 2, signatures: 1 of 4 tasks, 25 %"
     assert second == "stage 1 of 2, signatures: 3 of 4 tasks, 75 %, 0:00:00 left"
+
+
+def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
+    first, second = Tally(read=4, kept=3, by_step=Counter({"language": 1})), Tally(read=2, kept=2)
+    for number in range(2):
+        first.drop(Dropped("bad UTF-8", f"a:{number}"))
+        second.drop(Dropped("bad UTF-8", f"b:{number}", "byte 5"))
+    second.drop(Dropped("missing key", "c", count=50, text_keys=("content",)))
+    total = Tally()
+    for tally in (first, second):
+        tally.source_bytes, tally.text_bytes = 10, 7
+        again = Tally.from_json(json.loads(json.dumps(tally.to_json())))
+        assert again == tally
+        total.add(again)
+    total.add(Tally(text_keys=["title"]))
+    assert (total.source_bytes, total.text_bytes, total.text_keys) == (20, 14, ["content"])
+    dropped = {"bad UTF-8": 4, "missing key": 50}
+    assert total.documents() == {"in": 60, "out": 5, "dropped": dropped, "removed": {"language": 1}}
+    assert [line.strip() for line in total.table().splitlines()] == [
+        "documents",
+        "1  removed: language",
+        "50  dropped: missing key",
+        "c",
+        "4  dropped: bad UTF-8",
+        "a:0",
+        "a:1",
+        "b:0: byte 5",
+    ]
 
 
 def test_a_document_that_is_neither_kept_nor_counted_is_a_defect():

@@ -212,6 +212,9 @@ def test_the_end_of_each_document_as_eval_split(tmp_path, prepare):
         ("line\n" * 100, 0.1, "line\n" * 11),
         ("word " * 100, 0.1, "word " * 11),  # no line end near: between words
         ("x" * 100 + "\n\n\n", 0.1, "x" * 10 + "\n\n\n"),  # what is blank counts for nothing
+        ("x" * 79 + "\n" + "y" * 20, 0.1, "y" * 20),  # twice as much as asked, but no more
+        ("x" * 78 + "\n" + "y" * 21, 0.1, "y" * 10),
+        ("\n" + "y" * 9, 0.5, "y" * 5),  # a beginning without text is none
         ("ab", 1e-6, "b"),
         ("a", 0.5, ""),
     ],

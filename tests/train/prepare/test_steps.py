@@ -46,10 +46,10 @@ def test_all_steps_at_once_in_the_executor(tmp_path: Path) -> None:
 def test_bad_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError) as error:
         parse("--language_threshold", "1.5", "--language_model", "x.bin", "--quality", "c4", "c4",
-              "--decontaminate_ngram", "0", "--minhash_seed", "-1")  # fmt: skip
-    for message in ("--quality has c4 more than once", "--language_threshold 1.5: allowed is 0 to 1",
-                    "--decontaminate_ngram 0: allowed is 1 to 100", "--minhash_seed -1",
-                    "--language_model without --languages"):  # fmt: skip
+              "--decontaminate", "x.txt", "x.txt", "--decontaminate_ngram", "0", "--minhash_seed", "-1")  # fmt: skip
+    for message in ("--quality has c4 more than once", "--decontaminate has x.txt more than once",
+                    "--language_threshold 1.5: allowed is 0 to 1", "--decontaminate_ngram 0: allowed is 1 to 100",
+                    "--minhash_seed -1", "--language_model without --languages"):  # fmt: skip
         assert message in str(error.value)
     for flags in (["--dedup", "fuzzy"], ["--quality", "good"], ["--languages"]):
         with pytest.raises(SystemExit):

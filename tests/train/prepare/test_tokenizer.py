@@ -215,6 +215,24 @@ def test_what_is_a_sample_says_of_how_much_and_reading_how_far_it_is(tmp_path, c
     assert re.search(r"reading: \d+ %, 0:00:\d\d left: 150 documents", captured.err)
 
 
+def test_a_tokenizer_is_trained_on_what_was_asked_for(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("one|two|three")
+    (tmp_path / "b.jsonl").write_text('{"content": "four", "text": 5}\n')
+    asked = []
+
+    def train(texts, vocab_size, character_coverage):
+        asked.extend([sorted(texts), vocab_size, character_coverage])
+        raise ValueError("enough")
+
+    monkeypatch.setattr("train.prepare.tokenizer.train_model", train)
+    inputs = [str(tmp_path / name) for name in ("a.txt", "b.jsonl")]
+    options = ["--text_key", "content", "--split_on", "|", "--character_coverage", "0.99"]
+    out = tmp_path / "out"
+    assert main(["--input", *inputs, "--vocab_size", "300", "--output", str(out), *options]) == 2
+    assert asked == [["four", "one", "three", "two"], 300, 0.99] and not list(out.iterdir())
+    assert "training on 4 documents, 0.0 MB\n" in capsys.readouterr().out
+
+
 def test_training_sentences_keep_the_text_and_stay_short():
     text = "line one\nline two\n\n" + "y" * 50_000 + "\n" + "日本" * 9000
     pieces = list(training_sentences([text]))

@@ -1,0 +1,164 @@
+"""What of a checkpoint a run goes on with, what a resume is told; files that a network shows late; exported types."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MistralForCausalLM
+
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.conftest import small_config
+from tests.train.checkpoint.test_resume_changes import resumed, state_of
+from train import export
+from train.checkpoint import files
+from train.checkpoint import load as room
+from train.checkpoint.files import CheckpointError, RunState, describe_file, size_text, wait_for_files
+from train.checkpoint.load import has_fp8_state_of
+from train.checkpoint.resume import SIZES, allowing
+
+USUAL: dict[str, Any] = {"recipe": "delayed", "backend": "reference"}
+OTHER_STATE = {
+    "compute": "bf16",
+    "recipe": "current",
+    "fp8_format": "hybrid",
+    "amax_history_len": 7,
+    "reduce_amax": False,
+    "bf16_modules": ["*.o_proj"],
+}
+SAME_STATE = {"margin": 3, "amax_compute_algo": "most_recent", "health_steps": 5}
+
+
+@pytest.mark.parametrize("key", [*OTHER_STATE, *SAME_STATE])
+def test_fp8_state_is_gone_on_with_where_it_is_that_of_the_modules(key: str) -> None:
+    """Histories of another length, or scales for another range, would be those of other tensors."""
+    now = Precision(PrecisionConfig(**USUAL | {key: (OTHER_STATE | SAME_STATE)[key]}))
+    saved = RunState(3, 24, 0, 1, 1, {"precision": vars(PrecisionConfig(**USUAL))}, {})
+    assert has_fp8_state_of(saved, now) is (key in SAME_STATE)
+    assert has_fp8_state_of(replace(saved, train_config={}, precision={}), now), "before there was a choice"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_model_of_other_sizes_goes_on_from_no_checkpoint(size: str) -> None:
+    """Whatever is allowed: its weights would have other shapes, or be shared."""
+    assert {"num_key_value_heads", "head_dim", "tie_word_embeddings", "vocab_size"} < {*SIZES}
+    old, new = state_of({}), state_of({})
+    old.model_config[size], new.model_config[size] = 1, 2
+    with pytest.raises(CheckpointError, match=f"{size}: 1 -> 2 .*the checkpoint has weights of these sizes"):
+        resumed(new, old, True)
+
+
+def test_what_moments_in_8_bits_lose_on_other_ranks_is_said() -> None:
+    for states, said in (("int8", True), ("fp8", True), ("bf16_remainder", False), ("fp32", False)):
+        changes = {"precision.optimizer_states": states}
+        old, new = state_of(changes), state_of(changes)
+        assert not [line for line in resumed(new, old, False) if "rounded" in line], "on as many ranks"
+        old.world_size = 2
+        lines = [line for line in resumed(new, old, False) if "rounded" in line]
+        assert (
+            lines
+            == [f"moments in {states} are rounded anew, as blocks of 256 begin elsewhere; weights are not"]
+            * said
+        )
+
+
+def test_each_key_is_named_once_in_the_option() -> None:
+    assert (
+        allowing(["seed", "data.sources", "seed"]) == '--allow_changes_on_resume \'["seed", "data.sources"]\''
+    )
+
+
+def test_sizes_for_people() -> None:
+    given = {
+        0: "0.0 MB",
+        2_345_678: "2.3 MB",
+        999_949_999: "999.9 MB",
+        10**9: "1.0 GB",
+        1234 * 10**9: "1,234.0 GB",
+    }
+    assert {number: size_text(number) for number in given} == given
+
+
+@pytest.mark.parametrize(("shown_after_s", "committed"), [(59.0, True), (62.0, False)])
+def test_files_of_other_machines_are_waited_for_as_long_as_nfs_may_hide_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_after_s: float, committed: bool
+) -> None:
+    """60 s: acdirmax."""
+    now, file = [0.0], tmp_path / "rank_00008.pt"
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= shown_after_s:
+            file.write_bytes(b"12345")
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    file.write_bytes(b"12345")
+    entry = describe_file(file)
+    file.unlink()
+    if committed:
+        wait_for_files(tmp_path, [entry])
+    else:
+        with pytest.raises(
+            OSError, match="rank_00008.pt, of 5 bytes, was written by another rank and is not"
+        ):
+            wait_for_files(tmp_path, [entry])
+
+
+# ---------------------------------------------------------------- exported
+
+
+@pytest.mark.parametrize(
+    ("compute", "dtype", "tied"),
+    [
+        ("fp32", "float32", False),
+        ("fp8", "bfloat16", True),
+        ("bf16", "bfloat16", False),
+        ("fp16", "float16", True),
+    ],
+)
+def test_an_export_has_the_type_of_training_and_each_weight_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, dtype: str, tied: bool
+) -> None:
+    config = small_config(tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=64)
+    weights = {name: tensor.double() for name, tensor in MistralForCausalLM(config).state_dict().items()}
+    if tied:
+        del weights["lm_head.weight"]
+    state = SimpleNamespace(model_config=config.to_dict(), precision={"compute": compute})
+    monkeypatch.setattr(export, "read_state", lambda path: state)
+    monkeypatch.setattr(room, "read_hf_weights", lambda path, config: weights)
+    assert export._write_model(tmp_path / "step-00000003", tmp_path / "hf", "hf") == []
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == getattr(torch, dtype) and torch.equal(tensor, weights[name].to(tensor.dtype))
+    missing = weights.popitem()[0]
+    with pytest.raises(CheckpointError, match=f"step-00000003: missing weights .'{missing}'"):
+        export._write_model(tmp_path / "step-00000003", tmp_path / "hf", "hf")
+
+
+def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1: another start may succeed; 2: the command has to be another."""
+    monkeypatch.setattr("sys.argv", ["export.py", str(tmp_path), str(tmp_path / "out")])
+    monkeypatch.setattr(export, "problems", lambda path: [])
+    for error, status in (
+        (OSError(28, "No space left on device"), 1),
+        (CheckpointError("of another run"), 2),
+    ):
+
+        def fails(path: Path, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(export, "read_state", fails)
+        with pytest.raises(SystemExit) as stop:
+            export.main()
+        assert stop.value.code == status and capsys.readouterr().err == f"error: {error}\n"

@@ -1,0 +1,175 @@
+"""What a plan takes of a configuration, key by key, and of plan.py's options; the table that it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.planning.settings import setting
+from train import plan as program
+from train.planning.plan import _count, parse_tokens
+
+ZERO_3 = {"deepspeed": "ds_config_zero3.json"}
+BF16 = {"precision__compute": "bf16"}
+MUON_FP32 = {"optim": "muon", "precision__compute": "fp32", "deepspeed": "ds_config_zero0.json"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "value"),
+    [
+        ({}, "eval_batch", None),
+        ({"per_device_eval_batch_size": 3}, "eval_batch", 3),
+        ({"per_device_train_batch_size": 3}, "micro_batch", 3),
+        ({"max_seq_length": 512}, "seq_length", 512),
+        ({"gradient_accumulation_steps": 5}, "accumulation", 5),
+        ({"model__attention_backend": "flash"}, "flash", True),
+        ({"model__attention_backend": "fused"}, "flash", False),
+        ({}, "flash", False),
+        ({"full_determinism": True}, "deterministic", True),
+        ({"full_determinism": False}, "deterministic", False),
+        ({"gradient_checkpointing": True}, "recompute", True),
+        ({"speed__cuda_graphs": True}, "cuda_graphs", True),
+        ({"speed__fused_cross_entropy": False}, "fused_cross_entropy", False),
+        ({"precision__compute": "fp16"}, "fused_cross_entropy", False),
+        (BF16, "fused_cross_entropy", True),
+        ({"model__variant": "te_linear"}, "fused_swiglu", True),
+        ({"model__variant": "te_linear", "speed__fused_swiglu": False}, "fused_swiglu", False),
+        ({}, "fused_swiglu", False),
+        ({"speed__main_grad": False}, "main_grad_asked", False),
+        ({"model__variant": "torchao", "precision__recipe": "rowwise"}, "compiled", True),
+        ({"model__variant": "hf", **BF16}, "compiled", False),
+        ({"model__variant": "hf", "model__compile": True, **BF16}, "compiled", True),
+        ({"precision__health_steps": 10}, "health", True),
+        ({}, "health", False),
+        ({"precision__health_steps": 10, **BF16}, "health", False),
+        ({"adam_beta2": 0.9}, "adam_beta2", 0.9),
+        ({"optim": "muon"}, "optim", "muon"),
+        ({"precision__gradient_communication": "fp32"}, "reduces_in_float32", True),
+        ({}, "reduces_in_float32", False),
+        ({"precision__optimizer_states": "int8"}, "moments", "int8"),
+        (ZERO_3, "overlap_comm", True),
+        (ZERO_3, "reduce_bucket", 50_000_000),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "overlap_comm", True),
+        ({"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 9}}}, "reduce_bucket", 9),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "reduce_bucket", 500_000_000),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "float32_gradients", False),
+        ({}, "float32_gradients", True),
+        (ZERO_3, "zero_stages", (1, 2, 3)),
+        ({"optim": "muon"}, "zero_stages", (1,)),
+        (MUON_FP32, "zero_stages", (0,)),
+        ({"precision__compute": "fp32"}, "optimizer_bytes", 8),
+        ({"precision__optimizer_states": "int8"}, "packs", True),
+        ({}, "packs", False),
+        ({"gradient_accumulation_steps": 2}, "keeps_fp8_weights", True),
+        ({"gradient_accumulation_steps": 1}, "keeps_fp8_weights", False),
+        ({"gradient_accumulation_steps": 2, **ZERO_3}, "keeps_fp8_weights", False),
+        ({"gradient_accumulation_steps": 2, **BF16}, "keeps_fp8_weights", False),
+    ],
+)
+def test_each_key_is_planned_with(keys: dict[str, Any], field: str, value: Any) -> None:
+    found = getattr(setting(**{"gradient_accumulation_steps": 8, **keys}), field)
+    assert found == value and type(found) is type(value)
+
+
+def test_a_head_in_fp8_is_named_whichever_stage_has_it() -> None:
+    schedule = [{"until_step": 500, "bf16_modules": ["lm_head"]}, {"bf16_modules": []}]
+    s = setting(precision__schedule=schedule, max_steps=1000)
+    assert not s.fp8_head and "lm_head in FP8" in s.described()
+
+
+# ---------------------------------------------------------------- plan.py
+
+
+def planned(output: Path, *words: str) -> dict[str, Any]:
+    assert program.main([*words, "--output", str(output)]) == 0
+    return json.loads(output.read_text())
+
+
+def test_options_of_a_plan_have_their_effects_and_defaults(tmp_path: Path) -> None:
+    words = ("train_config_fp8", "--tokens", "1B")
+    usual = planned(tmp_path / "plan.json", *words)
+    same = planned(tmp_path / "plan.json", *words, "--gpus", "8", "--gpu", "H100", "--network", "400")
+    assert usual == same and usual["gpu"]["name"] == "NVIDIA H100 SXM" and usual["configured"]["gpus"] == 8
+    many = [
+        planned(tmp_path / "plan.json", *words, "--gpus", "16", "--network", network)["configured"]
+        for network in ("400", "50")
+    ]
+    assert many[0]["gpus"] == 16 and many[1]["tokens_per_second"] < 0.95 * many[0]["tokens_per_second"]
+    other = planned(
+        tmp_path / "plan.json", *words, "--precision.optimizer_states", "int8", "--optim", "adamw"
+    )
+    assert other["checkpoint_bytes"] < usual["checkpoint_bytes"] == 14 * usual["parameters"]
+    bf16 = planned(tmp_path / "plan.json", "train_config_bf16", "--tokens", "1B")
+    assert (usual["recipe"], bf16["recipe"]) == ("delayed", None)
+
+
+def test_a_plan_in_words_has_the_figures_of_its_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--tokens", "100B", "--gpus", "4", "--gradient_checkpointing", "true"]
+    found = planned(tmp_path / "plan.json", "train_config_fp8", *words)
+    text = capsys.readouterr().out
+    its = found["configured"]
+    speed, memory = its["tokens_per_second"], its["memory_gib"]
+    assert f"a checkpoint has {found['checkpoint_bytes'] / 1e9:,.1f} GB" in text
+    assert f"  memory: {memory['peak']:,.1f} GiB a GPU at the peak ({its['peak_is_at']})" in text
+    assert f"allocator's waste {memory['needed']:,.1f} of 79.1 GiB: fits; " in text
+    assert f"the largest micro-batch that fits is {its['largest_micro_batch']}\n" in text
+    assert (
+        f"  speed: {speed:,.0f} tokens/s, {speed / 4:,.0f} a GPU, within {100 * its['within']:.0f} %" in text
+    )
+    assert f"  time: {its['days']:,.1f} days, {its['gpu_hours']:,.0f} GPU-hours without" in text
+    assert f"1,048,576 tokens a step of {its['step_s']:.2f} s" in text
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if re.match(r" *\d+  +\d ", line)}
+    assert len(rows) == 11
+    for gpus, row in rows.items():
+        its = found["by_gpus"][gpus]
+        assert row == [
+            str(its["zero_stage"]), its["optimizer_states"], "yes" if its["gradient_checkpointing"] else "no",
+            str(its["per_device_train_batch_size"]), str(its["gradient_accumulation_steps"]),
+            f"{its['train_batch_size_tokens']:,}", f"{its['memory_gib']['peak']:,.1f}",
+            f"{its['tokens_per_second']:,.0f}", f"{100 * its['within']:.0f}", "%",
+            f"{its['days']:,.1f}", f"{its['gpu_hours']:,.0f}",
+        ]  # fmt: skip
+    assert {row[2] for row in rows.values()} == {"yes", "no"} or rows["1"][4] != rows["8"][4]
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["train_config_fp8", "--per_device_train_batch_size", "64"]) == 0
+    assert "DOES NOT FIT; the largest micro-batch" in capsys.readouterr().out
+
+
+def test_a_models_step_is_the_nearest_that_so_many_gpus_can_have() -> None:
+    """Unless its size is given."""
+    micro_batch = 3 * 8 * 2048
+    assert program.configured("hare_1.1b", [], 3).train_batch_size_tokens == 21 * micro_batch
+    given = ["--train_batch_size_tokens", str(2 * micro_batch), "--learning_rate", "1e-4"]
+    arguments = program.configured("hare_1.1b", given, 3)
+    assert arguments.train_batch_size_tokens == 2 * micro_batch and arguments.learning_rate == 1e-4
+    large = program.configured("hare_1.1b", ["--per_device_train_batch_size", "512"], 8)
+    assert large.train_batch_size_tokens == 512 * 8 * 2048
+
+
+def test_what_is_planned_as_a_model(tmp_path: Path) -> None:
+    model = tmp_path / "config.json"
+    model.write_text('{"model_type": "mistral"}')
+    named = {
+        "hare_1.1b": True,
+        "train_config_fp8": False,
+        str(model): True,
+        str(tmp_path): True,
+        "gone": False,
+    }
+    assert {name: program.is_of_a_model(name) for name in named} == named
+    model.write_text('{"model": {"config": "tiny"}}')
+    assert not program.is_of_a_model(str(model))
+
+
+def test_numbers_of_tokens_for_people() -> None:
+    given = {999: "999", 1000: "1 K", 10**9: "1 B", 1_234_567: "1.235 M", 15 * 10**11: "1.5 T"}
+    assert {tokens: _count(tokens) for tokens in given} == given
+    assert parse_tokens("1,000") == 1000 and parse_tokens(" 2.5m ") == 2_500_000
