@@ -140,6 +140,13 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
     step(11)
     assert scale[0] != 12345.0 and state[name].isfinite().all()
     assert [health.mended(), health.mended()] == [1, 0]
+    histories = [tensor for key, tensor in state.items() if key.endswith("amax_history")]
+    for history in histories:
+        history[-1] = float("inf")
+    step(15)
+    assert not state[name].isfinite().all()  # every tenth step, or another run has other numbers
+    step(20)
+    assert all(history.isfinite().all() for history in histories)
 
 
 def test_what_is_logged_changes_no_number(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,9 @@ def test_an_evaluation_is_left_and_made_up_for(
         run(settings)
     assert [m.get("eval_loss") is None for m in metrics(folder) if m["step"] == step] == [True, False]
     run(settings)  # which makes up for it once more
-    made_up = [(m["step"], m["eval_loss"]) for m in metrics(folder) if m.get("eval_loss") is not None]
+    evaluated = [m for m in metrics(folder) if m.get("eval_loss") is not None]
+    made_up = [(m["step"], m["eval_loss"]) for m in evaluated]
+    assert all(m["unigram_loss"] > 0 for m in evaluated)
     expected = [(m["step"], m["eval_loss"]) for m in metrics(whole) if m.get("eval_loss") is not None]
     assert [s for s, _ in expected] == [2, 4, 6] and made_up == expected
     # what was saved since then has none to make up for
@@ -143,6 +146,18 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert sorted(saved) == [("0", "7"), ("1", "7"), ("2", "7")], "rank 0 alone finds it due"
 
 
+@pytest.mark.parametrize(("hang_timeout_s", "seconds"), [(0, 1920), (1800, 1920), (7200, 7320)])
+def test_a_vote_waits_longer_than_the_watchdog(
+    monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float, seconds: float
+) -> None:
+    """Which says who hangs; gloo would only say that somebody does."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **keys: made.append(keys))
+    signals.StopVote(hang_timeout_s)
+    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=seconds)}]
+
+
 def test_a_signal_when_nothing_is_noted_on_a_full_disk(
     handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,12 +194,13 @@ def test_a_signal_does_not_change_why_a_rank_ends() -> None:
 
 def test_the_time_of_a_hang_begins_anew_after_a_save_that_was_waited_for() -> None:
     """The last save of a run first waits for the one under way: two saves, each within the timeout."""
-    told: list[str] = []
+    told, said = list[str](), list[str]()
     saved = SimpleNamespace(path="step-00000004", seconds=2.0, waited_s=1.0)
     saver = SimpleNamespace(pending=True, finish=lambda: told.append("finish") or saved)
     watchdog = SimpleNamespace(doing=told.append, met=told.append)
-    run: Any = SimpleNamespace(saver=saver, watchdog=watchdog, metrics=SimpleNamespace(message=print))
+    run: Any = SimpleNamespace(saver=saver, watchdog=watchdog, metrics=SimpleNamespace(message=said.append))
     loop.settle(run)
+    assert said == ["saved step-00000004 in 2.0 s (training waited 1.0 s)"]
     assert told == ["waits for the save under way", "finish", "the save is over"]
     saver.pending = False
     loop.settle(run)

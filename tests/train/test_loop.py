@@ -25,7 +25,7 @@ from train.checkpoint.save import SaveError
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
 from train.guard.health import Health, Spike
-from train.loop import Loop, Step, TrainingError, evaluate, settle
+from train.loop import Loop, Step, TrainingError, _advice, evaluate, settle
 from train.record.run_folder import RunFolder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the reference's GEMMs out of FP8")
@@ -148,6 +148,26 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
     resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
     assert resumed.interval_loss() == pytest.approx((2.0 * 125 + 5.0 * 300) / 425)
     assert math.isnan(resumed.interval_loss())
+    known = {
+        "skipped_in_a_row": 2,
+        "spikes": 3,
+        "interval": [4.0, 5.0],
+        "fp8_alarms": {"count": 6, "active": [["fc2", "input", 7]]},
+        "loss": [8.0, 9.0],
+        "grad_norm": [1.0],
+    }
+    for _ in range(2):
+        resumed.load_state_dict(known)
+        assert resumed.state_dict() == known
+
+
+def test_numbers_are_looked_at_after_a_thousand_steps_whatever_is_logged() -> None:
+    """Those that nobody has looked at lie on the GPU, and a spike among them is told of late."""
+    health: Any = object.__new__(Health)
+    health._steps = [()] * 999
+    assert not health.full()
+    health._steps.append(())
+    assert health.full()
 
 
 def test_the_loss_of_a_step_is_the_mean_over_tokens_with_a_label(process_group: None) -> None:
@@ -243,6 +263,57 @@ def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("on_spike", ["warn", "rollback"])
+def test_of_several_spikes_the_first_is_what_a_run_goes_back_behind(on_spike: str) -> None:
+    """All of them are told, with their own steps and samples."""
+    said, advised = list[str](), list[int]()
+    loop: Any = object.__new__(Loop)
+    loop.args, loop.tokens, loop.samples = SimpleNamespace(on_spike=on_spike), 40, 4
+    loop.state = SimpleNamespace(step=30)
+    loop.run = SimpleNamespace(
+        metrics=SimpleNamespace(message=said.append),
+        train_stream=SimpleNamespace(sample_ids=lambda first, count: []),
+        watchdog=SimpleNamespace(met=lambda what: None),
+        saver=SimpleNamespace(pending=False),
+    )
+    spikes = [Spike(21, 80, "loss", 9.0, 1.0, 2.0), Spike(25, 96, "grad_norm", 8.0, 1.0, 3.0)]
+    loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
+    loop.rollback = SimpleNamespace(advise=advised.append, after=lambda found, samples: False)
+    step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
+    assert not loop._goes_back(step)
+    assert advised == ([21] if on_spike == "warn" else [])
+    assert [(s["step"], s["first_sample"], s["samples"]) for s in step.record["spikes_found"]] == [
+        (21, 80, 4),
+        (25, 96, 4),
+    ]
+    assert said[1].startswith(
+        "step 25 is a spike: gradient norm 8, the median before it is 1, the threshold 3; samples 96 to 99"
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "pending", "said"),
+    [
+        ([], False, "this run has saved no checkpoint. Start anew"),
+        ([], True, "checkpoints/step-N --learning_rate 0.00015 "),
+        ([10, 20], False, "checkpoints/step-00000020 --learning_rate 0.00015 "),
+    ],
+)
+def test_after_a_step_that_went_wrong_the_newest_checkpoint_is_named(
+    tmp_path: Path, saved: list[int], pending: bool, said: str
+) -> None:
+    """With half of the learning rate; one that is being saved is as good as saved."""
+    for step in saved:
+        (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
+    of_run: Any = SimpleNamespace(
+        folder=RunFolder(tmp_path),
+        saver=SimpleNamespace(pending=pending),
+        arguments=SimpleNamespace(learning_rate=3e-4),
+    )
+    assert said in _advice(of_run)
+
+
 def test_mfu_is_of_one_of_the_gpus() -> None:
     """tokens_per_second is of all of them."""
     loop: Any = object.__new__(Loop)
@@ -255,6 +326,9 @@ def test_mfu_is_of_one_of_the_gpus() -> None:
     loop._log(step, 1.0)
     assert step.record["tokens_per_second"] == pytest.approx(20_000, rel=0.1)
     assert loop.run.speeds == [step.record["tokens_per_second"]]
+    assert (
+        loop.clock_step == 30 and loop.clock > time.perf_counter() - 2.0
+    )  # the next is of the steps after it
     assert step.record["mfu"] == pytest.approx(step.record["tokens_per_second"] / 4 * 1e9 / 10e12)
 
 

@@ -69,10 +69,10 @@ def test_an_alarm_is_told_once_and_when_it_is_over() -> None:
     assert alarms.judge(1, health("input", underflow=0.06), said.append)["fp8_alarms"]["active"] == 1
     resumed = FP8Alarms()
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
-    for value, error in ((0.06, 0.03), (0.03, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
+    for value, error in ((0.06, 0.03), (0.0251, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
         found = resumed.judge(2, health("input", underflow=value, error=error), said.append)["fp8_alarms"]
         assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(said) == 1
-    found = resumed.judge(9, health("input", underflow=0.02), said.append)["fp8_alarms"]
+    found = resumed.judge(9, health("input", underflow=0.0249), said.append)["fp8_alarms"]
     over = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "since": 1}
     assert found == {"began": [], "over": [over], "active": 0, "count": 1}
     assert said[1] == "step 9: FP8 alarm over: model.layers.1.mlp.fc2 (input)"
@@ -100,11 +100,30 @@ def test_of_many_the_worst_are_named() -> None:
     values = health("input")
     values["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
     values["model.layers.*.mlp.fc2"]["input"]["underflow"] = [0.1 * n for n in range(7)]
-    said = list[str]()
-    found = FP8Alarms().judge(1, values, said.append)["fp8_alarms"]
+    alarms, well, said = FP8Alarms(), health("input"), list[str]()
+    well["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
+    found = alarms.judge(1, values, said.append)["fp8_alarms"]
     assert len(found["began"]) == found["count"] == 6 and len(said) == 5
     assert "layers.6." in said[0] and "60.0%" in said[0] and "layers.3." in said[3]
     assert said[4] == "step 1: FP8 alarms of 2 more operands, see metrics.jsonl"
+    alarms.judge(2, well, said.append)
+    names = ", ".join(f"model.layers.{n}.mlp.fc2 (input)" for n in (1, 2, 3, 4))
+    assert said[5:] == [f"step 2: FP8 alarm over: {names}, ... (6 in all)"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "cause"),
+    [
+        (0.24, "the scale is that of larger values; precision.recipe current"),
+        (0.26, "a few large values took the scale; precision.recipe block"),
+        (1.1, "a few large values took the scale; precision.recipe block"),
+        (1.11, "the scale is older than what came; precision.recipe current"),
+    ],
+)
+def test_the_cause_is_told_by_how_much_of_its_range_a_scale_uses(fraction: float, cause: str) -> None:
+    said = list[str]()
+    FP8Alarms().judge(1, health("weight", underflow=0.2, range=fraction), said.append)
+    assert f"It seems that {cause}" in said[0]
 
 
 @pytest.mark.slow

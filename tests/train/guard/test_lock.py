@@ -17,7 +17,7 @@ from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.guard import lock
-from train.guard.lock import FORMER_START_S, LEASE_S, Lock, LockError, held
+from train.guard.lock import BEAT_S, FORMER_START_S, LEASE_S, LOOK_S, SETTLE_S, Lock, LockError, held
 from train.preflight.check import CHECKED
 from train.record.run_folder import RunFolder
 
@@ -218,6 +218,12 @@ def test_the_former_start_of_a_requeued_job_is_waited_for(
         with pytest.raises(LockError):
             taken(path)
         assert FORMER_START_S <= time_s.now_s < FORMER_START_S + 5
+
+
+def test_a_living_run_shows_itself_long_before_it_is_taken_for_dead() -> None:
+    """Also where a busy file system is late with ten of its signs; the last seconds of a former start are more."""
+    assert LEASE_S > 10 * BEAT_S and LOOK_S < BEAT_S and SETTLE_S >= LOOK_S
+    assert LEASE_S <= 60 and FORMER_START_S > 2 * LEASE_S
 
 
 # ---------------------------------------------------------------- while it is held

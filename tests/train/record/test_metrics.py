@@ -36,13 +36,15 @@ def test_each_line_is_on_disk_at_once_and_printed(tmp_path, capsys):
         {"step": 10, "tokens": 640, "loss": 5.25, "tokens_per_second": 12345.6, "learning_rate": 1e-3}
     ]
     log.log({"step": 20, "tokens": 1280, "eval_loss": 4.0, "eval_loss/a {b}": 4.5, "unigram_loss": 6.0})
+    log.log({"step": 30, "tokens": 1920, "loss": 5.0, "grad_norm": 0.5, "mfu": 0.375, "memory_gib": 61.25})
     log.message("hello")
     log.close()
     log.close()
     out = capsys.readouterr().out
     assert "step 10/100  loss 5.2500  lr 1.00e-03  12,346 tokens/s" in out and "left" in out
     assert "eval_loss 4.0000  eval_loss/a {b} 4.5000  (unigram model 6.0000)" in out and "hello" in out
-    assert len(lines(tmp_path)) == 2  # messages are for people
+    assert "step 30/100  loss 5.0000  grad_norm 0.500  mfu 37.5%  61.2 GiB" in out
+    assert len(lines(tmp_path)) == 3  # messages are for people
 
 
 def test_nan_stays_valid_json_and_visible(tmp_path, capsys):
@@ -62,7 +64,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_resume_moves_later_lines_aside(tmp_path):
+def test_resume_moves_later_lines_aside(tmp_path, capsys):
     log = logger(tmp_path)
     for step in (10, 20, 30, 40):
         log.log({"step": step, "loss": 1.0 * step})
@@ -78,6 +80,7 @@ def test_resume_moves_later_lines_aside(tmp_path):
     (aside,) = tmp_path.glob(f"{METRICS}.discarded-*")
     assert aside.read_text().splitlines()[-1] == '{"step": 50, "lo'
     assert len(aside.read_text().splitlines()) == 5
+    assert f"metrics: 5 lines after step 20 moved to {aside.name}" in capsys.readouterr().out
 
 
 def test_the_next_line_is_not_glued_to_one_without_an_end(tmp_path):
@@ -108,6 +111,44 @@ def test_time_left_follows_the_recent_speed(tmp_path, capsys, monkeypatch):
     log.log({"step": 100, "loss": 1.0})
     log.close()
     assert "2:00:00 left" in capsys.readouterr().out  # 3600 steps at 2 s
+
+
+def test_time_left_forgets_what_is_long_ago_and_what_was_taken_back(tmp_path, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics_module.LivePlot, "update", lambda plot: None)
+    log = logger(tmp_path, total_steps=3620)
+    for step in range(1, 21):
+        now[0] += 100.0 if step <= 11 else 1.0
+        log.log({"step": step, "loss": 1.0})
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  1:00:00 left")  # by the last ten lines
+    now[0] += 500.0
+    log.rewind(10)
+    now[0] += 20.0
+    log.log({"step": 20, "loss": 1.0})
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("  2:00:00 left")
+
+
+@pytest.mark.parametrize("key", ["changes", "began_at"])
+def test_what_a_start_notes_is_there_once(tmp_path, key):
+    """Of one that saved nothing the next start begins at the same step, and notes it again."""
+    for _ in range(2):
+        log = logger(tmp_path, start_step=3)
+        log.log({"step": 3, key: {"a": 1}})
+        log.close()
+    assert [line["step"] for line in lines(tmp_path)] == [3]
+
+
+def test_the_plot_follows_the_lines_and_is_waited_for_at_the_end(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(metrics_module.LivePlot, "update", lambda plot: done.append(len(lines(tmp_path))))
+    monkeypatch.setattr(metrics_module.LivePlot, "close", lambda plot: done.append("closed"))
+    log = logger(tmp_path)
+    for step in (1, 2):
+        log.log({"step": step, "loss": 1.0})
+    log.close()
+    assert done == [1, 2, "closed"]
 
 
 class FullDisk:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from train import plot
 from train.record.history import labels, of_this_run, read_history, smoothed
-from train.record.plots import LivePlot
+from train.record.plots import LivePlot, draw
 from train.record.run_folder import RunFolder
 
 
@@ -71,12 +74,48 @@ def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
     assert legends == [
         "training", "evaluation", r"evaluation, other \$x", "unigram model", "stopped", "resumed"
     ]  # fmt: skip
+    history = read_history(folder)
+    history.records[1]["rollback"] = {"from_step": 3}
+    marks = [(mark.what, mark.tokens) for mark in history.marks()]
+    assert marks == [("stopped", 64), ("rolled back", 128), ("resumed", 128), ("resumed", 128)]
+
+
+def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
+    """Modules may have gone to other levels in it (precision.on_trouble)."""
+    stages = [{"fp8": "b", "new_stage": True}, {"fp8": "c", "new_stage": False}, {"fp8": "d"}]
+    starts = [start(0, 1.0), start(2, 2.0) | {"fp8": "a", "stages": stages}]
+    assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "a; then c; then d"
+
+
+def test_each_figure_has_its_panel(tmp_path, monkeypatch):
+    drawn = []
+
+    @contextmanager
+    def drawing(path, rows, **options):
+        drawn.append(pyplot.subplots(rows, 1, squeeze=False)[1])
+        yield Figure(), drawn[0]
+
+    monkeypatch.setattr("train.record.plots.drawing", drawing)
+    records = [{"step": n, "tokens": 64 * n, "loss": 6.0 - n, "learning_rate": 0.1 * n} for n in (1, 2)]
+    for record in records:
+        record |= {"grad_norm": 2.0 * record["step"], "tokens_per_second": 10.0 * record["step"]}
+    folder = make_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    draw([read_history(folder)], tmp_path / "x.png")
+    panels = [row[0] for row in drawn[0]]
+    lines = [axis.lines[0].get_xydata().tolist() for axis in panels]
+    keys = ["loss", "learning_rate", "grad_norm", "tokens_per_second"]
+    assert lines == [[[r["tokens"], r[key]] for r in records] for key in keys]
+    names = ["loss (nats a token)", "learning rate", "gradient norm", "tokens/s"]
+    assert [axis.get_ylabel() for axis in panels] == names
+    assert [axis.get_yscale() for axis in panels] == ["linear", "linear", "log", "linear"]
+    pyplot.close("all")
 
 
 def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypatch):
     one, two = (
         make_run(tmp_path / "x/run$", starts=[start(0, 3600.0)]),
-        make_run(tmp_path / "y/run$", loss=2.0),
+        make_run(tmp_path / "y/run$", loss=2.0, unigram_loss=5.0),  # of other data
     )
     with (two / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "tok')  # being written
@@ -92,7 +131,10 @@ def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypa
     )
     assert wrote == f"wrote {tmp_path / 'comparison.png'}" and not err
     assert Path("comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert legends[:2] == [r"x/run\$: training", r"x/run\$: evaluation"] and "resumed" not in legends
+    assert legends[:2] == [r"x/run\$: training", r"x/run\$: evaluation"] and not {
+        "resumed",
+        "unigram model",
+    } & {*legends}
 
 
 def test_folders_that_show_nothing_are_named_all_at_once(tmp_path, capsys):
@@ -185,6 +227,7 @@ def test_a_plot_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     folder = make_run(tmp_path / "a")
     live = LivePlot(RunFolder(folder))
     (folder / "loss.png.7.tmp").write_text("half")
+    (folder / "health.png").write_text("of another run that was here")
     calls = []
 
     class Slow:
@@ -207,7 +250,7 @@ def test_a_plot_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     assert isinstance(live._process, Slow)  # one at a time
     (drawn,) = live.draw_last()
     assert drawn.read_bytes().startswith(b"\x89PNG") and calls == [20.0, "kill", None]
-    assert [path.name for path in folder.glob("loss.png*")] == ["loss.png"]
+    assert [path.name for path in folder.glob("*.png*")] == ["loss.png"]
 
 
 def test_a_plot_that_cannot_be_started_is_no_obstacle(tmp_path, monkeypatch):

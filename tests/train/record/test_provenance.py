@@ -86,6 +86,7 @@ def test_the_hash_of_a_configuration_is_of_what_changes_a_run(monkeypatch):
     elsewhere = {"output_dir": "b", "resume_from_checkpoint": "never", "run_name": "r", "wandb_project": "p"}
     assert {hashed(**{key: value}) for key, value in elsewhere.items()} == {hashed()}
     assert hashed(report_to="wandb") == hashed() != hashed(learning_rate=2e-3)
+    assert hashed(seed=1) != hashed(seed=2) and hashed(data={"sources": {}}) != hashed()
 
 
 def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tmp_path):
@@ -199,8 +200,11 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
         "commit": "abc",
         "versions": {"torch": "2"},
     }
-    starts = [start(0, 1.0, "stopped", 2.0), start(2, 3.0, "done", 4.0)]
-    make_run(tmp_path / "my run", starts=[s | known for s in starts], lines=3)
+    starts = [start(0, 1.0, "stopped", 2.0) | known, start(2, 3.0, "done", 4.0) | known]
+    gone = [{"module": module, "step": step} for module, step in (("a", 1), ("a", 2), ("b", 2))]
+    starts[0] |= {"machine": {"gpu": "NVIDIA H200"}, "escalations": gone}
+    starts[1] |= {"gpus": 8, "commit": "def", "proof": ["another"], "machine": {}, "escalations": gone}
+    make_run(tmp_path / "my run", starts=starts, lines=3)
     text = card(tmp_path)
     assert "# my run" in text and "from the weights of hf" in text and "/home/me" not in text
     assert (
@@ -208,7 +212,12 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
     )  # those of step 3 are not its
     assert "FP8: 12 of 13 GEMM modules ran FP8; not FP8: a\\|b |" in text
     assert "| versions | torch 2 |" in text and "| commit | abc |" in text and "| starts |" not in text
+    assert "| GPU | NVIDIA H200 |" in text and "| GPUs | 2 |" in text
+    assert "scaling; 1 modules went to other levels (precision.on_trouble) |" in text
     last = card(tmp_path, step=3)
+    assert "scaling; 2 modules went" in last and "| proved at the start | another |" in last
+    assert "| GPU | none: the CPU reference of FP8 |" in last and "| GPUs | 8 |" in last
+    assert "| commit | abc, def |" in last
     assert "| evaluation loss | 4.5000 nats a token |" in last and "| starts | 2 |" in last
     monkeypatch.setitem(TRAINED["model"], "init_from", None)
     assert "pretrained from random weights." in card(tmp_path)

@@ -112,8 +112,10 @@ def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_MODE", mode)
-    open_trackers(tmp_path, "wandb", start_step=10).close()
+    config = {"report_to": "wandb", "run_name": "mine", "wandb_project": "project"}
+    Trackers(RunFolder(tmp_path), config, 10, print).close()
     init = dict(next(call[1:] for call in calls if call[0] == "init"))
+    assert init["name"] == "mine" and init["config"] == config
     assert (init["mode"], init["resume"], init["project"]) == (used, resumes, "project")
     assert init["id"] == (tmp_path / "wandb_run_id").read_text() and init["dir"] == str(tmp_path)
     assert ("define_metric", "*", ("step_metric", "step")) in calls
@@ -127,6 +129,9 @@ def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
     log.close()
     assert [dict(call[2:])["purge_step"] for call in calls if call[0] == "SummaryWriter"] == [1, 4]
     assert [call[0] for call in calls].count("close") == 2
+    (text,) = (call for call in calls if call[0] == "add_text")  # once a run
+    assert text[1] == "configuration" and '"wandb_project": "project"' in text[2]
+    assert {dict(call[2:])["flush_secs"] for call in calls if call[0] == "SummaryWriter"} == {30}
 
 
 def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
@@ -150,6 +155,7 @@ def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, call
     assert {call[1] for call in writers} == {str(tmp_path / "tensorboard")}
     scalars = [call[1:] for call in calls if call[0] == "add_scalar"]
     assert scalars == [("tokens", 64, 20), ("loss", 2.5, 20)]
+    assert "add_text" not in [call[0] for call in calls]  # the run that it goes on with has it
     assert [call[0] for call in calls][-1] == "close"
 
 
@@ -190,3 +196,7 @@ def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypat
     monkeypatch.setenv("NETRC", str(netrc))
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     assert trackers.has_wandb_key() is has
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.mine")  # a server of one's own
+    assert trackers.has_wandb_key() is bool(key)
+    netrc.write_text("machine wandb.mine login user password x\n")
+    assert trackers.has_wandb_key()

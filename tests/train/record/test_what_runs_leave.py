@@ -5,18 +5,33 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from model.config import flops_per_token, load_config
 from tests.train.runs import curve, metrics, run
+from train.guard import signals, watchdog
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
 
-def test_what_a_run_leaves(settings: dict, capsys: pytest.CaptureFixture) -> None:
-    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2)
+def test_what_a_run_leaves(
+    settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.loop.peak_tflops", lambda name: 0.5)
+    timeouts = list[float]()
+    for kind in (signals.StopVote, watchdog.Watchdog):
+
+        def noted(self: Any, timeout_s: float, right: Any = kind.__init__) -> None:
+            timeouts.append(timeout_s)
+            right(self, timeout_s)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    output_dir = run(settings, plots=True, save_steps=1, save_total_limit=2, hang_timeout_s=700)
+    assert timeouts == [700, 700]
     said = capsys.readouterr().out
     assert said.splitlines()[0] == f"output: {output_dir.resolve()}"
     begin = said[: said.index("step 1/6")].splitlines()
@@ -35,6 +50,8 @@ def test_what_a_run_leaves(settings: dict, capsys: pytest.CaptureFixture) -> Non
     last = metrics(output_dir)[-1]
     assert last["tokens"] == 6 * 256 and last["tokens_per_second"] > 0
     assert last["unigram_loss"] > 0 and last["eval_loss"] > 0
+    flops = flops_per_token(load_config(settings["model"]["config"]), 64)
+    assert last["mfu"] == pytest.approx(last["tokens_per_second"] * flops / 0.5e12)
 
 
 def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_path: Path) -> None:
