@@ -141,6 +141,26 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
         load_hf_folder(str(folder), small_config())
 
 
+def test_weights_in_fp8_are_not_trained_on(folder: Path) -> None:
+    """What an export for serving wrote: transformers would multiply them out, or fail in a way of its own."""
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(
+        ValueError, match=rf"{folder.name}' are quantized \(fp8\), for serving; give the folder"
+    ):
+        load_hf_folder(str(folder), small_config())
+
+
+def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lies here comes before what is shipped."""
+    with pytest.raises(ValueError, match=rf"the folder '.*{tmp_path.name}' has no config.json"):
+        load_config(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("tiny").num_hidden_layers == 4
+    write_config(tmp_path / "tiny", num_hidden_layers=2)
+    assert load_config("tiny").num_hidden_layers == 2
+
+
 def test_a_lost_shard_is_named(tmp_path: Path) -> None:
     MistralForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="400KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]

@@ -275,7 +275,8 @@ def test_attention_backends_that_are_offered(
         with pytest.raises(te_backend.BackendError, match=f"data.document_mask.*asked for is {asked}"):
             te_backend.document_attention(asked, te, torch.bfloat16)
     else:
-        assert te_backend.document_attention(asked, te, torch.bfloat16) == chosen
+        for dtype in (torch.bfloat16, torch.float16):
+            assert te_backend.document_attention(asked, te, dtype) == chosen
         with pytest.raises(te_backend.BackendError, match="runs in 16 bits"):
             te_backend.document_attention(asked, te, torch.float32)
     assert te_backend.document_attention(asked, SimpleNamespace(name="reference"), torch.float32) == asked

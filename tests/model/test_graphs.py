@@ -96,13 +96,13 @@ def test_tapes_replay_what_was_captured(variant: str, cache_weights: bool, compu
 
 
 def captured(document_mask: bool = False, documents: Documents | None = None) -> tuple:
-    """A model with graphs for 2 x 64 tokens, its batches, and how many forwards were not replays."""
+    """A model with graphs for 2 x 64 tokens, its batches, and what the forwards that were not replays were given."""
     model, inputs, labels = model_and_batches(document_mask=document_mask, recipe="current")
     launched: list[tuple] = []
     eager = model.forward
 
     def forward(ids: torch.Tensor, **arguments: object) -> object:
-        launched.append(tuple(ids.shape))
+        launched.append((tuple(ids.shape), {k: v for k, v in arguments.items() if v is not None}))
         return eager(ids, **arguments)
 
     model.forward = forward
@@ -116,14 +116,20 @@ def test_other_calls_are_launched() -> None:
     model(inputs[:2], labels=labels[:2], is_first_microbatch=True).loss.backward()
     model(inputs[:2], labels=labels[:2], is_first_microbatch=False).loss.backward()
     assert launched == []
-    model(inputs[:3], labels=labels[:3], is_first_microbatch=True)  # another shape
-    model(inputs[:2], labels=labels[:2])  # not captured: quantizes its weights
-    model(inputs[:2], is_first_microbatch=True)  # no loss
+    few, more, first = {"labels": labels[:2]}, {"labels": labels[:3]}, {"is_first_microbatch": True}
+    model(inputs[:3], **more, **first)  # another shape
+    model(inputs[:2], **few)  # not captured: quantizes its weights
+    model(inputs[:2], **first)  # no loss
     with torch.no_grad():
-        model(inputs[:2], labels=labels[:2], is_first_microbatch=True)
+        model(inputs[:2], **few, **first)
     model.eval()
-    model(inputs[:2], labels=labels[:2], is_first_microbatch=True)
-    assert launched == [(3, 64), *[(2, 64)] * 4]
+    model(inputs[:2], **few, is_first_microbatch=False)
+    given = [more | first, few, first, few | first, few | {"is_first_microbatch": False}]
+    assert [shape for shape, _ in launched] == [(3, 64), *[(2, 64)] * 4]
+    for (_, found), wanted in zip(launched, given, strict=True):
+        assert found.keys() == wanted.keys() and all(
+            torch.equal(*map(torch.as_tensor, (found[k], wanted[k]))) for k in found
+        )
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -203,7 +209,7 @@ def test_documents_of_each_batch_are_replayed(monkeypatch: pytest.MonkeyPatch) -
         captured(True)
     model, inputs, labels, launched = captured(True, few)
     plain, *_ = model_and_batches(document_mask=True, recipe="current")
-    for documents in (few, pieces(16), pieces(4)):
+    for documents in (few, pieces(16), pieces(2)):  # the last of twice as many as there were in the capture
         results = []
         for m in (model, plain):
             m.zero_grad(set_to_none=True)
@@ -213,8 +219,9 @@ def test_documents_of_each_batch_are_replayed(monkeypatch: pytest.MonkeyPatch) -
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert launched == []
     assert pieces(1).pieces > ROOM * few.pieces
-    model(inputs[:2], labels=labels[:2], is_first_microbatch=True, documents=pieces(1))
-    assert launched == [(2, 64)]
+    many = pieces(1)
+    model(inputs[:2], labels=labels[:2], is_first_microbatch=True, documents=many)
+    assert [shape for shape, _ in launched] == [(2, 64)] and launched[0][1]["documents"] is many
 
 
 @pytest.mark.parametrize("outer", [False, True])

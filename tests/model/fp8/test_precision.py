@@ -18,6 +18,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
 from model.proof import ProofError, attention_errors, prove
+from model.te_reference.state import running
 from tests.conftest import random_ids, small_config
 
 RECIPES = ["delayed", "current", "block"]
@@ -148,6 +149,32 @@ def test_fp8_without_hardware_is_an_error() -> None:
     with pytest.raises(PrecisionError, match="needs a CUDA device and there is none"):
         Precision(PrecisionConfig(backend="transformer_engine"))
     assert Precision(PrecisionConfig()).te.name == "reference"
+
+
+def test_fp16_without_a_gpu_is_an_error() -> None:
+    """Its products would take minutes each on a CPU."""
+    with pytest.raises(PrecisionError, match="fp16 needs a CUDA device and there is none; use bf16 or fp32"):
+        Precision(PrecisionConfig(compute="fp16"), torch.device("cpu"))
+    assert Precision(PrecisionConfig(compute="fp16"), torch.device("cuda")).dtype == torch.float16
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.layers.0.mlp.up_proj"])
+def test_a_module_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """As where memory runs out in it: the scales of later passes would never move."""
+    precision = precision_of(amax_history_len=4)
+    model = build_model(small_config(), "te_linear", precision)
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.get_submodule(module), "forward", out_of_memory)
+        with count_gemms(model, precision) as gemms, pytest.raises(RuntimeError, match="out of memory"):
+            step(model)
+        assert gemms._module is None, "what comes next is not of this module"
+    assert (running.depth, running.enabled) == (0, False)
+    step(model)
+    assert any((t != 1).any() for key, t in fp8_state(model, precision).items() if key.endswith("fwd.scale"))
 
 
 def test_fp8_on_an_older_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
