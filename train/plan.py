@@ -92,10 +92,11 @@ def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
     arguments = load_arguments([OF_A_MODEL, "--model.config", config, *others])
     given = {word.partition("=")[0] for word in others}
     micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length * gpus
-    if not given & {"--train_batch_size_tokens", "--gradient_accumulation_steps"}:
-        # nobody asked for a step of this size: the nearest that can be
+    if "--train_batch_size_tokens" not in given:
+        # nobody asked for a step of this size: that of the given accumulation, else the nearest that can be
         asked_for = arguments.train_batch_size_tokens or micro_batch
-        arguments.train_batch_size_tokens = max(1, round(asked_for / micro_batch)) * micro_batch
+        nearest = max(1, round(asked_for / micro_batch)) * micro_batch
+        arguments.train_batch_size_tokens = None if "--gradient_accumulation_steps" in given else nearest
     return arguments
 
 

@@ -357,6 +357,7 @@ def test_tokens(text: str, tokens: int) -> None:
         (["tiny", "--tokens", "600X"], "--tokens '600X': a number above 0 is expected, with K, M, B"),
         (["tiny", "--tokens", "0"], "--tokens '0': a number above 0"),
         (["tiny", "--gpus", "0"], "--gpus 0: 1 to 65536"),
+        (["tiny", "--gpus", "65537"], "--gpus 65537: 1 to 65536"),
         (["tiny", "--network", "0"], "--network 0: Gbit/s a GPU"),
         (["tiny", "--output", "plan.txt"], "a file that ends in .json"),
         (["tiny", "--output", "nowhere/plan.json"], "there is no folder nowhere; make it"),

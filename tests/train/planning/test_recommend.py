@@ -21,6 +21,11 @@ def test_what_is_recommended_fits_and_is_not_slower() -> None:
         best = recommend(s, gpu, 8, s.step_tokens, 400)
         assert best and best.fits and best.setting.step_tokens == s.step_tokens
         assert best.estimate.tokens_per_second >= 0.99 * estimate(s, gpu).tokens_per_second
+    best = recommend(s, GPUS["h200"], 8, s.step_tokens, 400)
+    assert best is not None
+    smaller = replace(GPUS["h200"], memory_gib=best.needed_gib - 0.1)
+    best = recommend(s, smaller, 8, s.step_tokens, 400)
+    assert best is not None and best.fits  # with what NCCL takes beside the tensors
     large = replace(s, sizes=load_sizes("mistral_7b"))
     best = recommend(large, GPUS["h100"], 2, s.step_tokens, 400)
     assert best and best.setting.zero_stage == 3 and best.fits
@@ -41,6 +46,12 @@ def test_a_recommendation_keeps_the_step_and_is_as_configured_where_that_is_as_f
     assert best and best.setting.step_tokens == s.step_tokens
     assert (best.setting.micro_batch, best.setting.accumulation) == chosen
     assert best.estimate.tokens_per_second >= estimate(s, GPUS["h200"]).tokens_per_second
+
+
+def test_micro_batches_are_recommended_up_to_a_size_that_was_thought_of() -> None:
+    s = replace(setting(), seq_length=32, micro_batch=1, accumulation=1024)
+    best = recommend(s, GPUS["h200"], 1, s.step_tokens, 400)
+    assert best and best.setting.micro_batch == 128
 
 
 def test_what_is_configured_is_recommended_though_no_such_micro_batch_is_tried() -> None:

@@ -20,7 +20,7 @@ from train.config.ds_config import resolve_ds_config
 from train.guard.signals import Stopped
 from train.planning import rates
 from train.planning.plan import Prediction
-from train.planning.rates import RESULTS, measured
+from train.planning.rates import GPUS, RESULTS, estimate, measured
 from train.preflight.together import tell_memory
 
 
@@ -119,6 +119,11 @@ def test_of_other_gpus_memory_alone_is_told(name: str) -> None:
     prediction = Prediction.of(setting(), name)
     assert prediction.estimate is None and "tokens/s" not in prediction.told()
     assert "tokens/s" not in prediction.beside(40, 1000.0)
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H800", "h800")])
+def test_the_speed_of_a_run_is_that_of_its_gpu(name: str, gpu: str) -> None:
+    assert Prediction.of(setting(), name).estimate == estimate(setting(), GPUS[gpu])
 
 
 def test_a_step_that_takes_more_memory_than_planned_is_warned_of_by_rank() -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from tests.train.planning.settings import setting
 from train import plan as program
-from train.planning.plan import _count, parse_tokens
+from train.planning.plan import PlanError, _count, parse_tokens
+from train.planning.rates import GPUS
+from train.planning.setting import Setting
 
 ZERO_3 = {"deepspeed": "ds_config_zero3.json"}
 BF16 = {"precision__compute": "bf16"}
@@ -89,45 +91,65 @@ def planned(output: Path, *words: str) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
-def test_options_of_a_plan_have_their_effects_and_defaults(tmp_path: Path) -> None:
-    words = ("train_config_fp8", "--tokens", "1B")
-    usual = planned(tmp_path / "plan.json", *words)
-    same = planned(tmp_path / "plan.json", *words, "--gpus", "8", "--gpu", "H100", "--network", "400")
-    assert usual == same and usual["gpu"]["name"] == "NVIDIA H100 SXM" and usual["configured"]["gpus"] == 8
-    many = [
-        planned(tmp_path / "plan.json", *words, "--gpus", "16", "--network", network)["configured"]
-        for network in ("400", "50")
-    ]
-    assert many[0]["gpus"] == 16 and many[1]["tokens_per_second"] < 0.95 * many[0]["tokens_per_second"]
-    other = planned(
-        tmp_path / "plan.json", *words, "--precision.optimizer_states", "int8", "--optim", "adamw"
-    )
-    assert other["checkpoint_bytes"] < usual["checkpoint_bytes"] == 14 * usual["parameters"]
-    bf16 = planned(tmp_path / "plan.json", "train_config_bf16", "--tokens", "1B")
-    assert (usual["recipe"], bf16["recipe"]) == ("delayed", None)
-
-
-def test_a_plan_in_words_has_the_figures_of_its_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (8, GPUS["h100"], 20_000 * 2**20, 400)),
+        (
+            ["--gpus", "16", "--gpu", "H200", "--tokens", "1B", "--network", "50"],
+            (16, GPUS["h200"], 10**9, 50),
+        ),
+    ],
+)
+def test_options_of_a_plan_and_their_defaults(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], expected: tuple[Any, ...]
 ) -> None:
-    words = ["--tokens", "100B", "--gpus", "4", "--gradient_checkpointing", "true"]
-    found = planned(tmp_path / "plan.json", "train_config_fp8", *words)
+    asked: list[tuple[Any, ...]] = []
+
+    def plan(model: str, s: Setting, *others: Any) -> None:
+        asked.append((s.ranks, *others))
+        raise PlanError("enough")
+
+    monkeypatch.setattr(program, "plan", plan)
+    assert program.main(["train_config_fp8", *options]) == 2
+    assert asked == [expected]
+
+
+def test_a_plan_knows_what_a_checkpoint_has_and_that_bf16_has_no_recipe(tmp_path: Path) -> None:
+    words = ["train_config_bf16", "--gpus", "1", "--precision.optimizer_states", "bf16_remainder"]
+    found = planned(tmp_path / "plan.json", *words)
+    assert found["recipe"] is None and found["checkpoint_bytes"] == (2 + 2 + 6) * found["parameters"]
+
+
+@pytest.mark.parametrize(("gpu", "gib"), [("h100", "79.1"), ("h200", "139.8")])
+def test_a_plan_in_words_has_the_figures_of_its_json(
+    gpu: str, gib: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model that fits with recomputation, on one GPU with packed states, or not at all."""
+    words = ["--tokens", "100B", "--gpus", "4", "--gpu", gpu, "--per_device_train_batch_size", "4"]
+    found = planned(tmp_path / "plan.json", "mistral_7b", *words)
     text = capsys.readouterr().out
     its = found["configured"]
     speed, memory = its["tokens_per_second"], its["memory_gib"]
     assert f"a checkpoint has {found['checkpoint_bytes'] / 1e9:,.1f} GB" in text
+    assert "7,242 M parameters, 44.27 GFLOP a token of 2048; 100 B tokens on 4 x " in text
     assert f"  memory: {memory['peak']:,.1f} GiB a GPU at the peak ({its['peak_is_at']})" in text
-    assert f"allocator's waste {memory['needed']:,.1f} of 79.1 GiB: fits; " in text
+    fits = "fits" if its["fits"] else "DOES NOT FIT"
+    assert f"allocator's waste {memory['needed']:,.1f} of {gib} GiB: {fits}; " in text
     assert f"the largest micro-batch that fits is {its['largest_micro_batch']}\n" in text
     assert (
         f"  speed: {speed:,.0f} tokens/s, {speed / 4:,.0f} a GPU, within {100 * its['within']:.0f} %" in text
     )
     assert f"  time: {its['days']:,.1f} days, {its['gpu_hours']:,.0f} GPU-hours without" in text
     assert f"1,048,576 tokens a step of {its['step_s']:.2f} s" in text
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if re.match(r" *\d+  +\d ", line)}
+    rows = {
+        line.split()[0]: line.split()[1:] for line in text.splitlines() if re.match(r" *\d+  +[d\d]", line)
+    }
     assert len(rows) == 11
     for gpus, row in rows.items():
-        its = found["by_gpus"][gpus]
+        if (its := found["by_gpus"][gpus]) is None:
+            assert row == ["does", "not", "fit"]
+            continue
         assert row == [
             str(its["zero_stage"]), its["optimizer_states"], "yes" if its["gradient_checkpointing"] else "no",
             str(its["per_device_train_batch_size"]), str(its["gradient_accumulation_steps"]),
@@ -135,7 +157,10 @@ def test_a_plan_in_words_has_the_figures_of_its_json(
             f"{its['tokens_per_second']:,.0f}", f"{100 * its['within']:.0f}", "%",
             f"{its['days']:,.1f}", f"{its['gpu_hours']:,.0f}",
         ]  # fmt: skip
-    assert {row[2] for row in rows.values()} == {"yes", "no"} or rows["1"][4] != rows["8"][4]
+    one, two, largest = (" ".join(rows[gpus]) for gpus in ("1", "2", "1024"))
+    assert (gpu == "h200") == one.startswith("1 bf16_remainder no ") == two.startswith("1 fp32 no ")
+    assert (gpu == "h100") == (one == "does not fit") == two.startswith("3 fp32 yes ")
+    assert largest.startswith("2 fp32 no 1 1 2,097,152 ")
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,12 +169,15 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_models_step_is_the_nearest_that_so_many_gpus_can_have() -> None:
-    """Unless its size is given."""
+    """Unless its size is given, or how many micro-batches it has."""
     micro_batch = 3 * 8 * 2048
     assert program.configured("hare_1.1b", [], 3).train_batch_size_tokens == 21 * micro_batch
     given = ["--train_batch_size_tokens", str(2 * micro_batch), "--learning_rate", "1e-4"]
     arguments = program.configured("hare_1.1b", given, 3)
     assert arguments.train_batch_size_tokens == 2 * micro_batch and arguments.learning_rate == 1e-4
+    assert program.configured("hare_1.1b", ["--train_batch_size_tokens=7"], 3).train_batch_size_tokens == 7
+    arguments = program.configured("hare_1.1b", ["--gradient_accumulation_steps", "4"], 8)
+    assert arguments.resolve(8).train_batch_size_tokens == 4 * 8 * 8 * 2048
     large = program.configured("hare_1.1b", ["--per_device_train_batch_size", "512"], 8)
     assert large.train_batch_size_tokens == 512 * 8 * 2048
 

@@ -16,7 +16,7 @@ from tests.train.prepare.test_prepare_data import contents, decoded
 from train.data.format import read_manifest
 from train.prepare import readers
 from train.prepare.blocks import cut_for_eval
-from train.prepare.corpus import list_sources, read_documents
+from train.prepare.corpus import _in_words, list_sources, read_documents
 from train.prepare.readers import Dropped
 
 PACKED = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pyarrow.compress(data, "zstd", asbytes=True)}
@@ -81,6 +81,18 @@ def test_only_txt_is_split_and_too_long_parts_are_named(tmp_path, monkeypatch):
     assert items[0].text == "x = 1\n\n\ny = 2\n" and len(items) == 6
     with pytest.raises(ValueError, match="--split_on splits .txt, and there is none among the inputs"):
         list_sources([str(tmp_path / "b.py")], "blank_line")
+
+
+@pytest.mark.parametrize("split_on", [None, "--"])
+@pytest.mark.parametrize(("text", "fits"), [("123456", True), ("1234567", False), ("12345é", False)])
+def test_a_document_may_have_as_many_bytes_as_are_allowed(tmp_path, monkeypatch, split_on, text, fits):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 6)
+    first = "ab--" if split_on else ""
+    write(tmp_path / "a.txt", f"{first}{text}".encode())
+    write(tmp_path / "b.jsonl", json.dumps({"text": text}).encode())
+    items = [item for share in shares([tmp_path], 1, split_on) for item in share]
+    found = [item.reason if isinstance(item, Dropped) else item.text for item in items]
+    assert found == ["ab"] * bool(split_on) + [text if fits else readers.TOO_LONG] * 2
 
 
 RECORDS = {
@@ -169,6 +181,14 @@ def test_what_a_folder_has_besides_is_named_and_counted(tmp_path, prepare, capsy
     ) in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"holds nothing to read, but 1 .png .*b.png"):
         list_sources([str(folder / "sub")])
+
+
+def test_of_many_kinds_the_eight_most_frequent_are_named(tmp_path):
+    files = [tmp_path / f"{n}.k{kind}" for kind in range(10) for n in range(kind + 1)]
+    said = _in_words(files)
+    assert said.startswith(f"10 .k9 ({tmp_path}/0.k9 ...), 9 .k8 ") and said.endswith(
+        f"3 .k2 ({tmp_path}/0.k2 ...), 3 of other suffixes"
+    )
 
 
 def test_a_single_text_prepares_at_the_first_try(tmp_path, prepare, capsys):
