@@ -19,7 +19,6 @@ from model.config import check_config, head_dim, rope_theta, window_size
 from model.documents import Documents
 from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_ROW_MULTIPLE
-from model.head import make_head
 from model.variants import SpeedConfig
 
 
@@ -143,8 +142,13 @@ class MistralBase(nn.Module):
             self.make_layer(config, precision, speed, index) for index in range(config.num_hidden_layers)
         )
         self.model = MistralModel(config, precision, layers)
-        sizes = config.hidden_size, config.vocab_size
-        self.lm_head = make_head(precision.te, *sizes, params_dtype=precision.dtype, device=precision.device)
+        self.lm_head = precision.te.Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            params_dtype=precision.dtype,
+            device=precision.device,
+        )
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rope_freqs: torch.Tensor | None = None
@@ -219,11 +223,7 @@ class MistralBase(nn.Module):
                     )
                 else:
                     hidden_BTH = layer(hidden_BTH, **arguments)
-            hidden_BTH = self.model.norm(hidden_BTH)
-            if self.precision.head_gradients and labels is not None:
-                logits_BTV = self.lm_head(hidden_BTH, is_first_microbatch=is_first_microbatch, labels=labels)
-            else:
-                logits_BTV = project(self.lm_head, hidden_BTH, is_first_microbatch)
+            logits_BTV = project(self.lm_head, self.model.norm(hidden_BTH), is_first_microbatch)
             if documents is not None:
                 logits_BTV = logits_BTV.view(*input_ids.shape, -1)
         if cache is not None:

@@ -37,11 +37,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
     "delayed_e4m3": {"recipe": "delayed", "fp8_format": "e4m3"},
     "delayed_e4m3_fp8_head": {"recipe": "delayed", "fp8_format": "e4m3", "bf16_modules": []},
-    "delayed_e4m3_fp8_head_gradients": {
-        "recipe": "delayed",
-        "fp8_format": "e4m3",
-        "fp8_head_gradients": True,
-    },
     "delayed_e4m3_fast_wgrad": {"recipe": "delayed", "fp8_format": "e4m3", "fast_accumulation_wgrad": True},
     "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},
     "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},

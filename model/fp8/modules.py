@@ -110,8 +110,6 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
-            if pattern and name == "lm_head" and precision.head_gradients:
-                reason = f"{reason}; its two gradients do (precision.fp8_head_gradients)"
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:

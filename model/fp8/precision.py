@@ -94,11 +94,6 @@ class Precision:
         return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
 
     @property
-    def head_gradients(self) -> bool:
-        """Whether the gradients of an lm_head in bf16 are FP8 products."""
-        return self.fp8 and not self.torchao and self.config.fp8_head_gradients
-
-    @property
     def health_steps(self) -> int:
         """Steps between looks at the operands of GEMMs; 0: none, or there are no such operands."""
         return self.config.health_steps if self.fp8 and not self.torchao else 0
@@ -209,13 +204,7 @@ class Precision:
                 f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
                 'remove patterns or set precision.compute to "bf16"'
             )
-        if self.head_gradients and not bf16_pattern("lm_head", self.config.bf16_modules):
-            raise PrecisionError(
-                "precision.fp8_head_gradients: lm_head runs FP8 as a whole, as no pattern of precision.bf16_modules "
-                'matches it; remove the key, or add "lm_head" there'
-            )
-        head = ["lm_head"] if self.head_gradients else []
-        for name in [*report.planned, *head]:
+        for name in report.planned:
             for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
                 if p.dim() == 2 and any(size % FP8_FEATURE_MULTIPLE for size in p.shape):
                     raise PrecisionError(

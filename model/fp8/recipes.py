@@ -33,7 +33,7 @@ class Recipe:
 
 _HISTORY = ("margin", "amax_history_len", "amax_compute_algo", "calibration_passes", "reduce_amax")
 _EPSILON = ("power_2_scales", "amax_epsilon")
-_ALL = ("fp8_format", "health_steps", "on_trouble", "fp8_head_gradients")
+_ALL = ("fp8_format", "health_steps", "on_trouble")
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -106,9 +106,6 @@ class PrecisionSettings:
     )
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
-    )
-    fp8_head_gradients: bool = option(
-        "te_*: of an lm_head that stays in bf16, both gradients are FP8 products; the forward is not", False
     )
     health_steps: int = option(
         "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",

@@ -43,7 +43,7 @@ def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
     CUDA device at all). `cross_entropy` is Transformer Engine's fused one, None in the reference; `fused_swiglu` the
     name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `swiglu` is
-    model/fused/swiglu.py's, None in the reference; `fp8_gradients` is described in te_reference/gemm.py.
+    model/fused/swiglu.py's, None in the reference.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
     """
@@ -65,7 +65,6 @@ def _load_reference() -> SimpleNamespace:
         cross_entropy=None,
         fused_swiglu="swiglu",
         swiglu=None,
-        fp8_gradients=reference.fp8_gradients,
         recipe=reference.recipe,
     )
 
@@ -98,7 +97,6 @@ def _load_transformer_engine() -> SimpleNamespace:
         swiglu=importlib.import_module("model.fused.swiglu").swiglu,
         cross_entropy=loss.parallel_cross_entropy,
         fused_swiglu=_register_fused_swiglu(),
-        fp8_gradients=_fp8_gradients(),
         recipe=recipe,
     )
 
@@ -131,38 +129,6 @@ def _register_fused_swiglu() -> str:
 
     module._get_act_func_supported_list = with_fused_swiglu
     return FUSED_SWIGLU
-
-
-def _fp8_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    kernels: Any = importlib.import_module("transformer_engine_torch")
-    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
-
-    def quantize(x: torch.Tensor) -> Any:
-        e4m3 = kernels.DType.kFloat8E4M3
-        return tensors.Float8CurrentScalingQuantizer(e4m3, x.device, rowwise=True, columnwise=True)(x)
-
-    def gradients(
-        gradient: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        at: torch.Tensor,
-        into: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        grad = quantize(gradient.contiguous())
-        how = {"grad": True, "use_split_accumulator": True}
-        of_x = general_gemm(quantize(weight), grad, layout="NN", out_dtype=x.dtype, **how)[0]
-        where = (
-            {"out_dtype": weight.dtype}
-            if into is None
-            else {"out": into, "accumulate": True, "out_dtype": into.dtype}
-        )
-        of_weight = general_gemm(quantize(x), grad, layout="NT", **where, **how)[0]
-        codes = grad._data.gather(1, at[:, None])[:, 0]
-        rounded = codes.view(torch.float8_e4m3fn).float() * grad._scale_inv
-        return of_x, (of_weight if into is None else None), rounded
-
-    return gradients
 
 
 def _prefer_torchs_cudnn() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, check_fp8_shapes
 from model.te_reference.norm import rms_norm_backward, rms_norm_forward
-from model.te_reference.quantize import QuantizedMatrix, fp8_matmul, quantize_current, values_of
+from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
 from model.te_reference.state import update_scales
 
 
@@ -142,25 +142,3 @@ def fp8_gemm(
     rows = x.reshape(-1, x.shape[-1])
     out = _FP8Gemm.apply(rows, norm_weight, weight, weight_fp8, call, gemm, eps, swiglu)
     return out.view(*x.shape[:-1], -1)
-
-
-def fp8_gradients(
-    gradient: Tensor, x: Tensor, weight: Tensor, at: Tensor, into: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Both gradients of x [M, K] W^T, W [N, K], from `gradient` [M, N], as FP8 products: e4m3 with current scaling.
-
-    Returns the gradient of x; that of W, which is None where it is added to `into`, float32 [N, K]; and what the
-    entries `at` (int64 [M], one of each row of `gradient`) were rounded to, float32 [M].
-    """
-    e4m3 = torch.float8_e4m3fn
-    grad, left, right = (quantize_current(t, e4m3) for t in (gradient, x, weight))
-    rows, columns = (grad.rows, grad.rows_scale_inv), (grad.columns, grad.columns_scale_inv)
-    of_x = fp8_matmul(rows, (right.columns, right.columns_scale_inv), x.dtype, layout="nn")
-    dtype = weight.dtype if into is None else into.dtype
-    of_weight = fp8_matmul(columns, (left.columns, left.columns_scale_inv), dtype, layout="tn")
-    assert grad.rows is not None and grad.rows_scale_inv is not None
-    codes = grad.rows.view(torch.uint8).gather(1, at[:, None])[:, 0]
-    rounded = values_of(codes.view(e4m3)) * grad.rows_scale_inv
-    if into is not None:
-        into += of_weight
-    return of_x, (of_weight if into is None else None), rounded

@@ -186,7 +186,6 @@ NUMBERS = {
     },  # ranks may differ from then on: scales begin anew
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
     "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
-    "precision.fp8_head_gradients": {"precision": {"fp8_head_gradients": True}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
     "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},
     "precision.optimizer_states": {"precision": {"optimizer_states": "bf16_remainder"}},
