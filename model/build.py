@@ -45,7 +45,8 @@ def build_model(
         )
     model: Any = make_modules(config, variant, precision, speed or SpeedConfig(), document_mask)
     if VARIANTS[variant].te:
-        model.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            model.recompute_layers()
     else:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -6,7 +6,8 @@ D head dimension, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -134,7 +135,6 @@ class MistralBase(nn.Module):
         check_config(config)
         self.config, self.speed, self.document_mask = config, speed, document_mask
         self.precision = precision
-        self.gradient_checkpointing = False
         # TE has the fused loss for bf16 and float32 logits
         fused = speed.fused_cross_entropy and precision.dtype != torch.float16
         self.fused_cross_entropy = precision.te.cross_entropy if fused else None
@@ -153,6 +153,27 @@ class MistralBase(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rope_freqs: torch.Tensor | None = None
         _drop_extra_state(self)
+
+    def recompute_layers(self) -> None:
+        """In training each layer keeps its input alone from now on, and runs again in the backward.
+
+        What runs again lies within the hooks of the layer: ZeRO 3 gathers a layer's weights by them before its backward
+        and frees them after a forward, which this second one must not be to it.
+        """
+        for layer in self.model.layers:
+            layer.forward = partial(self._recomputed, layer, layer.forward)
+
+    def _recomputed(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., torch.Tensor],
+        hidden_BTH: torch.Tensor,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        if not layer.training:
+            return forward(hidden_BTH, **arguments)
+        # TE's own checkpoint: it recomputes with the scales of the first forward
+        return self.precision.te.checkpoint(forward, hidden_BTH, use_reentrant=False, **arguments)
 
     def make_layer(
         self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int
@@ -216,13 +237,7 @@ class MistralBase(nn.Module):
             if cache is not None:
                 arguments["cache"] = cache
             for layer in self.model.layers:
-                if self.gradient_checkpointing and self.training:
-                    # TE's own checkpoint: it recomputes with the scales of the first forward
-                    hidden_BTH = self.precision.te.checkpoint(
-                        layer, hidden_BTH, use_reentrant=False, **arguments
-                    )
-                else:
-                    hidden_BTH = layer(hidden_BTH, **arguments)
+                hidden_BTH = layer(hidden_BTH, **arguments)
             logits_BTV = project(self.lm_head, self.model.norm(hidden_BTH), is_first_microbatch)
             if documents is not None:
                 logits_BTV = logits_BTV.view(*input_ids.shape, -1)

@@ -49,7 +49,8 @@ Memory is the peak of a visit, what torch had allocated and reserved. Graphs hav
 
 On several ranks, a GPU each, with whatever starts them, each has a micro-batch of its own size, and rows have as many
 times the tokens of a step; --one_rank, a report of the same rows on one GPU, adds what share they are of as many times
-its tokens/s. Memory is rank 0's.
+its tokens/s; GPUs of one host differ by a percent or two: with a report of each, made at the same time, it is the share
+of what they make alone, together. Memory is rank 0's.
 
 Without a GPU the CPU reference runs a small model: it shows that everything works, and no speed can be read from it.
 """
@@ -103,7 +104,14 @@ OPTIONS.add(
     "--seconds", ByMachine(1.0, 0.0), "timed a visit, at least 4 passes or --steps steps", type=seconds
 )
 OPTIONS.add_flag("--deterministic", "deterministic kernels, as train.py's default")
-OPTIONS.add("--one_rank", None, "a report of these rows on one rank", type=json_report, metavar="FILE.json")
+OPTIONS.add(
+    "--one_rank",
+    [],
+    "a report of these rows on one rank, or one of each GPU",
+    nargs="+",
+    type=json_report,
+    metavar="FILE.json",
+)
 OPTIONS.add("--seed", 42, "of weights and tokens", type=int)
 OPTIONS.add_output("JSON and a plot")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from model.fp8 import te_backend
 from model.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -61,12 +63,14 @@ def run_under(module: nn.Module, te: Any, recipe: Any) -> None:
     stack: list[Any] = []
 
     def enter(*_: Any) -> None:
-        context = te.autocast(enabled=recipe is not None, recipe=recipe)
-        context.__enter__()
-        stack.append(context)
+        contexts = ExitStack()
+        contexts.enter_context(te.autocast(enabled=recipe is not None, recipe=recipe))
+        if getattr(recipe, "backward_override", None) is not None:
+            contexts.enter_context(te_backend.one_forward(te))
+        stack.append(contexts)
 
     def leave(*_: Any) -> None:
-        stack.pop().__exit__(None, None, None)
+        stack.pop().close()
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

@@ -217,6 +217,26 @@ def noted_gemms(te: SimpleNamespace, note: Callable[[], None]) -> Iterator[None]
         setattr(module, name, gemm)
 
 
+@contextmanager
+def one_forward(te: SimpleNamespace) -> Iterator[None]:
+    """A forward whose backward is not FP8, also of a module that is recomputed.
+
+    In the first of two forwards Transformer Engine 2.20.2's Linear quantizes its weight by columns, too, which no such
+    backward asks for, and not in the second: that saves fewer tensors, and the backward takes them by their number.
+    Here it is not told that a second one follows. It needs to be for delayed scaling alone.
+    """
+    if te.name == "reference":
+        yield
+        return
+    distributed: Any = importlib.import_module("transformer_engine.pytorch.distributed")
+    before = distributed._IN_ACTIVATION_RECOMPUTE_REGION
+    distributed._IN_ACTIVATION_RECOMPUTE_REGION = False
+    try:
+        yield
+    finally:
+        distributed._IN_ACTIVATION_RECOMPUTE_REGION = before
+
+
 _ATTENTION_MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 # What the environment said before the first choice, None where nothing: "auto" goes back to it.
 _attention_environment: dict[str, str | None] = {}

@@ -57,7 +57,7 @@ class Bench:
                 f"max_position_embeddings {longest} is expected"
             )
         self.flops = flops_per_token(self.config, length)
-        if options.one_rank and (problem := other_conditions(options, num_parameters(self.config))):
+        if problem := other_conditions(options, num_parameters(self.config)):
             raise ValueError(f"--one_rank: {problem}; measure it with the same options on one such GPU")
         self.series = [Series(row, measure, settings) for measure, row, settings in rows]
         self.optimizer_ms: list[float] = []

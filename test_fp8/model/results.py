@@ -136,8 +136,8 @@ def results_of(
 
 
 def other_conditions(options: argparse.Namespace, parameters: int) -> str:
-    """In what the report options.one_rank is of something else than these options, a model of so many parameters, and
-    this GPU and these versions; "" where it is not."""
+    """In what a report of options.one_rank is of something else than these options, a model of so many parameters, and
+    this GPU and these versions; "" where none is."""
     machine, versions = describe()
     wanted = {
         name: getattr(options, name)
@@ -145,24 +145,32 @@ def other_conditions(options: argparse.Namespace, parameters: int) -> str:
     }
     wanted |= {"model": Path(options.config).name, "parameters": parameters, "ranks": 1}
     wanted |= leaves({"machine": {"gpu": machine.get("gpu")}, "versions": versions})
-    one = leaves(options.one_rank)
-    names = [*wanted, *(name for name in one if name.startswith("versions.") and name not in wanted)]
-    return "; ".join(
-        f"{name} is {one.get(name)} there, and {wanted.get(name)} is expected"
-        for name in names
-        if one.get(name) != wanted.get(name)
-    )
+    problems: dict[str, None] = {}
+    for one in map(leaves, options.one_rank):
+        versions_there = (name for name in one if name.startswith("versions.") and name not in wanted)
+        for name in (*wanted, *versions_there):
+            if one.get(name) != wanted.get(name):
+                problems[f"{name} is {one.get(name)} there, and {wanted.get(name)} is expected"] = None
+    return "; ".join(problems)
 
 
-def add_ratio_to_one_rank(results: Sequence[Result], one: Mapping[str, Any], ranks: int) -> None:
-    """To so many times the speed of the same row in the report `one`; None where it has no such row."""
+def add_ratio_to_one_rank(results: Sequence[Result], ones: Sequence[Mapping[str, Any]], ranks: int) -> None:
+    """To so many times the speed of the same row in the reports `ones`, their mean; None where one has no such row."""
     same = ("row", "measure", "configuration", "micro_batch", "attention")
     for r in measured(results):
-        alike = [o for o in measured(one["results"]) if all(o[name] == r[name] for name in same)]
+        alike = [
+            [
+                o["tokens_per_second"]
+                for o in measured(one["results"])
+                if all(o[name] == r[name] for name in same)
+            ]
+            for one in ones
+        ]
         r["ranks"], r["ratio_to_one_rank"] = ranks, None
-        if alike:
-            r["one_rank_tokens_per_second"] = alike[0]["tokens_per_second"]
-            r["ratio_to_one_rank"] = r["tokens_per_second"] / (ranks * alike[0]["tokens_per_second"])
+        if all(alike):
+            mean = statistics.fmean(speeds[0] for speeds in alike)
+            r["one_rank_tokens_per_second"] = mean
+            r["ratio_to_one_rank"] = r["tokens_per_second"] / (ranks * mean)
 
 
 def _add_ratios(results: Sequence[Result]) -> None:

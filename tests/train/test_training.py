@@ -89,6 +89,18 @@ def test_a_compiled_run_follows_the_uncompiled_one(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
+def test_zero_3_recomputes_on_the_gpu(settings: dict, tmp_path: Path, variant: str) -> None:
+    """The weights that it gathers for a layer's backward stay through the layer's second forward."""
+    settings |= {"model": {**settings["model"], "variant": variant}, "deepspeed": "ds_config_zero3.json"}
+    losses = []
+    for recomputes in (False, True):
+        output = run(settings, gradient_checkpointing=recomputes, output_dir=str(tmp_path / str(recomputes)))
+        losses.append([m["loss"] for m in metrics(output)])
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("compute,attention", [("fp16", "auto"), ("fp32", "unfused")])
 def test_fp16_and_fp32_train_on_the_gpu(settings: dict, compute: str, attention: str) -> None:
     """fp16 with DeepSpeed's loss scaling; no fused attention takes float32, so it must be asked for by name."""

@@ -68,13 +68,9 @@ EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
 LAUNCH_OF_STEP = 1.1
 # docs/validation.md and docs/performance.md: full_determinism, and cuDNN's attention for FlashAttention-4's.
 DETERMINISTIC, NOT_FLASH = 1.028, 1.023
-# Between what one run of eight steps on two H200s says (hare_1.1b, micro-batch 8, 4 accumulated, ds_config_zero3.json;
-# its JSON was not kept), the median of its steps, 154,000 tokens/s, and the last ones, 165,300.
-ZERO_3 = 1.15
 
 SURE_MEASURED, SURE_SCALED, SURE_MEAN = 0.03, 0.06, 0.08
-SURE_GPU, SURE_RANKS, SURE_NODES, SURE_ZERO_3 = 0.08, 0.04, 0.15, 0.25
-SURE_STATES = 0.03
+SURE_GPU, SURE_RANKS, SURE_NODES, SURE_ZERO_3 = 0.08, 0.04, 0.15, 0.1
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
         copied += QUANTIZE_BYTES * s.parameters
     seconds = s.tokens * (of_layers + head) + copied / (COPIED_BYTES * faster)
     seconds *= (DETERMINISTIC if s.deterministic else 1) * (1 if s.flash or not s.te else NOT_FLASH)
-    return max(seconds, _launch_s(s)) * (ZERO_3 if s.zero_stage == 3 else 1)
+    return max(seconds, _launch_s(s))
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
@@ -204,8 +200,21 @@ def _optimizer_s(s: Setting, gpu: Gpu) -> float:
     Muon's Newton-Schulz by its FLOPs, which ZeRO shares between ranks."""
     report = _report("hare_1.1b_step")
     each = min(report["optimizer_ms"]) / 1e3 / report["parameters"]
+    if s.packs:
+        each += _packing_s(s.optimizer_states)
     adamw = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
     return (adamw + _newton_schulz_s(s)) / (s.ranks if s.zero_stage else 1)
+
+
+@lru_cache
+def _packing_s(states: str) -> float:
+    """What a step of packed states takes longer than fp32's, for each parameter."""
+    report = _report("hare_1.1b_states_step")
+    steps = {
+        row["configuration"].get("precision.optimizer_states", "fp32"): row["step_ms"]
+        for row in report["results"]
+    }
+    return (steps[states] - steps["fp32"]) / 1e3 / report["parameters"]
 
 
 def _newton_schulz_s(s: Setting) -> float:
@@ -232,7 +241,8 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of a byte a parameter
     e = s.element  # DeepSpeed reduces gradients in this type, however they were accumulated
     if s.zero_stage == 3:
-        return s.accumulation * passes * e * (4 if s.recompute else 3)
+        # transformers' own recomputation has hooks of its own, that gather once more
+        return s.accumulation * passes * e * (4 if s.recompute and not s.te else 3)
     if s.zero_stage == 2:
         return s.accumulation * passes * e + passes * e
     return passes * (2 * e + (e if s.zero_stage else 0))
@@ -305,8 +315,6 @@ def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | 
         notes, within = [f"{gpu.name} by its data sheet"], within + SURE_GPU
     if s.optim == "muon":
         notes.append("Muon by its FLOPs, never measured")
-    if s.packs:
-        notes, within = [*notes, "packed states as fast as fp32's, not measured"], within + SURE_STATES
     if s.ranks > 1:
         notes.append("links between GPUs by data sheet")
         within += SURE_RANKS
@@ -314,7 +322,7 @@ def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | 
         notes.append(f"{network_gbit_s:g} Gbit/s of network a GPU, never measured")
         within += SURE_NODES
     if s.zero_stage == 3:
-        notes.append("ZeRO 3 by one short run on two H200s")
+        notes.append("ZeRO 3 measured on two GPUs alone")
         within += SURE_ZERO_3
     step_s = ratio * _modelled_s(s, gpu) + _communication_s(s, gpu, network_gbit_s)
     return Estimate(step_s, s.step_tokens / step_s, "; ".join([basis, *notes]), round(within, 2))

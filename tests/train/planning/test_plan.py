@@ -256,7 +256,7 @@ def test_estimates_say_what_they_are_derived_from() -> None:
     said = [
         (replace(s, micro_batch=4), "h200", "scaled from"), (s, "h800", "by its data sheet"),
         (replace(s, ranks=8), "h200", "links between GPUs"), (replace(s, ranks=16), "h200", "never measured"),
-        (replace(s, zero_stage=3), "h200", "ZeRO 3 by one short run"),
+        (replace(s, zero_stage=3), "h200", "ZeRO 3 measured on two GPUs alone"),
         (replace(s, sizes=load_sizes("mistral_7b")), "h200", "measured of hare_0.4b, hare_1.1b, hare_2.0b"),
     ]  # fmt: skip
     for other, gpu, words in said:
@@ -283,7 +283,7 @@ def test_what_takes_longer() -> None:
     )
     assert times_as_long(replace(s, flash=False), replace(s, flash=True)) == pytest.approx(1.023, abs=2e-3)
     eight = replace(s, ranks=8)
-    assert times_as_long(replace(eight, zero_stage=3), eight) > 1.2
+    assert times_as_long(replace(eight, zero_stage=3), eight) > 1.1
     # AdamW's work is shared from ZeRO 1 on; ZeRO 2 communicates with each micro-batch
     one = replace(s, accumulation=1, micro_batch=1)
     shared, whole = (replace(one, ranks=8, zero_stage=stage) for stage in (1, 0))
