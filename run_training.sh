@@ -6,6 +6,7 @@
 #   ./run_training.sh train_args/train_config_fp8.json           all GPUs of this machine
 #   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    any key of CONFIG; relative paths: from here
 #
+# Without CONFIG all relative paths, as of output/ and data/, are in the repository, wherever it is called from.
 # Run again, it goes on from the newest checkpoint; --resume_from_checkpoint never starts anew. Without a GPU it
 # trains with two processes on the CPU reference of the FP8 modules: slowly, but the same job.
 #
@@ -50,14 +51,15 @@ case "${1:-}" in
     awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$ROOT/run_training.sh"
     exit 0
     ;;
-  "" | --*) CONFIG="$ROOT/train_args/train_config_tiny.json" ;;
+  "" | --*)
+    CONFIG="$ROOT/train_args/train_config_tiny.json"
+    cd "$ROOT"
+    ;;
   *)
     CONFIG="$1"
     shift
     ;;
 esac
-# The repository's root is where output/ and data/ belong when the script is called from elsewhere without a CONFIG.
-if [[ "$CONFIG" == "$ROOT/train_args/train_config_tiny.json" ]]; then cd "$ROOT"; fi
 setup_env
 # in this process: the signals of Slurm's --signal=B: are for it
 exec "$PY" -u "$ROOT/train/job.py" "$CONFIG" "$@"

@@ -54,7 +54,8 @@ def report(path: Path, verify: bool) -> list[str] | None:
             changes.append(f"by precision.on_trouble at level {level}: {count} modules")
         if state.began_at:
             changes.insert(0, f"began at {state.began_at['path']}")
-        description = f"{state.consumed_tokens:,} tokens, {state.world_size} ranks, ZeRO {state.zero_stage}"
+        ranks = f"{state.world_size} rank{'s' * (state.world_size > 1)}"
+        description = f"{state.consumed_tokens:,} tokens, {ranks}, ZeRO {state.zero_stage}"
     except CheckpointError:
         changes, description = [], "no readable run state"
     files = [file.stat() for file in path.rglob("*") if file.is_file()]

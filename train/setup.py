@@ -238,6 +238,10 @@ def _report(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
+    left = args.max_steps - state.step
+    total, steps = state.consumed_tokens + left * tokens_per_step, f"{args.max_steps} steps"
+    if state.consumed_tokens != state.step * tokens_per_step:  # a resume with steps of another size
+        steps = f"{state.step} steps of {state.consumed_tokens:,} tokens and {left}"
     flops = flops_per_token(model.config, args.max_seq_length)
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
@@ -246,8 +250,8 @@ def _report(
         f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
         f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
         f"{stream.unigram_loss:.4f}",
-        f"{args.max_steps} steps x {tokens_per_step:,} tokens = {args.max_steps * tokens_per_step:,} tokens, "
-        f"{args.max_steps * tokens_per_step / stream.num_tokens:.2f} times the training data",
+        f"{steps} x {tokens_per_step:,} tokens = {total:,} tokens, "
+        f"{total / stream.num_tokens:.2f} times the training data",
     ]
     if stream.vocab_size < model.config.vocab_size:
         lines.append(

@@ -99,13 +99,16 @@ def test_a_wrong_key_stops_before_anything_starts(script: Script) -> None:
 
 
 def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
-    """Also of a Slurm job, which notes nothing then; a stop that was is not forgotten."""
-    script.plan("exit 0", "exit 9")
+    """Also of a Slurm job, which notes nothing then; a stop that was is not forgotten. Of a shipped configuration, too,
+    relative paths are from where it was called."""
+    script.plan("exit 0", 'echo "$OLDPWD" > from.txt; exit 9')
     script.slurm()
     (script.folder / "run").mkdir()
     (script.folder / "run/stopped.json").write_text("{}")
-    for status in (0, 9):
-        assert script.run(str(script.config), "--output_dir", "run", "--dry_run").returncode == status
+    shipped = (str(ROOT / "train_args/train_config_tiny.json"), "--data.sources", '{"x": "x"}')
+    for status, config in ((0, (str(script.config),)), (9, shipped)):
+        assert script.run(*config, "--output_dir", "run", "--dry_run").returncode == status
+    assert (script.folder / "from.txt").read_text() == f"{script.folder}\n"
     assert [start.split()[-1] for start in script.starts()] == ["--dry_run"] * 2
     assert [path.name for path in (script.folder / "run").iterdir()] == ["stopped.json"]
 

@@ -411,7 +411,8 @@ def find_config(name: str, what: str) -> Path:
             return candidate
     there = ", ".join(sorted(path.name for path in CONFIG_FOLDER.glob("*_config_*.json")))
     raise ConfigurationError(
-        f"{what}: no file {' or '.join(str(candidate) for candidate in candidates)}; train_args/ has {there}"
+        f"{what}: no file {' or '.join(str(candidate) for candidate in candidates)}; "
+        f"train_args/, of which a bare name is enough, has {there}"
     )
 
 

@@ -26,13 +26,13 @@ from train.checkpoint.files import (
 )
 
 
-def make(root: Path, step: int, **state: Any) -> Path:
+def make(root: Path, step: int, ranks: int = 2, **state: Any) -> Path:
     """A committed checkpoint of two files."""
     path = root / name_of(step)
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
     (path / RUN_STATE).write_text(
-        json.dumps(asdict(RunState(step, 8 * step, 640 * step, 2, 1, {}, {}, **state)))
+        json.dumps(asdict(RunState(step, 8 * step, 640 * step, ranks, 1, {}, {}, **state)))
     )
     write_manifest(path, [describe_file(file) for file in sorted(path.iterdir())])
     return path
@@ -46,7 +46,7 @@ def inspect(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str
 
 def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first, root = make(tmp_path / "checkpoints", 10), tmp_path / "checkpoints"
-    newest = make(root, 20)
+    newest = make(root, 20, ranks=1)
     noon = datetime(2026, 1, 2, 12, 5).timestamp()
     for hours, file in enumerate(first.iterdir()):
         os.utime(file, (noon - 3600 * hours,) * 2)  # the last one that was written counts
@@ -56,6 +56,7 @@ def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) 
         "step-00000010  6,400 tokens, 2 ranks, ZeRO 1, 0.0 MB, 2026-01-02 12:05\n    committed, verified"
         in out
     )
+    assert "step-00000020  12,800 tokens, 1 rank, ZeRO 1" in out
     assert 'a resume with "auto" takes step-00000020' in out and out.count("    committed") == 2
     assert inspect(capsys, root, "--verify")[1].splitlines()[:4] == out.splitlines()[:4]
     status, out = inspect(capsys, newest)

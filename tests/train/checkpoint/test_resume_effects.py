@@ -2,6 +2,7 @@
 into a folder of its own. The decision for each key: test_resume_changes.py."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,12 +249,16 @@ def test_a_change_of_the_schedule_shows_in_the_next_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("key", NUMBERS)
 def test_a_change_of_the_numbers_shows_in_the_next_steps(
-    trained: Path, settings: dict, tmp_path: Path, key: str
+    trained: Path, settings: dict, tmp_path: Path, capsys: pytest.CaptureFixture, key: str
 ) -> None:
-    steps, _ = gone_on(trained, settings, tmp_path, NUMBERS[key])
+    steps, args = gone_on(trained, settings, tmp_path, NUMBERS[key])
     unchanged = curve(trained)[3:]
     assert [entry[0] for entry in steps] == [4, 5, 6]
     assert steps[2][1:3] != unchanged[2][1:3]
+    before, seen = (metrics(folder)[-1]["tokens"] for folder in (trained, Path(args.output_dir)))
+    other = f"3 steps of {before // 2:,} tokens and 3 x {(seen - before // 2) // 3:,} tokens"
+    length = f"6 steps x {before // 6:,} tokens" if seen == before else other
+    assert f"\n{length} = {seen:,} tokens, " in capsys.readouterr().out
     assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.15), "the weights are those of the checkpoint"
     if key.startswith(
         ("precision.", "adam_", "deepspeed")
@@ -297,7 +302,9 @@ def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
     monkeypatch.setattr(setup, "calibrate", watch)
     steps, _ = gone_on(whole, settings, tmp_path, {})
     ((weight, ids),) = seen
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     saved = read_weights(whole / "checkpoints/step-00000003")
+    assert torch.cuda.is_available() or os.environ["DS_ACCELERATOR"] == "cpu", "DeepSpeed warns without it"
     assert torch.equal(weight, saved["lm_head.weight"].to(weight.dtype))
     stream = open_stream(settings["data"]["sources"], None, 64, 42)
     assert torch.equal(ids, stream.batch(3 * 4, 2).input_ids)

@@ -222,7 +222,7 @@ def test_command_line_overrides(tmp_path):
         (["{config}", "--optimizer", "{"], "optimizer: unknown key"),
         (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
         (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
-        (["no_such_config"], "train_config_tiny.json"),
+        (["elsewhere/no_such_config"], "of which a bare name is enough, has ds_config"),
     ],
 )
 def test_command_line_errors(argv, words, tmp_path):
