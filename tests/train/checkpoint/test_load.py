@@ -1,8 +1,9 @@
-"""What of a checkpoint a run goes on with, what a resume is told; files that a network shows late; exported types."""
+"""What of a checkpoint a run goes on with, what a resume is told; what a save takes; exported types."""
 
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
 from tests.train.checkpoint.test_resume_changes import resumed, state_of
 from train import export
-from train.checkpoint import files
+from train.checkpoint import files, save
 from train.checkpoint import load as room
 from train.checkpoint.files import CheckpointError, RunState, describe_file, size_text, wait_for_files
 from train.checkpoint.load import has_fp8_state_of
@@ -109,6 +110,45 @@ def test_files_of_other_machines_are_waited_for_as_long_as_nfs_may_hide_them(
             OSError, match="rank_00008.pt, of 5 bytes, was written by another rank and is not"
         ):
             wait_for_files(tmp_path, [entry])
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("background", "waited_s", "seconds"), [(False, 5.0, 5.0), (True, 5.0, 12.0)])
+def test_a_save_tells_how_long_it_took_and_training_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool, waited_s: float, seconds: float
+) -> None:
+    """Writing takes 5 s, of which training waits for all; in the background it has trained 7 s before. The room that
+    was asked for holds the files."""
+    now, waits, write = [0.0], threading.Event(), save.write_tensors
+
+    def written(path: Path, value: Any) -> dict[str, Any]:
+        if path.name == "weights.pt":
+            assert waits.wait(30)
+            now[0] += 5
+        return write(path, value)
+
+    def capture(engine: Any, path: Path, take: Any) -> None:
+        take("weights.pt", {"weights": torch.arange(400_000.0)})
+
+    monkeypatch.setattr(save, "write_tensors", written)
+    monkeypatch.setattr(save, "capture_checkpoint", capture)
+    monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
+    monkeypatch.setattr(save, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    nothing: Any = SimpleNamespace(module=None)
+    saver = save.Saver(nothing, tmp_path / "checkpoints", nothing, 1, print)
+    if not background:
+        waits.set()
+    saver.begin(RunState(3, 24, 0, 1, 1, {}, {}), background)
+    assert saver.pending
+    if thread := saver._thread:
+        now[0] += 7
+        joins: Any = SimpleNamespace(join=lambda: (waits.set(), thread.join()))
+        saver._thread = joins
+    job = saver.finish()
+    assert job is not None and (job.waited_s, job.seconds) == (waited_s, seconds) and not saver.pending
+    assert files.problems(job.path) == []
+    size = sum(file.stat().st_size for file in job.path.iterdir())
+    assert size < job.needed < 1.1 * size
 
 
 # ---------------------------------------------------------------- exported

@@ -1,5 +1,6 @@
 """Prepared data that is damaged or does not fit, as training meets it: found, named, and never trained on."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -116,6 +117,19 @@ def test_verify_shares_all_shards_among_ranks(folder, monkeypatch):
     stream = open_stream({"a": folder}, None, T, seed=1)
     assert sum(stream.verify(rank, 2) for rank in range(2)) == 3
     assert sorted(looked_at) == [shard.name for shard in read_manifest(folder).split_shards("train")]
+
+
+def test_who_prepared_data_is_told_what_became_of_them(folder):
+    counts = {"in": 2010, "out": 4, "dropped": {"bad UTF-8": 2, "missing key": 1001}, "removed": {"c4": 1003}}
+    manifest = dataclasses.replace(read_manifest(folder), documents=counts, unigram_loss=5.43219)
+    *others, last = manifest.summary().splitlines()
+    assert others == [
+        "documents: 2,010 in, 4 out, 1,003 dropped, 1,003 removed",
+        "train: 30 documents, 3,000 tokens, 3 shards",
+        "eval: 5 documents, 500 tokens, 1 shards",
+    ]
+    assert last == "unigram loss of the eval split: 5.4322 nats per token"
+    assert dataclasses.replace(manifest, unigram_loss=None).summary().splitlines() == others
 
 
 def test_a_shard_of_the_wrong_dtype_is_named(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from model.autotune import measure
 from model.autotune.choice import Choice, Record
 from model.autotune.measure import autotune
 from model.autotune.task import Task
-from model.config import GIB, load_config, num_parameters
+from model.config import GIB, layer_matrix_parameters, load_config, num_parameters
 from model.fp8.recipes import PrecisionConfig
 from tests.scripted_timer import Script
 from train import train
@@ -152,6 +153,10 @@ def test_what_is_measured_is_what_the_zero_stage_runs(
     args = TrainingArguments.from_dict({**settings, **changes}).resolve(4)
     task = glue.task_of(args, resolve_ds_config(args, 4), 4)
     assert task.other_memory_gib == pytest.approx(beside * num_parameters(task.config) / GIB)
+    if (stage, states) == (1, "fp32"):  # Muon has one moment of the layers' matrices
+        muon = glue.task_of(replace(args, optim="muon"), resolve_ds_config(args, 4), 4)
+        less = 4 * layer_matrix_parameters(task.config) / 4 / GIB
+        assert task.other_memory_gib - muon.other_memory_gib == pytest.approx(less)
 
 
 @pytest.mark.parametrize("changes", [{}, {"reduce_amax": False}, {"recipe": "block"}])

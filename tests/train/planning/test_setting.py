@@ -66,6 +66,7 @@ MUON_FP32 = {"optim": "muon", "precision__compute": "fp32", "deepspeed": "ds_con
         ({"precision__compute": "fp32"}, "optimizer_bytes", 8),
         ({"precision__optimizer_states": "int8"}, "packs", True),
         ({}, "packs", False),
+        ({"precision__compute": "fp32"}, "packs", False),
         ({"gradient_accumulation_steps": 2}, "keeps_fp8_weights", True),
         ({"gradient_accumulation_steps": 1}, "keeps_fp8_weights", False),
         ({"gradient_accumulation_steps": 2, **ZERO_3}, "keeps_fp8_weights", False),
