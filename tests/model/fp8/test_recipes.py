@@ -15,7 +15,6 @@ from model.variants import compiles, why_no_graphs
 KNOBS: dict[str, tuple[Any, str]] = {
     "fp8_format": ("hybrid", "delayed current block"),
     "health_steps": (5, "delayed current block"),
-    "fp8_head_gradients": (True, "delayed current block"),
     "margin": (1, "delayed"),
     "amax_history_len": (4, "delayed"),
     "amax_compute_algo": ("most_recent", "delayed"),
