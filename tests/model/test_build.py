@@ -42,6 +42,11 @@ def test_a_published_config_loads(tmp_path: Path) -> None:
         assert (config.hidden_size, config.num_hidden_layers, config.sliding_window) == (128, 4, None)
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_key_value_heads"])
+def test_one_layer_or_head_is_enough(tmp_path: Path, key: str) -> None:
+    assert getattr(load_config(str(write_config(tmp_path / "config.json", **{key: 1}))), key) == 1
+
+
 def test_what_transformers_writes_loads(tmp_path: Path) -> None:
     small_config().save_pretrained(tmp_path)
     assert load_config(str(tmp_path)).vocab_size == 512

@@ -219,6 +219,10 @@ def test_documents_of_each_batch_are_replayed(monkeypatch: pytest.MonkeyPatch) -
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert launched == []
     assert pieces(1).pieces > ROOM * few.pieces
+    model(
+        inputs[:2], labels=labels[:2], is_first_microbatch=True
+    )  # each row is a document: not what was captured
+    assert len(launched) == 1 and "documents" not in launched.pop()[1]
     many = pieces(1)
     model(inputs[:2], labels=labels[:2], is_first_microbatch=True, documents=many)
     assert [shape for shape, _ in launched] == [(2, 64)] and launched[0][1]["documents"] is many

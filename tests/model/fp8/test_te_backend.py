@@ -158,6 +158,21 @@ def test_attention_within_documents_by_package_and_determinism(
     assert ("fused" in te_backend.document_backends()) == (deterministic != "torch")
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_forward_without_an_fp8_backward_is_the_only_one_to_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    """Inside a recomputation; what is behind it, also behind an error, is in it as before."""
+    region = SimpleNamespace(_IN_ACTIVATION_RECOMPUTE_REGION=before)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", region)
+    with te_backend.one_forward(SimpleNamespace(name="reference")):
+        assert region._IN_ACTIVATION_RECOMPUTE_REGION is before
+    with pytest.raises(KeyError), te_backend.one_forward(SimpleNamespace(name="transformer_engine")):
+        assert region._IN_ACTIVATION_RECOMPUTE_REGION is False
+        raise KeyError
+    assert region._IN_ACTIVATION_RECOMPUTE_REGION is before
+
+
 def test_an_attention_of_another_name_is_refused_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: value for name, value in os.environ.items() if name.startswith("NVTE")}
     with pytest.raises(te_backend.BackendError, match="'cudnn' is not one of auto, fused, flash, unfused"):
