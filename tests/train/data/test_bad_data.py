@@ -77,18 +77,21 @@ def test_data_that_are_replaced_while_training_reads_them_are_noticed(
         stream.batch(0, 9)
 
 
-def replace(folder: Path, by: Path) -> None:
+def replace(folder: Path, by: Path, in_place: bool = False) -> None:
     make_folder(by, {"train": [tokens(1000, seed=s) for s in range(5, 8)], "eval": [tokens(500)]})
     for path in by.iterdir():
-        if path.is_file():
+        if path.is_file() and in_place:
+            (folder / path.name).write_bytes(path.read_bytes())
+        elif path.is_file():
             path.replace(folder / path.name)
 
 
-def test_documents_of_other_data_are_noticed(folder, tmp_path):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_documents_of_other_data_are_noticed(folder, tmp_path, in_place):
     """The tokens of a shard that is open are those of before; its index is opened only now."""
     source = TokenSource("a", folder, "train", T)
     source.read(0, *np.empty((2, T), dtype=np.int64))
-    replace(folder, tmp_path / "other")
+    replace(folder, tmp_path / "other", in_place)
     with pytest.raises(DataError, match="data has got other data since it was opened"):
         source.document_ends(0)
 
@@ -117,6 +120,15 @@ def test_verify_shares_all_shards_among_ranks(folder, monkeypatch):
     stream = open_stream({"a": folder}, None, T, seed=1)
     assert sum(stream.verify(rank, 2) for rank in range(2)) == 3
     assert sorted(looked_at) == [shard.name for shard in read_manifest(folder).split_shards("train")]
+
+
+def test_other_evaluation_data_are_no_other_training_data(folder, tmp_path):
+    """A run goes on with them."""
+    train = [tokens(1000, seed=s) for s in range(3)]
+    other = make_folder(tmp_path / "other", {"train": train, "eval": [tokens(500, seed=9)]})
+    for split, same in (("train", True), ("eval", False)):
+        one, two = (open_stream({"a": each}, None, T, 1, split).fingerprint() for each in (folder, other))
+        assert (one == two) is same
 
 
 def test_who_prepared_data_is_told_what_became_of_them(folder):
