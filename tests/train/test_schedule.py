@@ -20,7 +20,7 @@ from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.schedule import precisions_of, stage_at
+from train.config.schedule import escalates, precisions_of, stage_at, stage_shares
 from train.engine.zero import masters
 from train.evaluation.models import plan
 from train.record.history import read_history
@@ -194,6 +194,25 @@ def test_a_stage_is_a_function_of_steps_and_tokens(settings: dict) -> None:
     assert [stage_at(args, n, 256 * n) for n in range(7)] == [0, 0, 1, 1, 2, 2, 2]
     assert stage_at(args, 1, 500) == 1 and stage_at(args, 1, 499) == 0
     assert stage_at(TrainingArguments.from_dict(settings), 3, 700) == 0
+
+
+@pytest.mark.parametrize(("steps", "of_stages"), [(6, [2, 2, 2]), (3, [2, 0, 1]), (1, [1, 0, 0])])
+def test_a_plan_knows_how_much_of_a_run_each_stage_is(
+    settings: dict, steps: int, of_stages: list[int]
+) -> None:
+    """Also of fewer steps than it comes to its last stage in."""
+    args = arguments(settings, [{"until_tokens": 500}, {"until_share": 0.7}, {"recipe": "current"}])
+    assert stage_shares(args, steps) == pytest.approx([count / steps for count in of_stages])
+
+
+def test_modules_go_up_in_stages_with_fp8_alone(settings: dict) -> None:
+    section = {"health_steps": 1}
+    bf16 = {"until_step": 2, "compute": "bf16"}
+    for stages, may in (
+        ([bf16 | {"on_trouble": "escalate"}, {}], False),
+        ([bf16, {"on_trouble": "escalate"}], True),
+    ):
+        assert escalates(arguments(settings, stages, precision=section).precision) == may
 
 
 def test_a_stage_has_what_it_names_and_else_what_the_section_has(settings: dict) -> None:

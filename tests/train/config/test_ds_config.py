@@ -192,6 +192,7 @@ def test_states_that_cannot_be_say_why(precision, changes, words):
     with pytest.raises(ConfigurationError, match=words):
         arguments(precision=precision, **changes)
     arguments(precision={**PACKED, "optimizer_moments": "fp32"}, adam_beta2=0.99)
+    arguments(precision=PACKED, adam_beta2=0.98)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_states_that_cannot_be_say_why(precision, changes, words):
         ({"train_batch_size": 8}, ["train_batch_size: 8", "2 ranks", "16"]),
         ({"train_micro_batch_size_per_gpu": 1}, ["per_device_train_batch_size", "makes it 4"]),
         ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "makes it 2"]),
-        ({"gradient_clipping": 0.5}, ["gradient_clipping: 0.5", "max_grad_norm makes it 1.0"]),
+        ({"gradient_clipping": 1.001}, ["gradient_clipping: 1.001", "max_grad_norm makes it 1.0"]),
         ({"bf16": {"enabled": False}}, ["bf16.enabled: false", "precision.compute bf16"]),
         ({"fp16": {"enabled": True}}, ["fp16.enabled: true", "precision.compute bf16"]),
         ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "did you mean zero_optimization?"]),
@@ -337,6 +338,7 @@ def test_zero_3_sizes_follow_the_hidden_size():
         arguments({"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}}), 1
     )
     assert config["zero_optimization"]["reduce_bucket_size"] == 128 * 128
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == int(0.9 * 128 * 128)
     assert config["zero_optimization"]["stage3_param_persistence_threshold"] == 1280
 
 

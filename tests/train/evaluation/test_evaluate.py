@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import MistralForCausalLM
@@ -24,7 +25,8 @@ from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
 from train.evaluate import Ranks, Told
-from train.evaluation.models import plan
+from train.evaluation.models import Plan, plan
+from train.evaluation.texts import Documents, Packed, Part, Source
 from train.export import export
 
 SAMPLES = 5  # max_eval_samples of the runs
@@ -43,6 +45,8 @@ def test_a_checkpoint_has_the_loss_that_its_training_logged(
     result = report["sources"]["text"]
     assert result == report["all"] and result["tokens"] == 64 * SAMPLES
     assert result["loss"] == pytest.approx(logged, rel=1e-6)
+    assert (report["by"], report["max_seq_length"], report["batch_size"]) == ("packed", 64, 2)
+    assert (report["max_samples"], report["ranks"]) == (SAMPLES, 1) and 0 < report["seconds"] < 600
     assert result["perplexity"] == pytest.approx(math.exp(logged), rel=1e-6)
     assert f"{result['loss']:.4f}" in told.out
     of_step = evaluated(trained / "checkpoints/step-00000006", data, "--max_samples", SAMPLES)
@@ -126,7 +130,8 @@ def test_documents_alone(
     assert by_source == [pytest.approx(expected, rel=1e-6)] * 2
     twice = {key: 2 * expected[key] for key in ("tokens", "documents", "bytes")}
     assert report["all"] == pytest.approx(expected | twice, rel=1e-6)
-    part = evaluated(trained / "hf", other, text, *options, "--max_samples", 11)["sources"].values()
+    options += ["--max_samples", 11, "--stride", 64 if stride else 100]  # more would leave tokens out
+    part = evaluated(trained / "hf", other, text, *options)["sources"].values()
     assert [(p["documents"], p["tokens"]) for p in part] == [
         (11, sum(len(ids) - 1 for ids in documents[:11]))
     ] * 2
@@ -243,3 +248,82 @@ def test_the_backend_is_that_of_this_machine(trained: Path, tmp_path: Path, comp
     state["train_config"]["precision"]["backend"] = "transformer_engine"
     (tmp_path / RUN_STATE).write_text(json.dumps(state))
     assert plan(tmp_path, compute).precision.backend == "auto"
+
+
+@pytest.fixture
+def planned(trained: Path, tmp_path: Path) -> Callable[..., Plan]:
+    """planned(compute, section={...}) -> the plan of a checkpoint that was trained otherwise."""
+
+    def call(compute: str | None = None, escalations: Any = (), **changes: Any) -> Plan:
+        state = json.loads((trained / "checkpoints/step-00000006" / RUN_STATE).read_text())
+        for key, value in changes.items():
+            own = state["train_config"]
+            own[key] = own[key] | value if isinstance(value, dict) else value
+        state |= {"precision": state["train_config"]["precision"], "escalations": list(escalations)}
+        (tmp_path / RUN_STATE).write_text(json.dumps(state))
+        return plan(tmp_path, compute)
+
+    return call
+
+
+def test_a_checkpoint_is_evaluated_as_it_was_trained(planned: Callable[..., Plan]) -> None:
+    trained: dict[str, Any] = {
+        "max_seq_length": 32,
+        "per_device_eval_batch_size": 6,
+        "data": {"document_mask": True},
+        "model": {"variant": "te_linear", "attention_backend": "unfused"},
+        "speed": {"main_grad": False},
+    }
+    found = planned(escalations=[{"step": 1, "module": "a", "to": "current"}], **trained)
+    assert (found.max_seq_length, found.batch_size, found.document_mask) == (32, 6, True)
+    assert (found.variant, found.attention_backend) == ("te_linear", "unfused")
+    assert found.speed is not None and found.speed.main_grad is False and found.levels == {"a": "current"}
+    told = "te_linear in FP8 (delayed scaling), 1 modules at the levels that precision.on_trouble has taken them to"
+    assert found.describe().endswith(told)
+    assert planned("bf16", [{"step": 1, "module": "a", "to": "current"}]).levels == {}
+    assert planned(per_device_eval_batch_size=None, per_device_train_batch_size=4).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision", "compute", "found"),
+    [
+        ("te_linear", {"compute": "bf16"}, "fp8", ("te_linear", "fp8", "current")),
+        ("te_linear", {"recipe": "block"}, None, ("te_linear", "fp8", "block")),
+        ("te_linear", {"recipe": "block"}, "fp8", ("te_linear", "fp8", "block")),
+        ("hf", {"compute": "bf16"}, "fp8", ("te_layer", "fp8", "current")),
+        ("hf", {"compute": "bf16"}, "fp32", ("hf", "fp32", "delayed")),
+        ("torchao", {"recipe": "rowwise"}, "bf16", ("hf", "bf16", "delayed")),
+    ],
+)
+def test_a_precision_that_is_asked_for_has_the_modules_for_it(
+    planned: Callable[..., Plan], variant: str, precision: dict, compute: str | None, found: tuple
+) -> None:
+    its = planned(compute, model={"variant": variant}, precision=precision)
+    assert (its.variant, its.precision.compute, its.precision.recipe) == found
+
+
+def test_a_folder_is_evaluated_at_2048_tokens_or_all_that_it_has(trained: Path, tmp_path: Path) -> None:
+    config = json.loads((trained / "hf/config.json").read_text())
+    for positions, length in ((4096, 2048), (128, 128)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+        found = plan(tmp_path, None)
+        assert (found.max_seq_length, found.batch_size, found.levels) == (length, 8, {})
+
+
+def test_what_is_left_out_or_read_in_parts_is_told(data: Path) -> None:
+    """Documents whose last token is predicted within one row are not long."""
+    packed = Packed({"text": str(data)}, 64, 2, None, False)
+    (source,) = packed.stream.sources
+    left = (source.num_tokens - 1) % 64
+    assert packed.notes == [f"the last {left:,} tokens fill no sample of 64 and are left out, as in training"]
+    assert Packed({"text": str(data)}, 64, 2, 3, False).notes == [
+        f"3 of {packed.stream.num_samples:,} samples (--max_samples)"
+    ]
+    documents = Documents(length=4, size=1, stride=2)
+    encoder: Any = None
+    parts = [Part(np.arange(18), np.array([5, 11, 18]))]
+    documents._add(Source("text", encoder), parts)
+    assert documents.notes == [
+        "text: 2 documents are longer than the 4 tokens of --max_seq_length, the longest has 7: they are read in rows "
+        "of it that begin every 2 tokens (--stride)"
+    ]

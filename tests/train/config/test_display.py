@@ -1,0 +1,23 @@
+"""How a configuration is shown on the console."""
+
+from tests.train.config.test_arguments import arguments
+from train.config.arguments import TrainingArguments
+from train.config.display import differing
+
+
+def on_one_line(args: TrainingArguments) -> str:
+    return " ".join(differing(args.resolve(1)).split())
+
+
+def test_the_console_shows_what_is_not_the_default():
+    plain = arguments().resolve(1)
+    assert "seed" not in differing(plain) and "deepspeed" not in differing(plain)
+    shown = differing(
+        arguments(seed=7, output_dir="x", deepspeed="ds_config_zero3.json", speed__main_grad=False).resolve(1)
+    )
+    assert "seed 7" in shown and "speed.main_grad false" in shown and 'deepspeed {"' in shown
+    assert "output_dir" not in shown and "per_device_eval_batch_size" not in shown
+    assert all(len(line) <= 110 for line in shown.splitlines())
+    for name, told in (("n" * 60, "n" * 60), ("n" * 61, "n" * 57 + "...")):  # long ones are cut off
+        assert f"run_name {told}, " in on_one_line(arguments(run_name=name))
+    assert "per_device_eval_batch_size 4, " in on_one_line(arguments(per_device_eval_batch_size=4))
