@@ -196,3 +196,32 @@ def test_a_start_notes_what_it_has_otherwise_and_no_earlier_one(tmp_path: Path) 
     state.changes = changes[:1]
     setup.open_folder(args, {}, None, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
+
+
+def test_a_start_knows_all_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch, rank: list[int]) -> None:
+    def gather(every: list, own: str) -> None:
+        every[:] = ["a", "b", "a"]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(setup, "describe", lambda: ({"gpu": "a GPU"}, {"torch": "2"}))
+    monkeypatch.setattr(setup.torch.cuda, "is_available", lambda: True)
+    config = load_config("tiny")
+    model: Any = SimpleNamespace(config=config)
+    stream: Any = SimpleNamespace(describe=lambda: "some data")
+    proven = setup.Proven("6/7 delayed", "fused", {"fused": [0, 1, 2]}, ["a line"])
+    found = setup.start_of(arguments(), model, proven, stream, state_of(), None)
+    assert (found["gpus"], found["hosts"]) == (3, {"a": [0, 2], "b": [1]})
+    assert (found["step"], found["tokens"], found["resumed_from"]) == (4, 1536, None)
+    assert found["model"] == {
+        "config": "tiny",
+        "variant": "te_linear",
+        "parameters": num_parameters(config),
+    }
+    assert (found["fp8"], found["attention"], found["proof"]) == (
+        proven.fp8,
+        proven.attention_by_rank,
+        ["a line"],
+    )
+    rank[0] = 1
+    assert setup.start_of(arguments(), model, proven, stream, state_of(), None) == {}
