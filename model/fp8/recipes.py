@@ -109,7 +109,7 @@ class PrecisionSettings:
     )
     health_steps: int = option(
         "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",
-        0,
+        100,
         ge=0,
         resume="free",
     )

@@ -7,7 +7,10 @@
 
 Healthy runs of 200 steps of a small model on the CPU reference, with each recipe and at a high learning rate, came to
 0.2 % underflow of inputs and 7.5 % of gradients, 2 % saturation, a range of 1.4, an error of 0.062 and, of a gradient,
-once 0.22; all of these with delayed scaling.
+once 0.22; all of these with delayed scaling. Runs of 1,000 steps of 125 M parameters on an H200, with the same loss in
+the end, came to 0.2 % underflow of inputs; of a gradient to 18 % with current scaling and, for some hundred steps whose
+scale was that of the first ones, to 40 % with delayed. That one's error was 0.031, of which rounding alone is 0.0265:
+what became 0 held less than 2 % of its norm.
 
 An alarm is told when it begins and when it is over, and counted; metrics.jsonl and checkpoints have it. It costs
 nothing beside the look, whose numbers it takes. What is done about it: escalation.py.
@@ -24,7 +27,7 @@ from train.record.fp8_health import values
 LIMITS = {
     ("underflow", ""): 0.05,
     # most elements of a gradient are far below its largest, and count for little
-    ("underflow", "gradient"): 0.25,
+    ("underflow", "gradient"): 0.6,
     ("saturated", ""): 0.05,
     # the largest is cut to a quarter
     ("range", ""): 4.0,

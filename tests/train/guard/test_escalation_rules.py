@@ -44,7 +44,7 @@ def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
     model = build_model(small_config(), "te_layer", precision)
     said: list[str] = []
     trouble = look(
-        fc1_input={"underflow": 0.1, "error": 0.2}, fc2_gradient={"underflow": 0.75, "saturated": 0.05}
+        fc1_input={"underflow": 0.06, "error": 0.11}, fc2_gradient={"underflow": 0.9, "saturated": 0.05}
     )
     (change,) = escalations(7, trouble, model, precision, said.append)
     mlp = "model.layers.1.layernorm_mlp"
@@ -56,12 +56,12 @@ def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
         "gemm": f"{mlp}.fc2",
         "operand": "gradient",
         "statistic": "underflow",
-        "value": 0.75,
-        "threshold": 0.25,
+        "value": 0.9,
+        "threshold": 0.6,
     }
     assert said == [
         f"step 7: precision.on_trouble: {mlp} goes from delayed to current: underflow of the gradient of {mlp}.fc2 is "
-        "0.75, the limit 0.25"
+        "0.9, the limit 0.6"
     ]
     at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
     assert escalations(8, at_the_limit, model, precision, said.append) == []

@@ -20,7 +20,7 @@ WELL = {"underflow": 0.001, "saturated": 0.0, "range": 1.0, "error": 0.027}
 LIMITS = [
     ("underflow", "input", 0.05, 0.051, "5.1% of its elements became 0. It seems that a few large values"),
     ("underflow", "weight", 0.05, 0.051, "5.1% of its elements became 0"),
-    ("underflow", "gradient", 0.25, 0.26, "26.0% of its elements became 0"),
+    ("underflow", "gradient", 0.6, 0.61, "61.0% of its elements became 0"),
     ("saturated", "gradient", 0.05, 0.06, "6.0% of its elements were clamped"),
     ("range", "input", 4.0, 4.1, "4.1 times what its scale allows. It seems that the scale is older"),
     ("error", "weight", 0.106, 0.107, "its relative error is 0.107"),
