@@ -119,6 +119,9 @@ def test_an_autocast_is_entered_once_at_a_time_and_again_later():
 def test_autocast_rejects_what_is_no_recipe():
     with pytest.raises(ValueError, match="CPU reference"):
         te.autocast(recipe="delayed")
+    for recipe in (Float8CurrentScaling, Float8BlockScaling):
+        with pytest.raises(ValueError, match="backward_override='dequantized': the CPU reference has None"):
+            recipe(backward_override="dequantized")
 
 
 def test_all_modules_move_in_one_step_and_dead_ones_are_forgotten():

@@ -45,6 +45,7 @@ MUON_FP32 = {"optim": "muon", "precision__compute": "fp32", "deepspeed": "ds_con
         ({"model__variant": "torchao", "precision__recipe": "rowwise"}, "compiled", True),
         ({"model__variant": "hf", **BF16}, "compiled", False),
         ({"model__variant": "hf", "model__compile": True, **BF16}, "compiled", True),
+        ({"precision__compute": "fp32"}, "optimizer_bytes", 8),  # the weights are their own masters
         ({"precision__health_steps": 0}, "health", False),
         ({}, "health", True),
         ({"precision__health_steps": 10, **BF16}, "health", False),

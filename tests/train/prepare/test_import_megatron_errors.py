@@ -18,6 +18,7 @@ from tests.train.prepare.megatron_datasets import (
 )
 from train.data.format import DataError, read_manifest
 from train.import_megatron import main as import_megatron
+from train.import_megatron import parse_arguments
 from train.prepare.megatron import open_dataset, read_documents
 from train.prepare.output import WORK_NAME
 
@@ -215,3 +216,4 @@ def test_bad_options(option):
     with pytest.raises(SystemExit) as error:
         import_megatron(["--input", "a", "--tokenizer", "b", "--output", "c", f"--{option}"])
     assert error.value.code == 2
+    assert parse_arguments(["--input", "a", "--tokenizer", "b", "--output", "c", "--eod_id", "0"]).eod_id == 0
