@@ -189,6 +189,12 @@ def test_what_no_run_can_have_keeps_it_from_starting(bad: Rank, text: str) -> No
     assert found.warnings == [] and "rank 2 (b)" in problem and text in problem
 
 
+def test_the_rank_with_other_data_is_named_beside_one_that_reads_none() -> None:
+    no_data, other = replace(GOOD, data="", data_problem="no such folder"), replace(GOOD, data="other")
+    problems = judge(ARGS, [no_data, GOOD, GOOD, replace(other, host="b"), GOOD]).problems
+    assert [problem.partition(": ")[0] for problem in problems] == ["rank 0 (a)", "rank 3 (b)"]
+
+
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
