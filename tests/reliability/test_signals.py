@@ -26,7 +26,8 @@ from train.checkpoint import save
 from train.checkpoint.files import committed, problems, read_state
 from train.guard import signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
-from train.launch import Launcher, parse
+from train.launch import Launcher, parse, what_prevents
+from train.preflight import check
 
 
 @pytest.mark.parametrize(
@@ -373,6 +374,19 @@ def test_what_the_launcher_refuses(given: str, said: str, capsys: pytest.Capture
     with pytest.raises(SystemExit) as stop:
         parse([*given.split(), "ranks.py"])
     assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_run_is_checked_with_the_ranks_of_all_nodes(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(check.CHECKED, "")
+    ranks = []
+    monkeypatch.setattr(check, "check", lambda args, *given: ranks.append((args.output_dir, *given)) or [])
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    nodes = "--nproc 2 --nnodes 3 --node_rank 1 --master_addr first --master_port 29500"
+    options = parse([*nodes.split(), str(ROOT / "train/train.py"), str(tmp_path / "config.json")])
+    assert what_prevents(options) == "" and [given[:3] for given in ranks] == [(settings["output_dir"], 6, 2)]
+    assert os.environ[check.CHECKED] == "1" and options.folder.path == Path(settings["output_dir"])
 
 
 @pytest.mark.process
