@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from test_fp8.zero_matrix import TOLERANCE
 from tests.reliability.launching import launch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from tests.train.test_schedule import tensors
@@ -337,4 +338,5 @@ def test_ranks_go_up_together_and_go_on_as_a_start_does(settings: dict, tmp_path
     assert curve(again) == curve(whole)[1:] and tensors(again, 3) == tensors(whole, 3)
     levels = [read_state(folder / "checkpoints/step-00000003").levels for folder in (whole, again, alone)]
     assert levels[0] == levels[1] == levels[2] and len(levels[0]) == len(up)
-    assert curve(alone)[0][1] == pytest.approx(curve(whole)[1][1], rel=1e-4)
+    # scales of the modules that are at delayed scaling still are of the micro-batches before, on one rank of others
+    assert curve(alone)[0][1] == pytest.approx(curve(whole)[1][1], rel=TOLERANCE["fp8"]["loss"])
