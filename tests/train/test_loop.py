@@ -244,13 +244,13 @@ def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, l
 
 
 def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
-    """That of a checkpoint before it, at half the learning rate; none where there is none."""
+    """That of the last checkpoint before it, at half the learning rate; none where there is none."""
     said: list[str] = []
     state: Any = SimpleNamespace(train_config={"learning_rate": 3e-4})
     metrics: Any = SimpleNamespace(message=said.append)
     nothing: Any = None
     rollback = Rollback(tmp_path / "checkpoints", nothing, nothing, state, nothing, metrics, nothing)
-    for step in (10, 20):
+    for step in (10, 15, 20):
         (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
         (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
     rollback.advise(10)
@@ -258,7 +258,7 @@ def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
     rollback.advise(20)
     rollback.advise(25)
     assert len(said) == 1 and said[0].endswith(
-        f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000010 --learning_rate 0.00015 "
+        f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000015 --learning_rate 0.00015 "
         "--allow_changes_on_resume '[\"learning_rate\"]'"
     )
 
