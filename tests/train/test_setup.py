@@ -11,9 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from model.config import flops_per_token, load_config, num_parameters
+from model.fp8.precision import Precision, PrecisionError
 from train import setup
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
+from train.config.schedule import precisions_of
 from train.record.run_folder import RunFolder
 
 
@@ -151,6 +153,26 @@ def test_a_rehearsal_reads_what_the_next_step_begins_with(
     assert read == [(first, 2), (0, 1)]
     said = "dry_run: the run would go on with step 5 of 5, from sample 30; nothing was written"
     assert (said in capsys.readouterr().out) == (number == 0)
+
+
+def test_levels_of_a_checkpoint_that_a_later_stage_needs_are_asked_for_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hours before it, while the run is in bf16 and needs none."""
+
+    def require(te: Any, recipe: str, *instead: str) -> None:
+        if recipe == "block":
+            raise setup.te_backend.BackendError("block is not available here")
+
+    monkeypatch.setattr(setup.te_backend, "require_fp8", require)
+    monkeypatch.setattr(setup, "_report", lambda *_: [])
+    model: Any = SimpleNamespace(named_modules=lambda: [])
+    nothing: Any = None
+    args = arguments(precision={"bf16_modules": [], "schedule": [{"until_step": 4, "compute": "bf16"}, {}]})
+    state = state_of(escalations=[{"step": 2, "module": "a", "from": "delayed", "to": "block"}])
+    precision = Precision(precisions_of(args.precision)[0], levels=state.levels)
+    with pytest.raises(PrecisionError, match=r"^stage 2 of 2 of precision.schedule.*block is not available"):
+        setup.announce(args, model, precision, nothing, state)
 
 
 def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from model.proof import ProofError
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
-from train import loop
+from train import loop, train
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError
 from train.data.format import DataError
@@ -258,12 +259,22 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
 
 
 def test_a_finished_run_has_nothing_to_train(
-    own_trained: Path, settings: dict, capsys: pytest.CaptureFixture
+    own_trained: Path, settings: dict, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = curve(own_trained)
+    """Its last checkpoint is still the one to export, for the start before may have ended without; once is enough."""
+    before, exported = curve(own_trained), own_trained / "hf/exported_from.json"
+    written, of_checkpoint, export_last = exported.stat().st_mtime_ns, list[Path](), train.export_last
+
+    def exports(of_run: Any, last: Path) -> None:
+        of_checkpoint.append(last)
+        export_last(of_run, last)
+
+    monkeypatch.setattr(train, "export_last", exports)
     run(settings)
     assert "this run has its 6 steps already; nothing to train" in capsys.readouterr().out
     assert curve(own_trained) == before
+    assert of_checkpoint == [own_trained / "checkpoints/step-00000006"]
+    assert exported.stat().st_mtime_ns == written
 
 
 def test_starting_anew_keeps_what_was(own_trained: Path, settings: dict) -> None:

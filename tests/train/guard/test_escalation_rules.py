@@ -122,6 +122,33 @@ def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+@pytest.mark.parametrize(
+    ("on_trouble", "looks", "due"),
+    [("escalate", True, True), ("escalate", False, False), ("warn", True, False)],
+)
+def test_where_modules_may_go_up_the_numbers_are_looked_at_before(
+    on_trouble: str, looks: bool, due: bool
+) -> None:
+    """Between two lines of metrics, too: the save has the losses of the steps up to it."""
+    its: Any = Loop.__new__(Loop)
+    its.args = SimpleNamespace(
+        max_steps=9, save_steps=0, eval_steps=0, logging_steps=5, replica_check_steps=0, save_strategy="no"
+    )
+    its.state, its.slow_ranks = SimpleNamespace(step=2), SimpleNamespace(step=lambda *_: None)
+    its._save_is_due = its._changes_precision = lambda: False
+    its.run = SimpleNamespace(
+        stop_vote=SimpleNamespace(ask=lambda *_: (False, False, False)),
+        saver=SimpleNamespace(busy=False, pending=False),
+        watchdog=SimpleNamespace(met=lambda what, after_step: None),
+        metrics=SimpleNamespace(message=None),
+        precision=SimpleNamespace(config=SimpleNamespace(on_trouble=on_trouble)),
+    )
+    check: Any = SimpleNamespace() if looks else None
+    step = Step(0.0, torch.zeros(()), None, False, None, check)
+    its._meet(step)
+    assert step.due == due
+
+
 def test_saves_of_modules_in_trouble_make_room_first(tmp_path: Path) -> None:
     """Of three that are kept one is lost to them, however many there are; a step of save_steps is none of them."""
     state = RunState(0, 0, 0, 1, 1, {"save_steps": 10}, {})
