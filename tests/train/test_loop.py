@@ -355,6 +355,17 @@ def test_what_comes_between_steps_is_not_in_their_speed(
     assert loop.clock_step == 30 and loop.clock >= before
 
 
+def test_a_step_that_stops_leaves_its_evaluation_to_the_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the process to end has seconds."""
+    monkeypatch.setattr("train.loop.evaluate", lambda run: pytest.fail("evaluates"))
+    loop: Any = object.__new__(Loop)
+    loop.run, loop.state = None, SimpleNamespace(step=30, evaluation_due=False)
+    loss = torch.tensor(1.0)
+    step = Step(learning_rate=0.1, loss=loss, share=None, skipped=False, gemms=None, stops=True)
+    loop._evaluate(step)
+    assert loop.state.evaluation_due and step.stops and not step.record
+
+
 class Evaluated:
     """A run of which only `evaluate` is called; the loss of a token is its id, and sample n has n for all ids."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,19 @@ def test_a_hostfile_that_says_nothing_usable(tmp_path: Path, text: str | None, s
         (tmp_path / "hosts").write_text(text)
     with pytest.raises(ValueError, match=f"hostfile .*hosts.*{said}"):
         nodes_of(tmp_path / "hosts", {"b", "b.site"})
+
+
+def test_a_hostfile_may_have_this_host_by_any_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.site")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "gpu7.cluster.site")
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["10.0.0.7", "10.1.0.7"]))
+    names, addresses = {"gpu7", "gpu7.site", "gpu7.cluster.site"}, {"10.0.0.7", "10.1.0.7"}
+    assert launchers.names_of_this_host() == names | addresses
+    monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
+    assert launchers.names_of_this_host() == names
 
 
 def test_settings_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
