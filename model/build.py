@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
+from model.config import head_dim
+from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
+
+
+def choose_attention(
+    asked: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
+) -> None:
+    """Have Transformer Engine run the attention that a value of model.attention_backend means for this model, from the
+    next forward on. Raises BackendError: an unknown one, or with a document mask one that does not attend so here."""
+    if document_mask:
+        asked = te_backend.document_attention(asked, precision.te, precision.dtype)
+    elif VARIANTS[variant].te:
+        asked = te_backend.fastest_attention(asked, precision.te, precision.dtype, head_dim(config))
+    te_backend.choose_attention_backend(asked)
 
 
 def build_model(

@@ -34,16 +34,19 @@ def option(
     resume: str = "allowed",
     why: str = "",
     example: Any = None,
+    before: Any = None,
     **limits: Any,
 ) -> Any:
     """A field with its unit and meaning; without a default it is required.
 
     `resume`: one of RESUME; `why`, with "never", the reason. `example`: a value for messages about a key that takes an
-    object; every required key has one. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
+    object; every required key has one. `before`: what runs of versions without the key did, where that is not its
+    default. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
     """
     assert resume in RESUME and bool(why) == (resume == "never")
     examples = None if example is None else [example]
     extra: Any = {"resume": resume} | ({"why": why} if why else {})
+    extra |= {} if before is None else {"before": before}
     return Field(default, description=help, examples=examples, json_schema_extra=extra, **limits)
 
 

@@ -19,7 +19,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from model.config import check_config, head_dim, rope_theta, window_size
 from model.documents import Documents
 from model.fp8.precision import Precision
-from model.fp8.recipes import FP8_ROW_MULTIPLE
+from model.fp8.recipes import FP8_ROW_MULTIPLE, fits_fp8
+from model.head import make_head
 from model.variants import SpeedConfig
 
 
@@ -142,10 +143,11 @@ class MistralBase(nn.Module):
             self.make_layer(config, precision, speed, index) for index in range(config.num_hidden_layers)
         )
         self.model = MistralModel(config, precision, layers)
-        self.lm_head = precision.te.Linear(
+        self.lm_head = make_head(
+            precision.te,
             config.hidden_size,
             config.vocab_size,
-            bias=False,
+            fp8_gradients=precision.head_gradients and fits_fp8(config.hidden_size, config.vocab_size),
             params_dtype=precision.dtype,
             device=precision.device,
         )

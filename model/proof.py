@@ -53,6 +53,8 @@ def prove(
     another cuDNN than torch; an unfused attention; an attention that differs from SDPA.
     """
     te = VARIANTS[model.variant].te
+    if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
+        precision.require("block", "set precision.fp8_head_gradients to false")
     lines = [_prove_cudnn()] if te and precision.te.name == "transformer_engine" else []
     # of the compiled variants the probe is not: a graph for its shape would cost a minute
     eager = nullcontext() if te else torch.compiler.set_stance("force_eager")

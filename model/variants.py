@@ -44,6 +44,10 @@ ATTENTION_BACKENDS = {
     "unfused": {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "1"},
 }
 
+# Of attention heads at which FlashAttention-4 was faster than cuDNN on an H200, with deterministic kernels and without,
+# in FP8 models and bf16 ones (docs/performance.md).
+FLASH_HEAD_DIMS = (64, 128, 256)
+
 
 # Each is a switch of its own; docs/performance.md has what each was expected to bring and what it brought. With all off
 # a model computes what te.TransformerLayer and torch compute by themselves, bit for bit.

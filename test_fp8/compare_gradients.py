@@ -36,6 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "bf16": {"compute": "bf16"},
     "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
     "delayed_e4m3": {"recipe": "delayed", "fp8_format": "e4m3"},
+    "delayed_e4m3_bf16_head": {"recipe": "delayed", "fp8_format": "e4m3", "fp8_head_gradients": False},
     "delayed_e4m3_fp8_head": {"recipe": "delayed", "fp8_format": "e4m3", "bf16_modules": []},
     "delayed_e4m3_fast_wgrad": {"recipe": "delayed", "fp8_format": "e4m3", "fast_accumulation_wgrad": True},
     "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.autotune.choice import Record
-from model.build import build_model
+from model.build import build_model, choose_attention
 from model.config import (
     ARCHITECTURE,
     flops_per_token,
@@ -36,7 +36,6 @@ from model.config import (
     load_sizes,
     num_parameters,
 )
-from model.fp8 import te_backend
 from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
 from model.fp8.modules import fp8_modules
@@ -111,14 +110,11 @@ def model_for(
 
     Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
     """
-    attention = args.model.attention_backend
-    te_backend.choose_attention_backend(attention)
-    precision = Precision(args.precision, levels=levels)
-    if args.data.document_mask:
-        attention = te_backend.document_attention(attention, precision.te, precision.dtype)
-        te_backend.choose_attention_backend(attention)
+    config, precision = load_config(args.model.config), Precision(args.precision, levels=levels)
+    attention, within = args.model.attention_backend, args.data.document_mask
+    choose_attention(attention, args.model.variant, precision, config, within)
     model = build_model(
-        load_config(args.model.config),
+        config,
         args.model.variant,
         precision,
         seed=args.seed,
@@ -126,7 +122,7 @@ def model_for(
         gradient_checkpointing=args.gradient_checkpointing,
         compile=args.model.compile,
         speed=args.speed,
-        document_mask=args.data.document_mask,
+        document_mask=within,
     )
     return model, precision
 

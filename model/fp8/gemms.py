@@ -38,6 +38,8 @@ class Gemms:
         self.weights = {name: len(matrices(modules[name])) for name in self.report.planned}
         # of which modules gradients are computed in FP8, too
         self.backwards = [name for name in self.weights if precision.level(name) != "bf16_backward"]
+        # of an lm_head whose forward is not
+        self.gradients_alone = 2 * sum(getattr(module, "fp8_gradients", False) for module in modules.values())
         self.recipe = precision.config.recipe if precision.fp8 else None
         self.forward: Counter[str] = Counter()
         self.backward = 0
@@ -78,7 +80,8 @@ class Gemms:
                 f"{len(wrong)} modules did not run in the precision they were meant to run in, such as {wrong[0]} "
                 f"({self.forward[wrong[0]]} FP8 GEMMs, not {planned.get(wrong[0], 0)}); check precision.bf16_modules"
             )
-        expected = 2 * sum(planned[name] for name in self.backwards) if backward else 0
+        of_modules = 2 * sum(planned[name] for name in self.backwards)
+        expected = of_modules + self.gradients_alone * passes if backward else 0
         if self.backward != expected:
             return (
                 f"the backward of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs, not {expected}; "

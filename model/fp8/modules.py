@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from model.fp8 import te_backend
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from model.variants import VARIANTS
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def bf16_pattern(name: str, patterns: list[str]) -> str | None:
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     """Which GEMM modules of `model` are meant to run FP8, and which not and why."""
     report = FP8Report([], {}, {})
-    for name in gemm_modules(model, precision):
+    for name, module in gemm_modules(model, precision).items():
         reason = None
         if not precision.fp8:
             reason = f"precision.compute is {precision.config.compute}"
@@ -114,6 +115,8 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
+            if reason and pattern and name == "lm_head" and precision.head_gradients:
+                reason += _of_its_gradients(module)
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:
@@ -121,3 +124,10 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
         else:
             report.kept[name] = reason
     return report
+
+
+def _of_its_gradients(head: nn.Module) -> str:
+    if getattr(head, "fp8_gradients", False):
+        return "; its two gradients do (precision.fp8_head_gradients)"
+    (weight,) = matrices(head)
+    return f"; its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"

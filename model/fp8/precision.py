@@ -19,7 +19,14 @@ from torch import nn
 
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import TAKEN_OUT, bf16_pattern, fp8_modules, gemm_modules, run_under
-from model.fp8.recipes import FP8_FEATURE_MULTIPLE, LEVELS, RECIPES, PrecisionConfig, recipe_of
+from model.fp8.recipes import (
+    FP8_FEATURE_MULTIPLE,
+    LEVELS,
+    RECIPES,
+    PrecisionConfig,
+    fits_fp8,
+    recipe_of,
+)
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -92,6 +99,12 @@ class Precision:
     def torchao(self) -> bool:
         """FP8 by torchao, not by TE."""
         return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
+
+    @property
+    def head_gradients(self) -> bool:
+        """Whether the gradients of lm_head, whose forward is in bf16, are FP8 products where its sizes allow it."""
+        asked = self.fp8 and not self.torchao and self.config.fp8_head_gradients
+        return asked and bf16_pattern("lm_head", self.config.bf16_modules) is not None
 
     @property
     def health_steps(self) -> int:
@@ -206,7 +219,7 @@ class Precision:
             )
         for name in report.planned:
             for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
-                if p.dim() == 2 and any(size % FP8_FEATURE_MULTIPLE for size in p.shape):
+                if p.dim() == 2 and not fits_fp8(*p.shape):
                     raise PrecisionError(
                         f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by "
                         f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "

@@ -19,6 +19,10 @@ FP8_ROW_MULTIPLE = 8
 FP8_TRAIN_ROW_MULTIPLE = 16
 
 
+def fits_fp8(*features: int) -> bool:
+    return not any(size % FP8_FEATURE_MULTIPLE for size in features)
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """library: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from
@@ -33,7 +37,7 @@ class Recipe:
 
 _HISTORY = ("margin", "amax_history_len", "amax_compute_algo", "calibration_passes", "reduce_amax")
 _EPSILON = ("power_2_scales", "amax_epsilon")
-_ALL = ("fp8_format", "health_steps", "on_trouble")
+_ALL = ("fp8_format", "health_steps", "on_trouble", "fp8_head_gradients")
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -106,6 +110,11 @@ class PrecisionSettings:
     )
     bf16_modules: list[str] = option(
         "module name patterns (* and ?) that stay in bf16, with all that they contain", ["lm_head"]
+    )
+    fp8_head_gradients: bool = option(
+        "te_*: of an lm_head that bf16_modules keeps in bf16, both gradients are FP8 products with block scaling",
+        True,
+        before=False,
     )
     health_steps: int = option(
         "te_*: steps between looks at what FP8 does to the operands of each GEMM (metrics.jsonl, health.png); 0: none",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from model.config import UserError
-from model.variants import ATTENTION_BACKENDS
+from model.variants import ATTENTION_BACKENDS, FLASH_HEAD_DIMS
 
 MODULES = (
     "Linear",
@@ -43,7 +43,7 @@ def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
     CUDA device at all). `cross_entropy` is Transformer Engine's fused one, None in the reference; `fused_swiglu` the
     name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `swiglu` is
-    model/fused/swiglu.py's, None in the reference.
+    model/fused/swiglu.py's, None in the reference; `fp8_gradients` is described in te_reference/gemm.py.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
     """
@@ -65,6 +65,7 @@ def _load_reference() -> SimpleNamespace:
         cross_entropy=None,
         fused_swiglu="swiglu",
         swiglu=None,
+        fp8_gradients=reference.fp8_gradients,
         recipe=reference.recipe,
     )
 
@@ -97,6 +98,7 @@ def _load_transformer_engine() -> SimpleNamespace:
         swiglu=importlib.import_module("model.fused.swiglu").swiglu,
         cross_entropy=loss.parallel_cross_entropy,
         fused_swiglu=_register_fused_swiglu(),
+        fp8_gradients=_fp8_gradients(),
         recipe=recipe,
     )
 
@@ -129,6 +131,30 @@ def _register_fused_swiglu() -> str:
 
     module._get_act_func_supported_list = with_fused_swiglu
     return FUSED_SWIGLU
+
+
+def _fp8_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    kernels: Any = importlib.import_module("transformer_engine_torch")
+    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
+    general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+
+    def quantize(x: torch.Tensor, block_dimensions: int, rowwise: bool = False) -> Any:
+        return tensors.Float8BlockQuantizer(
+            kernels.DType.kFloat8E4M3, rowwise=rowwise, columnwise=True, block_scaling_dim=block_dimensions
+        )(x)
+
+    def gradients(
+        gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        grad = quantize(gradient.contiguous(), 1, rowwise=True)
+        of_x = general_gemm(quantize(weight, 2), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
+        where = {"out_dtype": weight.dtype}
+        if into is not None:
+            where = {"out_dtype": into.dtype, "out": into, "accumulate": True}
+        of_weight = general_gemm(quantize(x, 1), grad, layout="NT", grad=True, **where)[0]
+        return of_x, (of_weight if into is None else None)
+
+    return gradients
 
 
 def _prefer_torchs_cudnn() -> None:
@@ -284,12 +310,32 @@ def document_backends() -> tuple[str, ...]:
     return (*(("flash",) if flash else ()), *(() if deterministic else ("fused",)))
 
 
-def is_installed(package: str) -> bool:
+def version_of(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
+
+
+def is_installed(package: str) -> bool:
+    return version_of(package) is not None
+
+
+# That agrees with Transformer Engine 2.20.2 about windows.
+FLASH_ATTENTION_4 = "4.0.0b29"
+
+
+def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_dim: int) -> str:
+    """The attention backend where `name` was asked for: for "auto" "flash" where that is FlashAttention-4 and faster
+    (FLASH_HEAD_DIMS), else `name`, "auto" being Transformer Engine's own choice. What the user's environment says of
+    attention counts before that."""
+    if name != "auto" or te.name == "reference":
+        return name
+    users = (_attention_environment.get(v, os.environ.get(v)) for v in ATTENTION_BACKENDS["fused"])
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in FLASH_HEAD_DIMS or any(users):
+        return name
+    return "flash" if version_of("flash-attn-4") == FLASH_ATTENTION_4 else name
 
 
 def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an e
 
 from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, MultiheadAttention
+from model.te_reference.gemm import fp8_gradients
 from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
 from model.te_reference.norm import RMSNorm
 from model.te_reference.recompute import checkpoint
@@ -35,6 +36,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "fp8_gradients",
     "recipe",
     "split_and_rotate",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.te_reference.base import INPUT, WEIGHT, FP8Call, FP8Module, check_fp8_shapes
 from model.te_reference.norm import rms_norm_backward, rms_norm_forward
-from model.te_reference.quantize import QuantizedMatrix, fp8_matmul
+from model.te_reference.quantize import BLOCK, QuantizedMatrix, fp8_matmul, quantize_blocks
 from model.te_reference.state import update_scales
 
 
@@ -142,3 +142,20 @@ def fp8_gemm(
     rows = x.reshape(-1, x.shape[-1])
     out = _FP8Gemm.apply(rows, norm_weight, weight, weight_fp8, call, gemm, eps, swiglu)
     return out.view(*x.shape[:-1], -1)
+
+
+def fp8_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, into: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Both gradients of x [M, K] W^T, W [N, K], from `gradient` [M, N], as FP8 products: e4m3 with block scaling.
+
+    Returns the gradient of x, and that of W, which is None where it is added to `into`, float32 [N, K].
+    """
+    e4m3, row, column, tile = torch.float8_e4m3fn, (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+    of_rows, of_columns = (quantize_blocks(gradient, block, e4m3) for block in (row, column))
+    of_x = fp8_matmul(of_rows, quantize_blocks(weight, tile, e4m3), x.dtype, layout="nn", fast=False)
+    dtype = weight.dtype if into is None else into.dtype
+    of_weight = fp8_matmul(of_columns, quantize_blocks(x, column, e4m3), dtype, layout="tn", fast=False)
+    if into is not None:
+        into += of_weight
+    return of_x, (of_weight if into is None else None)

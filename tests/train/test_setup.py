@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from model.config import flops_per_token, load_config, num_parameters
+from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from train import setup
 from train.checkpoint.files import RunState
@@ -65,7 +66,7 @@ def test_a_model_is_built_by_its_keys(monkeypatch: pytest.MonkeyPatch, variant: 
     args, chosen = arguments(**changes), list[str]()
     built: list[tuple[tuple, dict[str, Any]]] = []
     monkeypatch.setattr(setup, "build_model", lambda *its, **keys: built.append((its, keys)))
-    monkeypatch.setattr(setup.te_backend, "choose_attention_backend", chosen.append)
+    monkeypatch.setattr(te_backend, "choose_attention_backend", chosen.append)
     setup.model_for(args)
     _, precision = setup.model_for(args, Path("checkpoints/step-00000003"), {"a": "current"})
     (of_config, of_variant, _), keys = built[0]
@@ -162,9 +163,9 @@ def test_levels_of_a_checkpoint_that_a_later_stage_needs_are_asked_for_at_the_st
 
     def require(te: Any, recipe: str, *instead: str) -> None:
         if recipe == "block":
-            raise setup.te_backend.BackendError("block is not available here")
+            raise te_backend.BackendError("block is not available here")
 
-    monkeypatch.setattr(setup.te_backend, "require_fp8", require)
+    monkeypatch.setattr(te_backend, "require_fp8", require)
     monkeypatch.setattr(setup, "_report", lambda *_: [])
     model: Any = SimpleNamespace(named_modules=lambda: [])
     nothing: Any = None

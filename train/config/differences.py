@@ -42,7 +42,7 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
     """What a resume has otherwise and not every one may have, by key. Both are `to_dict()` of resolved arguments; of a
-    key that one of them lacks, which another version wrote, the default counts."""
+    key that one of them lacks, which another version wrote, the default counts, or what that version did."""
     rules = {"free", "content"}
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
@@ -53,7 +53,9 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
         present = {key_of(key) for key in found}
         defaults = {
-            key: node["default"] for key, node in keys_of(TrainingArguments).items() if "default" in node
+            key: node.get("before", node["default"])
+            for key, node in keys_of(TrainingArguments).items()
+            if "default" in node
         }
         found |= {key: value for key, value in defaults.items() if key not in present}
         return {key: value for key, value in found.items() if key_of(key) and rule_of(key) not in rules}

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from model.config import load_sizes
-from model.variants import compiles, why_no_graphs
+from model.variants import VARIANTS, compiles, why_no_graphs
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.differences import leaves
 from train.config.schema import nearest
@@ -165,6 +165,26 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
     return problems + [f"optimizer.params.{problem}" for problem in found]
 
 
+def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) -> str | None:
+    """At ZeRO 3; None where it goes. A module within a layer frees its weights after the layer's second forward, of
+    which Transformer Engine's recomputation still has the backward to come."""
+    if not (arguments.gradient_checkpointing and VARIANTS[arguments.model.variant].te):
+        return None
+    fused = "Fused" if arguments.speed.fused_rope else ""
+    layer = {"te_linear": "MistralDecoderLayer", "te_layer": f"{fused}TransformerLayer"}[
+        arguments.model.variant
+    ]
+    leaf = zero.get("leaf_module") or {}
+    classes = leaf.get("classes", [])
+    named = [classes] if isinstance(classes, str) else classes
+    if leaf.get("names") or leaf.get("name_suffixes") or any(n.rpartition(".")[2] == layer for n in named):
+        return None
+    return (
+        "zero_optimization.leaf_module: with gradient_checkpointing ZeRO 3 has to gather a layer's weights at once, or "
+        f'they are gone before its backward; add "leaf_module": {{"classes": ["{layer}"]}}, as in ds_config_zero3.json'
+    )
+
+
 def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
     zero, problems = config.setdefault("zero_optimization", {"stage": 0}), []
     stage = zero.setdefault("stage", 0)
@@ -197,6 +217,8 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
             "zero_optimization.stage: ZeRO 3 gathers weights in hooks that torch.compile cannot trace; use stage 0, "
             "1 or 2, or set model.compile to false"
         )
+    if stage == 3 and (no_recomputation := _why_no_recomputation(zero, arguments)):
+        problems.append(no_recomputation)
     if arguments.speed.cuda_graphs and (no_graphs := why_no_graphs(model.variant, zero_stage=stage)):
         problems.append(f"zero_optimization.stage: {no_graphs}")
     if stage == 0 and arguments.precision.compute == "fp16":

@@ -135,16 +135,13 @@ class Plan:
         """
         import torch
 
-        from model.build import make_modules
+        from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
-        from model.fp8 import te_backend
         from model.fp8.precision import Precision
         from model.fp8.state import load_fp8_state
 
-        precision, attention = Precision(self.precision, levels=self.levels), self.attention_backend
-        if self.document_mask:
-            attention = te_backend.document_attention(attention, precision.te, precision.dtype)
-        te_backend.choose_attention_backend(attention)
+        precision = Precision(self.precision, levels=self.levels)
+        choose_attention(self.attention_backend, self.variant, precision, self.config, self.document_mask)
         speed = self.speed or SpeedConfig()
         model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
         precision.apply(model)

@@ -35,6 +35,8 @@ STEPS = (
 RECIPES_OF = "convergence"
 # What was measured before had te_linear compute SwiGLU in torch.
 FUSED_SWIGLU_SINCE = "2026-11-22"
+# And lm_head's gradients were in bf16.
+FP8_HEAD_GRADIENTS_SINCE = "2026-11-23"
 GPUS_OF_A_NODE = 8
 
 
@@ -127,6 +129,7 @@ def _setting(report: dict[str, Any], row: dict[str, Any]) -> Setting:
     return replace(
         configured,
         fused_swiglu=configured.fused_swiglu and report["date"] >= FUSED_SWIGLU_SINCE,
+        fp8_head_gradients=configured.fp8_head_gradients and report["date"] >= FP8_HEAD_GRADIENTS_SINCE,
         micro_batch=row["micro_batch"],
         eval_batch=0,
         seq_length=report["seq_length"],
@@ -183,7 +186,10 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
     of_layers += 12 * layers * q * attention_pairs(s.sizes, s.seq_length) / ATTENTION_FLOPS
     saved = s.fp8_layers * saved_by_layer(s, True) + (layers - s.fp8_layers) * saved_by_layer(s, False)
     of_layers += saved / (SAVED_BYTES * faster)
-    head = 6 * H * V / (FP8_FLOPS if s.fp8_head else BF16_FLOPS) + head_bytes(s) / (SAVED_BYTES * faster)
+    forward, gradients = (
+        FP8_FLOPS if fp8 else BF16_FLOPS for fp8 in (s.fp8_head, s.fp8_head or s.fp8_head_gradients)
+    )
+    head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
     if s.compute == "fp32":
         of_layers, head = 16 * of_layers, 16 * head  # no tensor cores
     of_layers *= _recipe_factor(s) * (4 / 3 if s.recompute else 1)
@@ -259,7 +265,15 @@ def _distance(a: Setting, b: Setting) -> float:
     """How unlike what the two compute is, of one model and kind."""
     flags = sum(
         getattr(a, name) != getattr(b, name)
-        for name in ("cuda_graphs", "recompute", "fp8_head", "main_grad", "recipe", "fused_swiglu")
+        for name in (
+            "cuda_graphs",
+            "recompute",
+            "fp8_head",
+            "fp8_head_gradients",
+            "main_grad",
+            "recipe",
+            "fused_swiglu",
+        )
     )
     tokens = abs(math.log2(a.micro_batch / b.micro_batch)) + abs(math.log2(a.seq_length / b.seq_length))
     corrected = (a.deterministic != b.deterministic) + (a.flash != b.flash)  # by what docs/ says of them

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from model.config import head_dim, num_parameters
-from model.fp8.recipes import FULL_STATES, PrecisionConfig, bytes_of_states
-from model.variants import VARIANTS
+from model.fp8.recipes import FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
+from model.variants import FLASH_HEAD_DIMS, VARIANTS
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of, stage_shares
 
@@ -28,6 +28,7 @@ class Setting:
     recipe: str
     fp8_layers: int  # layers whose matrix products are FP8
     fp8_head: bool
+    fp8_head_gradients: bool  # of a head in bf16
     compiled: bool
     fused_cross_entropy: bool
     fused_swiglu: bool  # te_linear's, which computes silu(gate) again in its backward (model/fused/swiglu.py)
@@ -89,7 +90,8 @@ class Setting:
             main_grad_asked=speed.main_grad,
             cuda_graphs=te and speed.cuda_graphs and stage < 3,
             recompute=args.gradient_checkpointing,
-            flash=args.model.attention_backend == "flash",
+            flash=args.model.attention_backend == "flash"
+            or (args.model.attention_backend == "auto" and head_dim(sizes) in FLASH_HEAD_DIMS),
             deterministic=args.full_determinism,
             optim=args.optim,
             micro_batch=args.per_device_train_batch_size,
@@ -237,5 +239,10 @@ def of_precision(variant: str, precision: PrecisionConfig, sizes: Any) -> dict[s
         "recipe": precision.recipe,
         "fp8_layers": (layers - kept) if fp8 else 0,
         "fp8_head": fp8 and not in_bf16("lm_head"),
+        "fp8_head_gradients": VARIANTS[variant].te
+        and fp8
+        and precision.fp8_head_gradients
+        and in_bf16("lm_head")
+        and fits_fp8(sizes.hidden_size, sizes.vocab_size),
         "health": VARIANTS[variant].te and fp8 and precision.health_steps > 0,
     }

@@ -11,6 +11,7 @@ import torch
 
 from model.fp8 import machine, te_backend
 from model.fp8.te_backend import NO_ATTENTION_YET, attention_backend_in_use, choose_attention_backend
+from model.variants import ATTENTION_BACKENDS
 
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 # what Transformer Engine starts with
@@ -110,6 +111,8 @@ def test_where_there_is_a_gpu_all_names_are_transformer_engines(monkeypatch: pyt
         contents.setdefault(module, {})[attribute] = place
     contents["transformer_engine.common.recipe"] = {}
     contents["transformer_engine.pytorch.module.layernorm_mlp"] = {}
+    contents["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] = {}
+    contents["transformer_engine.pytorch.cpp_extensions"] = {"general_gemm": None}
     contents["transformer_engine_torch"] = {"get_cudnn_version": lambda: 91900}
     for name, attributes in contents.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
@@ -256,3 +259,40 @@ def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.Monk
     choose_attention_backend("auto")
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
     assert "NVTE_FUSED_ATTN" not in os.environ and "NVTE_UNFUSED_ATTN" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "dtype", "head_dim", "chosen"),
+    [
+        ("auto", "4.0.0b29", torch.bfloat16, 64, "flash"),
+        ("auto", "4.0.0b29", torch.float16, 256, "flash"),
+        ("auto", "4.0.0b29", torch.float32, 64, "auto"),
+        ("auto", "4.0.0b29", torch.bfloat16, 32, "auto"),
+        ("auto", "4.0.0b30", torch.bfloat16, 64, "auto"),
+        ("auto", None, torch.bfloat16, 64, "auto"),
+        ("fused", "4.0.0b29", torch.bfloat16, 64, "fused"),
+    ],
+)
+def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
+    asked: str,
+    version: str | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also the second time, when the first choice stands in the environment; not against what the user's says."""
+    monkeypatch.setattr(te_backend, "version_of", lambda package: version)
+    for variable in ATTENTION_BACKENDS["fused"]:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(te_backend, "_attention_environment", {})
+    te = SimpleNamespace(name="transformer_engine")
+    for _ in range(2):
+        assert te_backend.fastest_attention(asked, te, dtype, head_dim) == chosen
+        choose_attention_backend(chosen)
+    choose_attention_backend("auto")
+    reference = SimpleNamespace(name="reference")
+    assert te_backend.fastest_attention(asked, reference, dtype, head_dim) == asked
+    monkeypatch.setattr(te_backend, "_attention_environment", {})
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    assert te_backend.fastest_attention(asked, te, dtype, head_dim) == asked

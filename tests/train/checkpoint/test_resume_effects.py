@@ -186,6 +186,7 @@ NUMBERS = {
         "precision": {"reduce_amax": False}
     },  # ranks may differ from then on: scales begin anew
     "precision.bf16_modules": {"precision": {"bf16_modules": []}},
+    "precision.fp8_head_gradients": {"precision": {"fp8_head_gradients": False}},
     "precision.schedule": {"precision": {"schedule": [{"recipe": "current"}]}},
     "precision.power_2_scales": {"precision": {"recipe": "current", "power_2_scales": True}},
     "precision.amax_epsilon": {"precision": {"recipe": "current", "amax_epsilon": 64.0}},

@@ -266,14 +266,6 @@ def test_without_zero_gradients_are_added_up_in_the_parameters_type(compute, dty
         resolve_ds_config(config, 1)
 
 
-def test_compiled_layers_exclude_zero_3():
-    changes = dict(model={"config": "tiny", "variant": "hf", "compile": True}, precision={"compute": "bf16"})
-    assert "use stage 0, 1 or 2, or set model.compile to false" in refused("ds_config_zero3.json", **changes)
-    resolve_ds_config(arguments("ds_config_zero2.json", **changes), 2)
-    changes["model"]["compile"] = False
-    resolve_ds_config(arguments("ds_config_zero3.json", **changes), 2)
-
-
 def test_fp16_excludes_zero_0():
     """DeepSpeed 0.19.8 would divide its gradients by a loss scale that it has not multiplied by."""
     for config in ({}, "ds_config_zero0.json"):

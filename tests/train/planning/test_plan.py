@@ -74,6 +74,7 @@ def test_trainings_of_a_model_without_rates_are_predicted(row: str) -> None:
     report = json.loads((RESULTS / "convergence.json").read_text())
     (found,) = [r for r in report["results"] if r["row"] == row]
     precision = {"precision__compute": "bf16"} if row == "bf16" else {"precision__recipe": row}
+    precision |= {"precision__fp8_head_gradients": False} if row != "bf16" else {}  # not yet then
     s = setting("train_config_convergence.json", gradient_accumulation_steps=4, **precision)
     assert memory_of(s).measured_as_gib == pytest.approx(found["memory_gib"], rel=0.03)
     assert estimate(s, MEASURED_ON).tokens_per_second == pytest.approx(found["tokens_per_second"], rel=SPEED)
@@ -250,7 +251,7 @@ def test_what_the_reduction_of_gradients_takes(config: str, communication: str |
 
 
 def test_estimates_say_what_they_are_derived_from() -> None:
-    s = setting(model__attention_backend="flash", full_determinism=False, gradient_accumulation_steps=8)
+    s = setting(full_determinism=False, precision__fp8_head_gradients=False, gradient_accumulation_steps=8)
     measured_here = estimate(replace(s, micro_batch=16), MEASURED_ON)
     assert measured_here.basis.startswith("measured hare_1.1b_step.json, te_layer_fp8_delayed")
     said = [

@@ -30,7 +30,8 @@ MUON_FP32 = {"optim": "muon", "precision__compute": "fp32", "deepspeed": "ds_con
         ({"gradient_accumulation_steps": 5}, "accumulation", 5),
         ({"model__attention_backend": "flash"}, "flash", True),
         ({"model__attention_backend": "fused"}, "flash", False),
-        ({}, "flash", False),
+        ({}, "flash", True),
+        ({"model__config": "hare_0.4b"}, "flash", False),  # heads of 32
         ({"full_determinism": True}, "deterministic", True),
         ({"full_determinism": False}, "deterministic", False),
         ({"gradient_checkpointing": True}, "recompute", True),

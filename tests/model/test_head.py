@@ -1,0 +1,162 @@
+"""precision.fp8_head_gradients: the loss is that of an lm_head in bf16, the gradients are FP8 products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.build import build_model
+from model.fp8 import te_backend
+from model.fp8.gemms import count_gemms
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from model.head import make_head
+from model.proof import prove
+from model.te_reference import fp8_gradients
+from tests.conftest import random_ids, small_config
+
+M, H, V = 32, 48, 272
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def trained(
+    variant: str, levels: dict[str, str] | None = None, vocab_size: int = 64, **precision: Any
+) -> tuple[float, dict[str, torch.Tensor], Any]:
+    resolved = Precision(PrecisionConfig(**precision), levels=levels)
+    model = build_model(small_config(head_dim=64, vocab_size=vocab_size), variant, resolved, seed=3).train()
+    ids = random_ids(model.config, 2, 65).to(resolved.device)
+    with count_gemms(model, resolved) as gemms:
+        loss = model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss
+        loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}, gemms
+
+
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+def test_the_loss_is_the_same_and_two_more_products_are_fp8(variant: str) -> None:
+    loss, gradients, gemms = trained(variant, fp8_head_gradients=False)
+    same, others, more = trained(variant)
+    assert same == loss and not gemms.problem() and not more.problem()
+    assert more.forward == gemms.forward and more.backward == gemms.backward + 2
+    assert "lm_head: precision.bf16_modules has 'lm_head'; its two gradients do" in more.lines()[1]
+    assert "its two gradients" not in gemms.lines()[1]
+    assert 0.01 < relative(others["lm_head.weight"], gradients["lm_head.weight"]) < 0.04
+    assert 0 < relative(others["model.norm.weight"], gradients["model.norm.weight"]) < 0.05
+
+
+def test_a_module_with_gradients_in_bf16_beside_it_counts_as_one() -> None:
+    assert not trained("te_linear", {"model.layers.0.self_attn.o_proj": "bf16_backward"})[2].problem()
+
+
+@pytest.mark.parametrize(
+    "keys", [{"compute": "bf16"}, {"bf16_modules": []}, {"bf16_modules": [], "recipe": "block"}]
+)
+def test_a_head_that_is_as_its_module_is_has_none_of_its_own(keys: dict[str, Any]) -> None:
+    asked, others = (trained("te_layer", **keys, fp8_head_gradients=on) for on in (True, False))
+    assert asked[2].backward == others[2].backward and not asked[2].problem()
+    assert all(torch.equal(gradient, others[1][name]) for name, gradient in asked[1].items())
+
+
+def test_sizes_that_fp8_does_not_take_leave_them_in_bf16_and_the_log_says_so() -> None:
+    _, gradients, gemms = trained("te_layer", vocab_size=72)
+    assert not gemms.problem() and gradients["lm_head.weight"].abs().sum() > 0
+    assert "its gradients neither, as FP8 takes multiples of 16 and it is (72, " in gemms.lines()[1]
+
+
+def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(gradient: Any, x: Any, weight: Any, into: Any) -> tuple[Any, ...]:
+        return gradient @ weight, gradient.t() @ x
+
+    monkeypatch.setattr(te_backend.load(), "fp8_gradients", plain)
+    assert "FP8 GEMMs, not" in trained("te_layer")[2].problem()
+
+
+def test_a_machine_without_block_scaling_is_told_which_key_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(te: Any, recipe: str, *instead: str) -> None:
+        if recipe == "block":
+            raise te_backend.BackendError(f"recipe block is not available; {instead[0]}")
+
+    monkeypatch.setattr(te_backend, "require_fp8", without)
+    for on in (False, True):
+        precision = Precision(PrecisionConfig(fp8_head_gradients=on))
+        model = build_model(small_config(head_dim=64), "te_layer", precision, seed=3)
+        if on:
+            with pytest.raises(
+                ValueError, match=r"not available; set precision\.fp8_head_gradients to false"
+            ):
+                prove(model, precision)
+        else:
+            prove(model, precision)
+
+
+def operands(label: float = -0.9) -> tuple[torch.Tensor, ...]:
+    """Hidden states, a weight, and logits' gradients: `label` for one of each row, the others as those of a token whose
+    probability is spread; two rows of no token. On the device of the modules."""
+    generator, device = torch.Generator().manual_seed(0), Precision(PrecisionConfig()).device
+    hidden, weight = (torch.randn(n, H, generator=generator).to(device, torch.bfloat16) for n in (M, V))
+    gradient = torch.rand(M, V, generator=generator) * 1e-5
+    gradient.scatter_(1, torch.randint(128, (M, 1), generator=generator), label)
+    gradient[-2:] = 0.0
+    return hidden, weight, gradient.to(device, torch.bfloat16)
+
+
+def head_gradients(hidden: Any, weight: Any, gradient: Any, into: Any = None) -> tuple[Any, ...]:
+    head = make_head(te_backend.load(), H, V, True, params_dtype=torch.bfloat16, device=hidden.device)
+    head.weight.data.copy_(weight)
+    if into is not None:
+        head.fuse_wgrad_accumulation, head.weight.main_grad = True, into
+    leaf = hidden.clone().requires_grad_()
+    out = head(leaf.view(2, M // 2, H))
+    assert torch.equal(out.view(M, V), F.linear(hidden, weight))
+    out.backward(gradient.view_as(out))
+    return leaf.grad, head.weight.grad
+
+
+def test_entries_far_smaller_than_the_labels_are_kept() -> None:
+    """Those beyond the 128 of the label: with one scale for all of them they were zero in e4m3."""
+    hidden, weight, gradient = operands()
+    weight[:128] = 0  # what reaches the hidden states comes of the small ones
+    of_hidden, of_weight = head_gradients(hidden, weight, gradient)
+    assert relative(of_hidden, gradient.float() @ weight.float()) < 0.05
+    assert relative(of_weight[128:], (gradient.float().t() @ hidden.float())[128:]) < 0.05
+    assert not of_hidden[-2:].any()
+
+
+def test_the_weights_gradient_is_added_where_it_belongs() -> None:
+    expected = head_gradients(*operands())[1]
+    into = torch.ones(V, H, device=expected.device)
+    _, grad = head_gradients(*operands(), into=into)
+    assert grad is None
+    assert relative(into - 1, expected) < 3e-3  # not rounded to bf16
+
+
+def test_without_gradients_it_is_a_linear_module() -> None:
+    hidden, weight, _ = operands()
+    heads = [
+        make_head(te_backend.load(), H, V, on, params_dtype=torch.bfloat16, device=hidden.device)
+        for on in (False, True)
+    ]
+    for head in heads:
+        head.weight.data.copy_(weight)
+    with torch.no_grad():
+        assert torch.equal(heads[0](hidden), heads[1](hidden)) and not heads[1](hidden).requires_grad
+    assert [name for name, _ in heads[0].named_parameters()] == [n for n, _ in heads[1].named_parameters()]
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_the_gradients_are_the_references() -> None:
+    hidden, weight, gradient = operands()
+    for into in (None, torch.ones(V, H, device="cuda")):
+        ours = te_backend.load().fp8_gradients(gradient, hidden, weight, into)
+        others = None if into is None else torch.ones(V, H)
+        theirs = fp8_gradients(*(t.cpu() for t in (gradient, hidden, weight)), others)
+        assert relative(ours[0].cpu(), theirs[0]) < 4e-3
+        if into is None:
+            assert relative(ours[1].cpu(), theirs[1]) < 4e-3
+        else:
+            assert ours[1] is None and relative(into.cpu() - 1, others - 1) < 4e-3
