@@ -34,7 +34,7 @@ from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer
-from train.engine.step import MicroStep, build_engine
+from train.engine.step import MicroStep, build_engine, release
 from train.setup import model_for
 
 GIB = 2**30
@@ -294,7 +294,7 @@ class Visitor:
             visit = Visit(laps.ms(), launch_ms, prepare_s, None, loss, error, micro_step.notes)
             self.look(visit, key, lambda: passes(1) if alone else micro_step(batch, 0))
         finally:
-            engine.destroy()  # DeepSpeed's tables of names would keep the model
+            release(engine)  # which DeepSpeed's tables would keep, with its model
         return visit
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from model.config import load_config, num_parameters
 from model.fp8.machine import describe
 from test_fp8 import bench_model
 from test_fp8.common.rows import RowError
+from test_fp8.common.same_model import Reference
 from test_fp8.model import visit
 from test_fp8.model.results import add_ratio_to_one_rank, lines, other_conditions
 from test_fp8.model.rows import all_rows, configured_rows
 from tests.reliability.launching import launch
+from train.data.stream import Batch
+from train.engine import step
+from train.engine.zero import masters
 
 CONDITIONS = {
     "model": "tiny",
@@ -121,6 +128,28 @@ def test_a_report_that_is_none_is_refused(
         "--one_rank: " in (error := capsys.readouterr().err)
         and "ranks is 4 there, and 1 is expected" in error
     )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_row_of_zero_3_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and optimizer states were in the memory of all rows behind it."""
+    held: list[weakref.ref] = []
+
+    def built(model: nn.Module, *of_run: Any) -> Any:
+        engine = step.build_engine(model, *of_run)
+        held.extend(map(weakref.ref, (model, *model.parameters(), *(m.tensor for m in masters(engine)))))
+        return engine
+
+    monkeypatch.setattr(visit, "build_engine", built)
+    monkeypatch.setattr(visit, "prove_row", lambda *_: visit.Proof(0.0, 28, "torch SDPA"))
+    monkeypatch.setattr(visit, "loss_error", lambda *_: 0.0)
+    row = ["--row", "zero_3", "model.variant=te_layer", "deepspeed=ds_config_zero3.json"]
+    ((_, _, settings),) = rows_of("--rows", "--step_rows", "*", *row)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    visitor = visit.Visitor(Reference({}, torch.empty(0), []), Batch(ids, ids), 0.0)
+    visitor.visit(next(iter(settings.values())), "step")
+    visit.free_memory()
+    assert held and not [each for each in held if each() is not None]
 
 
 @pytest.mark.slow

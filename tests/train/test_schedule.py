@@ -127,8 +127,9 @@ def test_two_ranks_change_together_and_go_on_as_a_start_does(settings: dict, tmp
     assert curve(again) == curve(whole)[3:] and tensors(again, 6) == tensors(whole, 6)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
 def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
+    settings: dict, monkeypatch: pytest.MonkeyPatch, zero: int
 ) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []
@@ -151,7 +152,12 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
     monkeypatch.setattr(setup, "engine_for", built)
     one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
     with pytest.raises(ProofError, match="the backward of 6 FP8 modules ran 8 FP8 GEMMs, not 16"):
-        run(settings, max_steps=3, precision={"schedule": [one, two, {}]})
+        run(
+            settings,
+            max_steps=3,
+            precision={"schedule": [one, two, {}]},
+            deepspeed=f"ds_config_zero{zero}.json",
+        )
     assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
 
 

@@ -27,6 +27,7 @@ from train.data.stream import Batch
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.zero import (
     GradientBuffer,
+    forget_module,
     gradient_buffers,
     pack_states,
     skip_steps_that_are_not_finite,
@@ -61,6 +62,7 @@ def release(engine: Any) -> None:
     parameters = list(engine.module.parameters())
     with without_prints():
         engine.destroy()
+    forget_module(engine)
     for parameter in parameters:
         # DeepSpeed gives them methods of their own, by which they would hold themselves: no garbage collector sees that
         vars(parameter).clear()

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
@@ -140,6 +141,16 @@ def forget_moments(engine: Any) -> None:
     The next step links anew."""
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
+
+
+def forget_module(engine: Any) -> None:
+    """DeepSpeed's hold on the model of a destroyed engine, and so on its weights and the optimizer's states: ZeRO 3 has
+    it on a list of the process, below the modules whose forward runs, and modules of it in the cache of a method."""
+    stack, coordinator = parameter_offload.FWD_MODULE_STACK, parameter_offload.PartitionedParameterCoordinator
+    stack[:] = [module for module in stack if module is not engine.module]
+    for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 def undo_initial_step(engine: Any) -> None:
