@@ -49,6 +49,8 @@ RECIPES = {
     )
 }
 
+# Values beside the default that recipes without the key have, too; earlier versions wrote them into runs.
+NOT_ASKED_FOR = {"health_steps": 0}
 
 # What precision.on_trouble takes a module through, a level at a time: recipes, block scaling with gradients computed in
 # bf16, no FP8.
@@ -255,7 +257,8 @@ class PrecisionConfig(PrecisionSettings):
         if self.compute == "fp8":
             defaults = PrecisionConfig()
             for knob in dict.fromkeys(knob for r in RECIPES.values() for knob in r.knobs):
-                if knob not in recipe.knobs and getattr(self, knob) != getattr(defaults, knob):
+                value, default = getattr(self, knob), getattr(defaults, knob)
+                if knob not in recipe.knobs and value not in (default, NOT_ASKED_FOR.get(knob, default)):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
                         f"precision.{knob}: only the recipe {readers} reads it, and the recipe is {self.recipe}; "

@@ -20,7 +20,7 @@ from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import differences
+from train.config.differences import differences, rule_of
 from train.config.ds_config import resolve_ds_config
 from train.record.run_folder import RunFolder
 
@@ -114,6 +114,8 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         asked, circumstances, versions = (
             differences(getattr(record, part), now) for part, now in task.made_for().items()
         )
+        # what any run may change when it goes on, as looks and alarms, does not decide what is fastest
+        asked = [d for d in asked if not (d.key.startswith("precision.") and rule_of(d.key) == "free")]
         # a run that goes on keeps its choice, and who names a file answers for other versions
         against = (
             asked

@@ -283,6 +283,9 @@ def test_other_circumstances_are_measured_anew_unless_a_run_goes_on(
     # from another folder, by the checkpoint's path
     branch = arguments(settings, output_dir=str(output_dir / "branch"), resume_from_checkpoint=str(step))
     assert resolve(branch)[0].precision == resolved.precision and len(measured) == 2
+    # nor by what a step does not compute with: looks at FP8, and what is done about alarms
+    looks = {**settings["precision"], "health_steps": 7, "on_trouble": "escalate", "calibration_passes": 1}
+    assert resolve(arguments(settings, precision=looks))[0].precision.compute == "bf16" and len(measured) == 2
     # other wishes are another choice; the checkpoint is compared with that later
     wishes = {**settings["precision"], "bf16_modules": ["lm_head", "*.o_proj"]}
     resolve(arguments(settings, precision=wishes))
