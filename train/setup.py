@@ -234,10 +234,10 @@ def _report(
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
     tokens_per_step = args.train_batch_size_tokens or 0
-    left = args.max_steps - state.step
-    total, steps = state.consumed_tokens + left * tokens_per_step, f"{args.max_steps} steps"
+    left = max(0, args.max_steps - state.step)
+    total, steps = state.consumed_tokens + left * tokens_per_step, f"{state.step + left} steps"
     if state.consumed_tokens != state.step * tokens_per_step:  # a resume with steps of another size
-        steps = f"{state.step} steps of {state.consumed_tokens:,} tokens and {left}"
+        steps = f"{state.step} steps, which had {state.consumed_tokens:,} tokens in all, and {left}"
     flops = flops_per_token(model.config, args.max_seq_length)
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "

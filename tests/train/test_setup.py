@@ -198,6 +198,13 @@ def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None
         "attention stays within documents, 120 tokens on average",
     ):
         assert words in said
+    # of a run that has more steps than it is to have now, nothing is taken back
+    for consumed, words in (
+        (3072, "8 steps x 384 tokens = 3,072 tokens, 3.20 times"),
+        (480, "8 steps, which had 480 tokens in all, and 0 x 384 tokens = 480 tokens, 0.50 times"),
+    ):
+        beyond = state_of(step=8, consumed_tokens=consumed)
+        assert f"{words} the training data" in setup._report(arguments(), model, precision, stream, beyond)
 
 
 def test_a_start_notes_what_it_has_otherwise_and_no_earlier_one(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_change_of_the_numbers_shows_in_the_next_steps(
     assert [entry[0] for entry in steps] == [4, 5, 6]
     assert steps[2][1:3] != unchanged[2][1:3]
     before, seen = (metrics(folder)[-1]["tokens"] for folder in (trained, Path(args.output_dir)))
-    other = f"3 steps of {before // 2:,} tokens and 3 x {(seen - before // 2) // 3:,} tokens"
+    other = f"3 steps, which had {before // 2:,} tokens in all, and 3 x {(seen - before // 2) // 3:,} tokens"
     length = f"6 steps x {before // 6:,} tokens" if seen == before else other
     assert f"\n{length} = {seen:,} tokens, " in capsys.readouterr().out
     assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.15), "the weights are those of the checkpoint"
