@@ -1,8 +1,8 @@
 """Seconds of a step: by the work in it, corrected by whole steps that were measured and are kept in test_fp8/results/.
 
 A step of a model that was measured is scaled from that measurement; of another the correction is the mean over the
-models that were (`without_model` leaves one out of that, not of the choice of the rates below). What nobody measured
-here (other GPUs than an H200, several of them) is from data sheets. An `Estimate` says which of these it is, and how
+models that were (`without_model` leaves one out of that, not of the choice of the rates below). Other GPUs than an
+H200, and the links between GPUs, are from data sheets. An `Estimate` says which of these it is, and how
 far off it may be.
 """
 

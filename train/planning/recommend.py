@@ -12,7 +12,7 @@ from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
 
 MOST_RECOMMENDED = 128  # samples of a micro-batch
 NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
-# Packed states round moments, and their step has not been measured on a GPU: for less they are not worth it.
+# Packed states round moments, and their step takes longer (docs/validation.md): for less they are not worth it.
 CLEARLY_FASTER = 0.1
 FLOAT32_STATES = ("fp32", "fp32")  # precision.optimizer_states, the type of the moments
 NO_OTHERS = "others need AdamW, compute fp8 or bf16, and ZeRO 1 with data_types.grad_accum_dtype fp32"
