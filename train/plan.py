@@ -96,7 +96,7 @@ def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
         # nobody asked for a step of this size: that of the given accumulation, else the nearest that can be
         asked_for = arguments.train_batch_size_tokens or micro_batch
         nearest = max(1, round(asked_for / micro_batch)) * micro_batch
-        arguments.train_batch_size_tokens = None if "--gradient_accumulation_steps" in given else nearest
+        arguments.train_batch_size_tokens = nearest if arguments.gradient_accumulation_steps is None else None
     return arguments
 
 

@@ -164,7 +164,7 @@ def test_without_a_cache_of_fp8_weights_recomputation_holds_one_layer_of_them() 
 
 
 def test_gradients_are_reduced_in_16_bits_beside_the_others() -> None:
-    """The peak of mistral_7b on two H200s (108 GiB: docs/hardware.md) is there, not in the backward. In float32 they
+    """The peak of mistral_7b on two H200s (108 GiB, by hand) is there, not in the backward. In float32 they
     need no copy."""
     keys = {"model__config": "mistral_7b", "gradient_checkpointing": True, "per_device_train_batch_size": 4}
     s = setting(ranks=2, gradient_accumulation_steps=16, **keys)

@@ -181,6 +181,8 @@ def test_a_models_step_is_the_nearest_that_so_many_gpus_can_have() -> None:
     assert program.configured("hare_1.1b", ["--train_batch_size_tokens=7"], 3).train_batch_size_tokens == 7
     arguments = program.configured("hare_1.1b", ["--gradient_accumulation_steps", "4"], 8)
     assert arguments.resolve(8).train_batch_size_tokens == 4 * 8 * 8 * 2048
+    arguments = program.configured("hare_1.1b", ["--gradient_accumulation_steps", "null"], 3)
+    assert arguments.train_batch_size_tokens == 21 * micro_batch, "null is what nobody gave"
     large = program.configured("hare_1.1b", ["--per_device_train_batch_size", "512"], 8)
     assert large.train_batch_size_tokens == 512 * 8 * 2048
 
