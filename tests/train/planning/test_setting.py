@@ -173,16 +173,16 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_models_step_is_the_nearest_that_so_many_gpus_can_have() -> None:
     """Unless its size is given, or how many micro-batches it has."""
-    micro_batch = 3 * 8 * 2048
-    assert program.configured("hare_1.1b", [], 3).train_batch_size_tokens == 21 * micro_batch
+    micro_batch = 3 * 16 * 2048
+    assert program.configured("hare_1.1b", [], 3).train_batch_size_tokens == 11 * micro_batch
     given = ["--train_batch_size_tokens", str(2 * micro_batch), "--learning_rate", "1e-4"]
     arguments = program.configured("hare_1.1b", given, 3)
     assert arguments.train_batch_size_tokens == 2 * micro_batch and arguments.learning_rate == 1e-4
     assert program.configured("hare_1.1b", ["--train_batch_size_tokens=7"], 3).train_batch_size_tokens == 7
     arguments = program.configured("hare_1.1b", ["--gradient_accumulation_steps", "4"], 8)
-    assert arguments.resolve(8).train_batch_size_tokens == 4 * 8 * 8 * 2048
+    assert arguments.resolve(8).train_batch_size_tokens == 4 * 16 * 8 * 2048
     arguments = program.configured("hare_1.1b", ["--gradient_accumulation_steps", "null"], 3)
-    assert arguments.train_batch_size_tokens == 21 * micro_batch, "null is what nobody gave"
+    assert arguments.train_batch_size_tokens == 11 * micro_batch, "null is what nobody gave"
     large = program.configured("hare_1.1b", ["--per_device_train_batch_size", "512"], 8)
     assert large.train_batch_size_tokens == 512 * 8 * 2048
 
