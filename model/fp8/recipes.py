@@ -49,8 +49,8 @@ RECIPES = {
     )
 }
 
-# Values beside the default that recipes without the key have, too; earlier versions wrote them into runs.
-NOT_ASKED_FOR = {"health_steps": 0}
+# Values beside the default that recipes without the key have, too; runs of earlier versions were made with them.
+NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False}
 
 # What precision.on_trouble takes a module through, a level at a time: recipes, block scaling with gradients computed in
 # bf16, no FP8.
