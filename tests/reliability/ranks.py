@@ -81,9 +81,10 @@ def end_well(pids: list[int]) -> bool:
 
 
 def run_group(folder: Path, group: list[tuple[int, list]]) -> None:
-    """By one rank, whose process group there is. Without plots, a third of the time of a short run."""
+    """By one rank, whose process group there is. Without plots, which take longer than a short run."""
     signals.install()
     plots.draw = lambda histories, path: None
+    plots.draw_health = lambda history, path: False
     plots.LivePlot.update = lambda self: None
     for index, (_, function, values) in group:
         found = FUNCTIONS[function](**values)

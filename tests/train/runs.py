@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -18,13 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def run(settings: dict, plots: bool = False, **changes: object) -> Path:
-    """Train in this process, with a model and an engine of its own. Without its plot, a third of the time of a short
-    run, unless it `plots`."""
+    """Train in this process, with a model and an engine of its own. Without its plots, of loss and health, which take
+    longer than a short run, unless it `plots`."""
     merged = {**settings, **changes}
     arguments = TrainingArguments.from_dict(merged).resolve(dist.get_world_size())
-    draw = nullcontext() if plots else mock.patch("train.record.plots.draw")
-    # of a long run beside it, by a process of its own
-    with draw, mock.patch("train.record.plots.LivePlot.update"):
+    with ExitStack() as stack:
+        if not plots:
+            stack.enter_context(mock.patch("train.record.plots.draw"))
+            stack.enter_context(mock.patch("train.record.plots.draw_health", return_value=False))
+        # of a long run beside it, by a process of its own
+        stack.enter_context(mock.patch("train.record.plots.LivePlot.update"))
         train.run_training(arguments)
     return Path(merged["output_dir"])
 
