@@ -98,7 +98,7 @@ def two_steps(
     config: str, variant: str, stage: int, compute: str, half: bool
 ) -> tuple[dict[str, float], Tensors]:
     """By weight, of two steps the larger difference from PlainMuon's, relative to what that changed (Euclidean); and
-    the weights then. half: Newton-Schulz runs in float16 where the machine can, as in training, else in float32."""
+    the weights then. half: Newton-Schulz runs in float16, as in training where the machine can, else in float32."""
     raw = {
         "model": {"config": config, "variant": variant},
         "data": {"sources": {"none": "none"}},
@@ -134,8 +134,8 @@ def two_steps(
         original_muon,
     )  # not before train.engine, which leaves it uncompiled
 
-    kept = original_muon.ns_compute_dtype
-    with mock.patch.object(original_muon, "ns_compute_dtype", kept if half else lambda *_: torch.float32):
+    dtype = torch.float16 if half else torch.float32
+    with mock.patch.object(original_muon, "ns_compute_dtype", lambda *_: dtype):
         for number in range(2):
             before = {name: weight.detach().clone() for name, weight in plain.weights.items()}
             for index in range(2):
