@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from model.fp8.recipes import RECIPES
 from train.config.arguments import TrainingArguments
 from train.config.schema import key_at, keys_of
 
@@ -42,7 +43,8 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
     """What a resume has otherwise and not every one may have, by key. Both are `to_dict()` of resolved arguments; of a
-    key that one of them lacks, which another version wrote, the default counts, or what that version did."""
+    key that one of them lacks, which another version wrote, the default counts, or with Transformer Engine's FP8 what
+    that version did."""
     rules = {"free", "content"}
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
@@ -52,8 +54,10 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
         found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
         present = {key_of(key) for key in found}
+        recipe = RECIPES.get(found.get("precision.recipe", ""))
+        fp8 = found.get("precision.compute") == "fp8" and recipe is not None and recipe.library == "te"
         defaults = {
-            key: node.get("before", node["default"])
+            key: node.get("before", node["default"]) if fp8 else node["default"]
             for key, node in keys_of(TrainingArguments).items()
             if "default" in node
         }

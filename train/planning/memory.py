@@ -91,8 +91,8 @@ def head_bytes(s: Setting) -> float:
     # norm's input, lm_head's input and its gradient; logits, which become their gradient
     if s.fp8_head:
         return e * V + 2 * V + 2 * e * H + H
-    if s.fp8_head_gradients:  # rows and columns of the logits' gradient, columns of the input
-        return e * V + 3 * e * H + BLOCK_SCALES * (2 * V + H)
+    if s.fp8_head_gradients:  # rows and columns of the logits' gradient
+        return e * V + 3 * e * H + BLOCK_SCALES * 2 * V
     return e * V + 3 * e * H
 
 
@@ -186,9 +186,8 @@ def _memory_of(s: Setting) -> Memory:
         # captures besides one, each of which keeps its gradients
         running["CUDA graphs"] = (s.keeps_fp8_weights + s.health) * s.element * s.parameters / GIB
     kept = inputs if s.recompute else of_layers
-    of_head = (
-        s.widths[0] * s.widths[4] / GIB if s.fp8_head_gradients else 0
-    )  # its weight, for its backward alone
+    # of the head's gradients, one after the other: the weight in FP8, then the input
+    of_head = s.widths[0] * max(s.widths[4], s.tokens) / GIB if s.fp8_head_gradients else 0
     head = {"activations": per_token * kept, "logits": per_token * head_bytes(s) + of_head}
     backward = {
         "activations": per_token * (kept + (one_layer if s.recompute else 0)),

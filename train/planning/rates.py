@@ -26,11 +26,15 @@ RESULTS = REPOSITORY / "test_fp8" / "results"
 STEPS = (
     "hare_0.4b_step",
     "hare_0.4b_fp8_head_step",
+    "hare_1.1b_shipped_step",
     "hare_1.1b_step",
     "hare_1.1b_gradient_formats_step",
+    "hare_2.0b_shipped_step",
     "hare_2.0b_step",
     "hare_2.0b_fp8_head_step",
 )
+# Of rows hf_* and torchao_*, which no training has.
+OTHER_LOSSES = ("compiled", "liger")
 # Trainings of one model with each recipe, one GPU, nothing beside them.
 RECIPES_OF = "convergence"
 # What was measured before had te_linear compute SwiGLU in torch.
@@ -119,7 +123,7 @@ def measured() -> tuple[Measured, ...]:
         for report in [_report(name)]
         for row in report["results"]
         if row["measure"] == "step" and row["variant"] in VARIANTS
-        if not row["automatic"] and "reason" not in row
+        if not row["automatic"] and "reason" not in row and row.get("loss_kind") not in OTHER_LOSSES
     )
 
 

@@ -328,21 +328,6 @@ def test_the_baseline_differs_from_fp8_only_in_precision():
     assert resume_differences(fp8, bf16) == [Difference("precision.compute", "fp8", "bf16")]
 
 
-def test_resume_names_what_changes_the_numbers():
-    old = arguments().resolve(1).to_dict()
-    assert resume_differences(old, old) == []
-    new = arguments(learning_rate=1e-3, precision__recipe="current", data__sources={"b": "data/a"}).resolve(1)
-    assert sorted(map(str, resume_differences(old, new.to_dict()))) == [
-        'data.sources: ["a"] -> ["b"]',
-        "learning_rate: 0.0003 -> 0.001",
-        'precision.recipe: "delayed" -> "current"',
-    ]
-    backend = arguments(precision__backend="reference").resolve(1).to_dict()
-    assert resume_differences(old, backend) == [Difference("precision.backend", "auto", "reference")]
-    staged = arguments(deepspeed="ds_config_zero2.json").resolve(1).to_dict()
-    assert Difference("deepspeed.zero_optimization.stage", 1, 2) in resume_differences(old, staged)
-
-
 def test_resume_leaves_the_rest_free():
     old = arguments(train_batch_size_tokens=32768).resolve(1).to_dict()
     new = arguments(

@@ -251,9 +251,9 @@ def test_what_the_reduction_of_gradients_takes(config: str, communication: str |
 
 
 def test_estimates_say_what_they_are_derived_from() -> None:
-    s = setting(full_determinism=False, precision__fp8_head_gradients=False, gradient_accumulation_steps=8)
+    s = setting(full_determinism=False, gradient_accumulation_steps=8)
     measured_here = estimate(replace(s, micro_batch=16), MEASURED_ON)
-    assert measured_here.basis.startswith("measured hare_1.1b_step.json, te_layer_fp8_delayed")
+    assert measured_here.basis.startswith("measured hare_1.1b_shipped_step.json, te_layer_fp8_delayed")
     said = [
         (replace(s, micro_batch=4), "h200", "scaled from"), (s, "h800", "by its data sheet"),
         (replace(s, ranks=8), "h200", "links between GPUs"), (replace(s, ranks=16), "h200", "never measured"),
@@ -332,8 +332,10 @@ def test_the_shares_of_stages_are_those_of_the_tokens_that_are_planned(
 ) -> None:
     """The stage that ends at step 50, of 16,384 tokens, is another share of each length."""
     output = tmp_path / "plan.json"
-    words = ["train_config_fp8", "--gpus=1", "--train_batch_size_tokens=16384", f"--tokens={tokens}"]
-    words += [f"--precision.schedule={json.dumps(SCHEDULE)}", f"--output={output}"]
+    words = (
+        "train_config_fp8 --gpus=1 --per_device_train_batch_size=8 --train_batch_size_tokens=16384".split()
+    )
+    words += [f"--tokens={tokens}", f"--precision.schedule={json.dumps(SCHEDULE)}", f"--output={output}"]
     assert program.main(words) == 0
     stages = json.loads(output.read_text())["stages"]
     assert [its["share"] for its in stages] == pytest.approx(shares, abs=0.01)
@@ -367,7 +369,7 @@ def test_tokens(text: str, tokens: int) -> None:
             ["train_config_fp8", "--learnin_rate", "1"],
             "learnin_rate: unknown key (did you mean learning_rate",
         ),
-        (["train_config_fp8", "--gpus", "3"], "not divisible by per_device_train_batch_size 8"),
+        (["train_config_fp8", "--gpus", "3"], "not divisible by per_device_train_batch_size 16"),
         (
             ["mistral_7b", "--gpus", "1"],
             "in no way: micro-batch 1 of 2048 tokens with ZeRO 1, optimizer_states int8, ",

@@ -1,0 +1,29 @@
+"""What a resumed run may not have otherwise, by itself."""
+
+from tests.train.config.test_arguments import arguments
+from train.config.differences import Difference, resume_differences
+
+
+def test_resume_names_what_changes_the_numbers():
+    old = arguments().resolve(1).to_dict()
+    assert resume_differences(old, old) == []
+    new = arguments(learning_rate=1e-3, precision__recipe="current", data__sources={"b": "data/a"}).resolve(1)
+    assert sorted(map(str, resume_differences(old, new.to_dict()))) == [
+        'data.sources: ["a"] -> ["b"]',
+        "learning_rate: 0.0003 -> 0.001",
+        'precision.recipe: "delayed" -> "current"',
+    ]
+    backend = arguments(precision__backend="reference").resolve(1).to_dict()
+    assert resume_differences(old, backend) == [Difference("precision.backend", "auto", "reference")]
+    staged = arguments(deepspeed="ds_config_zero2.json").resolve(1).to_dict()
+    assert Difference("deepspeed.zero_optimization.stage", 1, 2) in resume_differences(old, staged)
+
+
+def test_a_key_that_is_new_counts_as_what_was_done_before_it() -> None:
+    key, new = "fp8_head_gradients", arguments().resolve(1).to_dict()
+    old = {**new, "precision": {k: v for k, v in new["precision"].items() if k != key}}
+    assert resume_differences(old, new) == [Difference(f"precision.{key}", False, True)]
+    for own in ({"compute": "bf16"}, {"recipe": "tensorwise"}):  # which do not read it
+        precision = {**new["precision"], **own}
+        before = {k: v for k, v in precision.items() if k != key}
+        assert resume_differences({**new, "precision": before}, {**new, "precision": precision}) == []
