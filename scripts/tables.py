@@ -51,7 +51,7 @@ ON_A_RESUME = {
     "never": "no",
 }
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, with a micro-batch as training has.
-MEASURED = ("hare_0.4b_step", "hare_1.1b_step", "hare_2.0b_fp8_head_step")
+MEASURED = ("hare_0.4b_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
     "te_layer_bf16": "bf16",
     "te_layer_fp8_delayed": "FP8",
