@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_OF_A_REPORT = 2000  # characters of a failure, its end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,12 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # a worker of pytest-xdist saw its share alone
     folder = None if hasattr(config, "workerinput") else config.getoption("--results")
-    config.pluginmanager.register(GPURun(folder))
+    config.pluginmanager.register(GPURun(folder, config))
 
 
 class GPURun:
-    def __init__(self, folder: Path | None):
-        self.folder, self.start = folder, time.monotonic()
+    def __init__(self, folder: Path | None, config: pytest.Config):
+        self.folder, self.config, self.start = folder, config, time.monotonic()
         self.passed: Counter[str] = Counter()  # by file
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
@@ -48,6 +49,9 @@ class GPURun:
     def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+            # at once: the time of a machine may end before pytest's summary
+            if terminal := self.config.pluginmanager.get_plugin("terminalreporter"):
+                terminal.write_line(f"\nFAILED {report.nodeid}\n{report.longreprtext[-MOST_OF_A_REPORT:]}")
         elif report.skipped and not hasattr(report, "wasxfail"):
             self.skipped.append(report.nodeid)
 

@@ -50,11 +50,12 @@ SOURCES = ("model", "train", "test_fp8/zero")
 TERMINATED = 128 + signal.SIGTERM
 # Relative, the largest of all steps, and in the first, before weights differ. What was measured: docs/validation.md.
 # FP8's is wider: a sum that is rounded otherwise may be the next number of a format of few bits. Delayed scaling moves
-# its scales with each micro-batch, and a rank of several has fewer of them.
+# its scales with each micro-batch, and a rank of several has fewer of them. In the first step that was 1.5e-3 at most,
+# and is 5.2e-3 since gradients of lm_head are FP8 products, which hand each rounding on to all layers.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
     "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
-    "delayed": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 5e-3},
+    "delayed": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-2},
 }
 
 OPTIONS = Options(__file__, __doc__)

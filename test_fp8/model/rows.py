@@ -60,7 +60,7 @@ def _presets() -> dict[str, Row]:
         settings[f"torchao_{recipe}"] = {"model.variant": "torchao", **_fp8(recipe)}
     for variant in (v.name for v in VARIANTS.values() if v.te):
         kinds = {"bf16": BF16, **{f"fp8_{recipe}": _fp8(recipe) for recipe in VARIANTS[variant].recipes}}
-        kinds["fp8_delayed_bf16_head"] = {**_fp8("delayed"), "precision.fp8_head_gradients": False}
+        kinds["fp8_delayed_exact_head"] = {**_fp8("delayed"), "precision.fp8_head_gradients": False}
         # what changes numerics, and so is no default
         kinds["fp8_delayed_fp8_head"] = {**_fp8("delayed"), "precision.bf16_modules": []}
         if variant == "te_layer":

@@ -238,6 +238,8 @@ def test_gpu_tests_fail_by_a_skip_and_write_down_what_ran(tmp_path: Path) -> Non
         run = programs.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == status, run.stdout + run.stderr
         assert ("counts as failed" in run.stdout) is bool(skipped)
+        said = run.stdout.partition("= ERRORS =")[0]  # while others still ran
+        assert ["FAILED test_x.py::test_c\n" in said, "raise OSError" in said] == [bool(failed)] * 2
         report = json.loads(results.read_text())
         assert (report["status"], report["passed"], report["skipped"], report["failed"]) == (
             status,

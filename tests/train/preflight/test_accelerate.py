@@ -72,7 +72,7 @@ def test_the_shipped_file_has_what_the_shipped_configuration_has() -> None:
         ({"FP8_OVERRIDE_WGRAD": "True"}, "", "override_linear_precision (ACCELERATE_FP8_OVERRIDE_WGRAD=True) is not"),
         ({"FP8_USE_MXFP8_BLOCK_SCALING": "true"}, "", "fp8_config.use_mxfp8_block_scaling"),
         ({"GRADIENT_ACCUMULATION_STEPS": "2"}, "", "gradient_accumulation_steps is 2 "
-         "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS), and gradient_accumulation_steps is 8"),
+         "(ACCELERATE_GRADIENT_ACCUMULATION_STEPS), and gradient_accumulation_steps is 4"),
         ({"GRADIENT_CLIPPING": "0.5"}, "", "is 0.5 (ACCELERATE_GRADIENT_CLIPPING), and max_grad_norm is 1.0"),
         ({"DYNAMO_BACKEND": "INDUCTOR"}, "", "dynamo_backend is inductor"),
         ({"USE_DEEPSPEED": "true"}, "", 'the key "deepspeed" has what DeepSpeed is given; remove it'),
@@ -90,7 +90,7 @@ def test_a_setting_that_contradicts_is_an_error(told: dict[str, str], options: s
 @pytest.mark.parametrize(
     ("told", "options"),
     [
-        ({"GRADIENT_ACCUMULATION_STEPS": "8", "GRADIENT_CLIPPING": "1"}, ""),
+        ({"GRADIENT_ACCUMULATION_STEPS": "4", "GRADIENT_CLIPPING": "1"}, ""),
         ({"GRADIENT_ACCUMULATION_STEPS": "auto", "GRADIENT_CLIPPING": "none"}, ""),
         ({"FP8_BACKEND": "te", "FP8_AMAX_COMPUTE_ALGO": "most_recent"}, "--precision.recipe current"),
         (
