@@ -200,7 +200,8 @@ class Launcher:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            if self.asked_to_stop:
+            # Not by another request to stop before it: train/job.py's, of this very Ctrl-C, may be here first.
+            if self.interrupted:
                 self.ends = True  # wait() does, and then the ranks
                 return
             # Not as SIGINT, which ranks of this terminal have already. Those that do not take signals yet end by this.

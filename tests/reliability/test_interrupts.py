@@ -108,6 +108,27 @@ def test_what_a_job_passes_on(
     assert sent == passed_on
 
 
+@pytest.mark.parametrize(
+    ("came", "passed_on", "ends"),
+    [
+        (["SIGINT", "SIGUSR1"], ["SIGTERM", "SIGUSR1"], False),
+        (["SIGUSR1", "SIGINT"], ["SIGUSR1", "SIGTERM"], False),  # the job was faster than the terminal
+        (["SIGINT", "SIGUSR1", "SIGINT"], ["SIGTERM", "SIGUSR1"], True),
+    ],
+)
+def test_one_is_one_to_the_launcher_whichever_way_it_hears_of_it_first(
+    monkeypatch: pytest.MonkeyPatch, came: list[str], passed_on: list[str], ends: bool
+) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(signal.Signals(number).name))
+    launcher: Any = object.__new__(launch.Launcher)
+    launcher.processes = [SimpleNamespace(pid=1, returncode=None)]
+    launcher.asked_to_stop = launcher.interrupted = launcher.ends = False
+    for name in came:
+        launcher._pass_on(getattr(signal, name), None)
+    assert (sent, launcher.ends) == (passed_on, ends)
+
+
 def test_nothing_is_started_after_it(capsys: pytest.CaptureFixture) -> None:
     of_job: Any = object.__new__(job.Job)
     of_job.stop_asked, of_job.interrupted = False, True
