@@ -328,12 +328,15 @@ FLASH_ATTENTION_4 = "4.0.0b29"
 
 def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_dim: int) -> str:
     """The attention backend where `name` was asked for: for "auto" "flash" where that is FlashAttention-4 and faster
-    (FLASH_HEAD_DIMS), else `name`, "auto" being Transformer Engine's own choice. What the user's environment says of
-    attention counts before that."""
+    (FLASH_HEAD_DIMS, on Hopper GPUs), else `name`, "auto" being Transformer Engine's own choice. What the user's
+    environment says of attention counts before that."""
     if name != "auto" or te.name == "reference":
         return name
     users = (_attention_environment.get(v, os.environ.get(v)) for v in ATTENTION_BACKENDS["fused"])
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in FLASH_HEAD_DIMS or any(users):
+        return name
+    # elsewhere nobody has measured it, and Transformer Engine may take it for kernels that the GPU cannot launch
+    if torch.cuda.get_device_capability()[0] != HOPPER[0]:
         return name
     return "flash" if version_of("flash-attn-4") == FLASH_ATTENTION_4 else name
 

@@ -262,15 +262,17 @@ def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("asked", "version", "dtype", "head_dim", "chosen"),
+    ("asked", "version", "dtype", "head_dim", "capability", "chosen"),
     [
-        ("auto", "4.0.0b29", torch.bfloat16, 64, "flash"),
-        ("auto", "4.0.0b29", torch.float16, 256, "flash"),
-        ("auto", "4.0.0b29", torch.float32, 64, "auto"),
-        ("auto", "4.0.0b29", torch.bfloat16, 32, "auto"),
-        ("auto", "4.0.0b30", torch.bfloat16, 64, "auto"),
-        ("auto", None, torch.bfloat16, 64, "auto"),
-        ("fused", "4.0.0b29", torch.bfloat16, 64, "fused"),
+        ("auto", "4.0.0b29", torch.bfloat16, 64, (9, 0), "flash"),
+        ("auto", "4.0.0b29", torch.float16, 256, (9, 0), "flash"),
+        ("auto", "4.0.0b29", torch.float32, 64, (9, 0), "auto"),
+        ("auto", "4.0.0b29", torch.bfloat16, 32, (9, 0), "auto"),
+        ("auto", "4.0.0b30", torch.bfloat16, 64, (9, 0), "auto"),
+        ("auto", "4.0.0b29", torch.bfloat16, 64, (8, 9), "auto"),
+        ("auto", "4.0.0b29", torch.bfloat16, 64, (10, 0), "auto"),
+        ("auto", None, torch.bfloat16, 64, (9, 0), "auto"),
+        ("fused", "4.0.0b29", torch.bfloat16, 64, (9, 0), "fused"),
     ],
 )
 def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
@@ -278,11 +280,13 @@ def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
     version: str | None,
     dtype: torch.dtype,
     head_dim: int,
+    capability: tuple[int, int],
     chosen: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also the second time, when the first choice stands in the environment; not against what the user's says."""
     monkeypatch.setattr(te_backend, "version_of", lambda package: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for variable in ATTENTION_BACKENDS["fused"]:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(te_backend, "_attention_environment", {})
