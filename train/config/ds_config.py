@@ -174,10 +174,12 @@ def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) ->
     layer = {"te_linear": "MistralDecoderLayer", "te_layer": f"{fused}TransformerLayer"}[
         arguments.model.variant
     ]
-    leaf = zero.get("leaf_module") or {}
-    classes = leaf.get("classes", [])
-    named = [classes] if isinstance(classes, str) else classes
-    if leaf.get("names") or leaf.get("name_suffixes") or any(n.rpartition(".")[2] == layer for n in named):
+    leaf = zero.get("leaf_module")
+    leaf = leaf if isinstance(leaf, dict) else {}
+    classes = leaf.get("classes") or []
+    named = classes if isinstance(classes, list) else [classes]
+    found = any(str(name).rpartition(".")[2] == layer for name in named)
+    if leaf.get("names") or leaf.get("name_suffixes") or found:
         return None
     return (
         "zero_optimization.leaf_module: with gradient_checkpointing ZeRO 3 has to gather a layer's weights at once, or "
