@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from model.fp8.recipes import RECIPES
@@ -43,8 +44,8 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
     """What a resume has otherwise and not every one may have, by key. Both are `to_dict()` of resolved arguments; of a
-    key that one of them lacks, which another version wrote, the default counts, or with Transformer Engine's FP8 what
-    that version did."""
+    key that one of them lacks, which another version wrote, the default counts, or what that version did
+    (`before_new_keys`)."""
     rules = {"free", "content"}
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
@@ -54,17 +55,38 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
         found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
         present = {key_of(key) for key in found}
-        recipe = RECIPES.get(found.get("precision.recipe", ""))
-        fp8 = found.get("precision.compute") == "fp8" and recipe is not None and recipe.library == "te"
-        defaults = {
-            key: node.get("before", node["default"]) if fp8 else node["default"]
-            for key, node in keys_of(TrainingArguments).items()
-            if "default" in node
-        }
-        found |= {key: value for key, value in defaults.items() if key not in present}
+        new = _of_new_keys(values.get("precision") or {})
+        found |= {key: value for key, value in new.items() if key not in present}
         return {key: value for key, value in found.items() if key_of(key) and rule_of(key) not in rules}
 
     return differences(relevant(old), relevant(new))
+
+
+def before_new_keys(precision: dict[str, Any]) -> dict[str, Any]:
+    """The section "precision" of another version's run with the keys that it lacks, as that version ran."""
+    new = (
+        (key.removeprefix("precision."), value)
+        for key, value in _of_new_keys(precision).items()
+        if key.startswith("precision.")
+    )
+    return {**precision, **{name: value for name, value in new if name not in precision}}
+
+
+def _of_new_keys(precision: dict[str, Any]) -> dict[str, Any]:
+    """Dotted key -> what a run without the key did, whose section "precision" is given: `before` of the key, which is
+    about lm_head's gradients in Transformer Engine's FP8, where a stage has these, else the default."""
+    head = any(
+        own.get("compute") == "fp8"
+        and (recipe := RECIPES.get(own.get("recipe", ""))) is not None
+        and recipe.library == "te"
+        and any(fnmatchcase("lm_head", pattern) for pattern in own.get("bf16_modules") or ())
+        for own in ({**precision, **stage} for stage in precision.get("schedule") or [{}])
+    )
+    return {
+        key: node.get("before", node["default"]) if head else node["default"]
+        for key, node in keys_of(TrainingArguments).items()
+        if "default" in node
+    }
 
 
 # Of DeepSpeed's configuration what only repeats keys of the training configuration (ds_config.py sees to that).

@@ -20,7 +20,7 @@ from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import differences, rule_of
+from train.config.differences import before_new_keys, differences, rule_of
 from train.config.ds_config import resolve_ds_config
 from train.record.run_folder import RunFolder
 
@@ -111,8 +111,13 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
             raise ConfigurationError(
                 f"precision.auto: the saved choice {path} cannot be read ({error}); {advice}"
             ) from error
+        now = task.made_for()
+        if isinstance(section := record.asked.get("precision"), dict):
+            # an earlier version's lacks keys that are new; `auto` is no part of it
+            known = {k: v for k, v in before_new_keys(section).items() if k in now["asked"]["precision"]}
+            record.asked["precision"] = known | section
         asked, circumstances, versions = (
-            differences(getattr(record, part), now) for part, now in task.made_for().items()
+            differences(getattr(record, part), its) for part, its in now.items()
         )
         # what any run may change when it goes on, as looks and alarms, does not decide what is fastest
         asked = [d for d in asked if not (d.key.startswith("precision.") and rule_of(d.key) == "free")]

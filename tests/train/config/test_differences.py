@@ -27,3 +27,17 @@ def test_a_key_that_is_new_counts_as_what_was_done_before_it() -> None:
         precision = {**new["precision"], **own}
         before = {k: v for k, v in precision.items() if k != key}
         assert resume_differences({**new, "precision": before}, {**new, "precision": precision}) == []
+
+
+def test_it_counts_where_a_stage_has_such_gradients() -> None:
+    """As the stages are, not as the section is; an lm_head in FP8 has none that are new."""
+    key, later = "fp8_head_gradients", [{"until_step": 5}, {"compute": "fp8"}]
+    for own, counts in (
+        ({"precision__compute": "bf16", "precision__schedule": later}, True),
+        ({"precision__bf16_modules": []}, False),
+        ({"precision__bf16_modules": ["lm_*"]}, True),
+    ):
+        new = arguments(**own).resolve(1).to_dict()
+        old = {**new, "precision": {k: v for k, v in new["precision"].items() if k != key}}
+        expected = [Difference(f"precision.{key}", False, True)] if counts else []
+        assert resume_differences(old, new) == expected, own

@@ -342,6 +342,20 @@ def test_who_names_a_choice_means_its_circumstances_but_not_its_versions(
         resolve(by_path)
 
 
+def test_a_choice_of_a_version_without_a_key_holds_for_what_that_version_ran(
+    settings: dict, measured: list[int]
+) -> None:
+    output_dir, key = Path(settings["output_dir"]), "fp8_head_gradients"
+    output_dir.mkdir()
+    before = arguments(settings, precision={**settings["precision"], key: False})
+    _, record, _ = resolve(before)
+    assert record is not None
+    del record.asked["precision"][key]
+    save(record, output_dir)
+    assert "not measured again" in resolve(before)[2] and len(measured) == 1
+    assert f"precision.{key}: false -> true" in resolve(arguments(settings))[2] and len(measured) == 2
+
+
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)
