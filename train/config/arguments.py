@@ -61,7 +61,7 @@ class ModelArguments:
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
         "whose attention te_linear and te_layer run; fused is cuDNN's; auto: flash where FlashAttention-4 is installed "
-        "and heads have 64, 128 or 256 dimensions, else Transformer Engine's choice",
+        "on a Hopper GPU and heads have 64, 128 or 256 dimensions, else Transformer Engine's choice",
         "auto",
     )
 
