@@ -111,8 +111,9 @@ def model_for(
     Raises ValueError: model.config names none; as `build_model`; BackendError: no such Transformer Engine or attention.
     """
     config, precision = load_config(args.model.config), Precision(args.precision, levels=levels)
-    attention, within = args.model.attention_backend, args.data.document_mask
-    choose_attention(attention, args.model.variant, precision, config, within)
+    choose_attention(
+        args.model.attention_backend, args.model.variant, precision, config, args.data.document_mask
+    )
     model = build_model(
         config,
         args.model.variant,
@@ -122,7 +123,7 @@ def model_for(
         gradient_checkpointing=args.gradient_checkpointing,
         compile=args.model.compile,
         speed=args.speed,
-        document_mask=within,
+        document_mask=args.data.document_mask,
     )
     return model, precision
 

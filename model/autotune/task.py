@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -103,7 +102,7 @@ class Task:
         if torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             gpu = {"GPU": properties.name, "GPU memory, GiB": round(properties.total_memory / GIB)}
-        packages = {p: importlib.metadata.version(p) for p in PACKAGES if te_backend.is_installed(p)}
+        packages = {p: version for p in PACKAGES if (version := te_backend.version_of(p))}
         return {
             "asked": {
                 "model": {key: getattr(self.config, key, None) for key in ARCHITECTURE},

@@ -115,8 +115,8 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             reason = pattern and f"precision.bf16_modules has {pattern!r}"
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
-            if reason and pattern and name == "lm_head" and precision.head_gradients:
-                reason += _of_its_gradients(module)
+            if name == "lm_head" and precision.config.head_gradients:
+                reason = f"{reason}; {_of_its_gradients(module)}"
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:
@@ -128,6 +128,6 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
 
 def _of_its_gradients(head: nn.Module) -> str:
     if getattr(head, "fp8_gradients", False):
-        return "; its two gradients do (precision.fp8_head_gradients)"
+        return "its two gradients do (precision.fp8_head_gradients)"
     (weight,) = matrices(head)
-    return f"; its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"
+    return f"its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"

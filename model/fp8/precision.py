@@ -101,12 +101,6 @@ class Precision:
         return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
 
     @property
-    def head_gradients(self) -> bool:
-        """Whether the gradients of lm_head, whose forward is in bf16, are FP8 products where its sizes allow it."""
-        asked = self.fp8 and not self.torchao and self.config.fp8_head_gradients
-        return asked and bf16_pattern("lm_head", self.config.bf16_modules) is not None
-
-    @property
     def health_steps(self) -> int:
         """Steps between looks at the operands of GEMMs; 0: none, or there are no such operands."""
         return self.config.health_steps if self.fp8 and not self.torchao else 0

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import dataclasses
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -195,6 +196,12 @@ class PrecisionConfig(PrecisionSettings):
         import torch
 
         return self.backend == "reference" or (self.backend == "auto" and not torch.cuda.is_available())
+
+    @property
+    def head_gradients(self) -> bool:
+        """Whether the gradients of lm_head, whose forward is in bf16, are FP8 products where its sizes allow it."""
+        asked = self.compute == "fp8" and RECIPES[self.recipe].library == "te" and self.fp8_head_gradients
+        return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
     @property
     def moment_type(self) -> str:

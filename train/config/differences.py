@@ -55,8 +55,8 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
         found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
         present = {key_of(key) for key in found}
-        new = _of_new_keys(values.get("precision") or {})
-        found |= {key: value for key, value in new.items() if key not in present}
+        lacking = _of_new_keys(values.get("precision") or {})
+        found |= {key: value for key, value in lacking.items() if key not in present}
         return {key: value for key, value in found.items() if key_of(key) and rule_of(key) not in rules}
 
     return differences(relevant(old), relevant(new))

@@ -240,9 +240,7 @@ def of_precision(variant: str, precision: PrecisionConfig, sizes: Any) -> dict[s
         "fp8_layers": (layers - kept) if fp8 else 0,
         "fp8_head": fp8 and not in_bf16("lm_head"),
         "fp8_head_gradients": VARIANTS[variant].te
-        and fp8
-        and precision.fp8_head_gradients
-        and in_bf16("lm_head")
+        and precision.head_gradients
         and fits_fp8(sizes.hidden_size, sizes.vocab_size),
         "health": VARIANTS[variant].te and fp8 and precision.health_steps > 0,
     }
