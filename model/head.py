@@ -3,7 +3,9 @@
 In a token's gradient of the logits the label's entry is thousands of times larger than most others: e4m3 with one scale
 for the tensor makes these zero, and all gradients behind them wrong. A scale for each 128 entries keeps them. What the
 forward, in FP8, would add is as large as all that the layers' FP8 leaves room for (docs/performance.md).
-Shape suffixes: M tokens, H hidden, V vocabulary.
+
+Given labels it computes the loss, too: the kernel of the loss's gradient then writes FP8, and the logits' gradient in
+bf16 is never in memory. Shape suffixes: M tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -23,26 +24,63 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
     class Head(te.Linear):  # type: ignore[misc,name-defined]
         fp8_gradients = True
 
-        def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        def forward(
+            self,
+            inp: torch.Tensor,
+            is_first_microbatch: bool | None = None,
+            labels: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            """Logits; with `labels`, one for each row of hidden states, -100 ignored, their mean cross entropy."""
+            hidden_MH = inp.reshape(-1, inp.shape[-1])
+            if labels is not None:
+                return _HeadWithLoss.apply(hidden_MH, self.weight, labels.flatten(), self, te)
             if not torch.is_grad_enabled():
                 return super().forward(inp, is_first_microbatch=is_first_microbatch)
-            logits_MV = _Head.apply(inp.reshape(-1, inp.shape[-1]), self.weight, self, te.fp8_gradients)
+            logits_MV = _Head.apply(hidden_MH, self.weight, self, te)
             return logits_MV.view(*inp.shape[:-1], -1)
 
     return Head(hidden_size, vocab_size, bias=False, **placement)
 
 
+def _main_grad(module: nn.Module, weight_VH: torch.Tensor) -> torch.Tensor | None:
+    return weight_VH.main_grad if getattr(module, "fuse_wgrad_accumulation", False) else None
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, module: nn.Module, gradients: Any
+        ctx: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, module: nn.Module, te: Any
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_MH, weight_VH)
-        ctx.module, ctx.gradients = module, gradients
-        return F.linear(hidden_MH, weight_VH)
+        ctx.module, ctx.te = module, te
+        return te.linear(hidden_MH, weight_VH)
 
     @staticmethod
     def backward(ctx: Any, gradient_MV: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         hidden_MH, weight_VH = ctx.saved_tensors
-        into = weight_VH.main_grad if getattr(ctx.module, "fuse_wgrad_accumulation", False) else None
-        return *ctx.gradients(gradient_MV, hidden_MH, weight_VH, into), None, None
+        into = _main_grad(ctx.module, weight_VH)
+        return *ctx.te.fp8_gradients(gradient_MV, hidden_MH, weight_VH, into), None, None
+
+
+class _HeadWithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        labels_M: torch.Tensor,
+        module: nn.Module,
+        te: Any,
+    ) -> torch.Tensor:
+        logits_MV = te.linear(hidden_MH, weight_VH)
+        loss, statistics = te.fp8_cross_entropy.forward(logits_MV, labels_M)
+        ctx.save_for_backward(hidden_MH, weight_VH, logits_MV, *statistics)
+        ctx.module, ctx.te = module, te
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden_MH, weight_VH, logits_MV, *statistics = ctx.saved_tensors
+        into = _main_grad(ctx.module, weight_VH)
+        gradient = ctx.te.fp8_cross_entropy.gradient(logits_MV, statistics, upstream)
+        return *ctx.te.fp8_gradients(gradient, hidden_MH, weight_VH, into), None, None, None

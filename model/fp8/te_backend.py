@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +41,13 @@ class BackendError(UserError):
 
 def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
-    CUDA device at all). `cross_entropy` is Transformer Engine's fused one, None in the reference; `fused_swiglu` the
-    name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `swiglu` is
-    model/fused/swiglu.py's, None in the reference; `fp8_gradients` is described in te_reference/gemm.py.
+    CUDA device at all).
+
+    `cross_entropy` and `swiglu` are those of model/fused, None in the reference; `fused_swiglu` is the name of
+    LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `linear` is x W^T in
+    the dtype of both; `fp8_gradients` is described in te_reference/gemm.py; `fp8_cross_entropy` is the loss of
+    model/head.py, None in the reference: `forward(logits [M, V], labels [M])` -> (mean loss, statistics),
+    `gradient(logits, statistics, upstream)` -> a gradient for `fp8_gradients`, bit for bit as from `cross_entropy`.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
     """
@@ -65,7 +69,9 @@ def _load_reference() -> SimpleNamespace:
         cross_entropy=None,
         fused_swiglu="swiglu",
         swiglu=None,
+        linear=torch.nn.functional.linear,
         fp8_gradients=reference.fp8_gradients,
+        fp8_cross_entropy=None,
         recipe=reference.recipe,
     )
 
@@ -80,7 +86,6 @@ def _load_transformer_engine() -> SimpleNamespace:
     try:
         te: Any = importlib.import_module("transformer_engine.pytorch")
         rope: Any = importlib.import_module("transformer_engine.pytorch.attention.rope")
-        loss: Any = importlib.import_module("transformer_engine.pytorch.cross_entropy")
         recipe: Any = importlib.import_module("transformer_engine.common.recipe")
     except (ImportError, OSError) as error:
         raise BackendError(
@@ -96,9 +101,9 @@ def _load_transformer_engine() -> SimpleNamespace:
         # Triton, which torch brings along only where there is CUDA
         split_and_rotate=importlib.import_module("model.fused.qkv_rope").split_and_rotate,
         swiglu=importlib.import_module("model.fused.swiglu").swiglu,
-        cross_entropy=loss.parallel_cross_entropy,
+        cross_entropy=importlib.import_module("model.fused.cross_entropy").cross_entropy,
         fused_swiglu=_register_fused_swiglu(),
-        fp8_gradients=_fp8_gradients(),
+        **_head_products(),
         recipe=recipe,
     )
 
@@ -133,28 +138,50 @@ def _register_fused_swiglu() -> str:
     return FUSED_SWIGLU
 
 
-def _fp8_gradients() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _head_products() -> dict[str, Any]:
+    """`linear`, `fp8_gradients` and `fp8_cross_entropy` of `load`."""
     kernels: Any = importlib.import_module("transformer_engine_torch")
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
 
-    def quantize(x: torch.Tensor, block_dimensions: int, rowwise: bool = False) -> Any:
+    def quantizer(block_dimensions: int, rowwise: bool = False) -> Any:
         return tensors.Float8BlockQuantizer(
             kernels.DType.kFloat8E4M3, rowwise=rowwise, columnwise=True, block_scaling_dim=block_dimensions
-        )(x)
+        )
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return general_gemm(weight, x, layout="TN", out_dtype=x.dtype)[0]
 
     def gradients(
-        gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None
+        gradient: Any, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        grad = quantize(gradient.contiguous(), 1, rowwise=True)
-        of_x = general_gemm(quantize(weight, 2), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
+        grad = gradient
+        if not isinstance(gradient, tensors.Float8BlockwiseQTensor):
+            grad = quantizer(1, rowwise=True)(gradient.contiguous())
+        of_x = general_gemm(quantizer(2)(weight), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
         where = {"out_dtype": weight.dtype}
         if into is not None:
             where = {"out_dtype": into.dtype, "out": into, "accumulate": True}
-        of_weight = general_gemm(quantize(x, 1), grad, layout="NT", grad=True, **where)[0]
+        of_weight = general_gemm(quantizer(1)(x), grad, layout="NT", grad=True, **where)[0]
         return of_x, (of_weight if into is None else None)
 
-    return gradients
+    cross_entropy = _fp8_cross_entropy(partial(quantizer, 1, rowwise=True))
+    return {"linear": linear, "fp8_gradients": gradients, "fp8_cross_entropy": cross_entropy}
+
+
+def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
+    fused: Any = importlib.import_module("model.fused.cross_entropy")
+
+    def gradient(logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> Any:
+        out = quantizer().make_empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        by_rows, by_columns = (
+            (getattr(out, f"_{way}_data"), getattr(out, f"_{way}_scale_inv"))
+            for way in ("rowwise", "columnwise")
+        )
+        fused.gradient_in_fp8(logits, statistics, upstream, *by_rows, *by_columns)
+        return out
+
+    return SimpleNamespace(forward=fused.loss_and_statistics, gradient=gradient)
 
 
 def _prefer_torchs_cudnn() -> None:

@@ -1,7 +1,8 @@
-"""Several launches made into one, for Transformer Engine's modules on a GPU; each a switch of the section "speed".
+"""Several launches made into one, for Transformer Engine's modules on a GPU, by switches of the section "speed".
 
-    qkv_rope   splitting and rotating q, k and v
-    swiglu     SwiGLU of te.Linear's two halves, and its gradients
+    qkv_rope        splitting and rotating q, k and v
+    swiglu          SwiGLU of te.Linear's two halves, and its gradients
+    cross_entropy   the loss in one kernel, its gradient in another, also as FP8
 
 fp8/te_backend.py hands them out; where there is no CUDA, Triton is not imported. Imports nothing of the project.
 """

@@ -81,7 +81,7 @@ class Visit:
 def loss_kind(model: nn.Module, loss: str) -> str:
     """What computed the loss of `model`, for the report."""
     if VARIANTS[model.variant].te:
-        return "torch" if model.fused_cross_entropy is None else "fused (TE)"
+        return "torch" if model.fused_cross_entropy is None else "fused"
     return "torch" if loss == OWN_LOSS else loss
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
 from model.proof import prove
 from model.te_reference import fp8_gradients
+from model.te_reference.quantize import quantize_blocks
+from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
+from tests.model.triton_stand_in import use_stand_in
 
 M, H, V = 32, 48, 272
 
@@ -112,7 +117,8 @@ def head_gradients(hidden: Any, weight: Any, gradient: Any, into: Any = None) ->
         head.fuse_wgrad_accumulation, head.weight.main_grad = True, into
     leaf = hidden.clone().requires_grad_()
     out = head(leaf.view(2, M // 2, H))
-    assert torch.equal(out.view(M, V), F.linear(hidden, weight))
+    with torch.no_grad():
+        assert torch.equal(out, head(leaf.view(2, M // 2, H)))
     out.backward(gradient.view_as(out))
     return leaf.grad, head.weight.grad
 
@@ -160,3 +166,159 @@ def test_on_the_gpu_the_gradients_are_the_references() -> None:
             assert relative(ours[1].cpu(), theirs[1]) < 4e-3
         else:
             assert ours[1] is None and relative(into.cpu() - 1, others - 1) < 4e-3
+
+
+# ---------------------------------------------------------------- with the loss
+
+
+def some_logits(
+    tokens: int, size: int = V, ignored: slice = slice(None, None, 5)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(tokens, size, generator=generator)).bfloat16()
+    logits[3] = -1e4  # but for one entry: a row whose other gradients are zero
+    logits[3, 7] = 10.0
+    labels = torch.randint(size, (tokens,), generator=generator)
+    labels[ignored] = -100
+    device = Precision(PrecisionConfig()).device
+    return logits.to(device), labels.to(device)
+
+
+def fused_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels, on a CPU by Triton's stand-in."""
+    if not torch.cuda.is_available():
+        use_stand_in(monkeypatch)
+    module = importlib.import_module("model.fused.cross_entropy")
+    if not torch.cuda.is_available():
+        monkeypatch.delitem(sys.modules, "model.fused.cross_entropy")
+    return module
+
+
+SOME, ALL = slice(None, None, 5), slice(None)
+on_both = pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+
+@on_both
+@pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("size", [V, 2 * 4096, 4096 + 37])
+def test_the_kernels_of_the_loss_equal_torchs(
+    where: str, size: int, ignored: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = fused_cross_entropy(monkeypatch)
+    logits, labels = some_logits(48, size, ignored)
+    exact = logits.float().requires_grad_()
+    losses = F.cross_entropy(exact, labels, ignore_index=-100, reduction="sum")
+    expected = losses / max(1, int((labels != -100).sum()))
+    (expected / 8).backward()
+    leaf = logits.view(4, 12, size).clone().requires_grad_()
+    loss = fused.cross_entropy(leaf * 1, labels.view(4, 12))
+    assert loss.shape == () and loss.item() == pytest.approx(float(expected.detach()), rel=1e-6)
+    (loss / 8).backward(retain_graph=True)
+    torch.testing.assert_close(leaf.grad.view(48, size).float(), exact.grad, rtol=2**-8, atol=1e-9)
+    assert not leaf.grad.view(48, size)[ignored].any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_both
+@pytest.mark.parametrize("ignored", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("tokens", [128, 144])
+def test_one_kernel_writes_what_casting_the_gradient_makes(
+    where: str, tokens: int, ignored: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Squares at both edges are partial."""
+    fused = fused_cross_entropy(monkeypatch)
+    logits, labels = some_logits(tokens, ignored=ignored)
+    upstream = torch.tensor(0.125, device=logits.device)
+    _, statistics = fused.loss_and_statistics(logits, labels)
+    # as Transformer Engine pads them; nothing may stay as it is here
+    shapes = (tokens, V), (-(-V // 128), tokens), (V, tokens), (-(-tokens // 128), V)
+    made = [
+        torch.full(shape, 77, dtype=dtype, device=logits.device)
+        for shape, dtype in zip(shapes, (torch.uint8, torch.float32) * 2, strict=True)
+    ]
+    fused.gradient_in_fp8(logits, statistics, upstream, *made)
+    gradient = fused.gradient_in_place(logits.clone(), statistics, upstream)
+    of_rows, of_columns = (quantize_blocks(gradient, b, torch.float8_e4m3fn) for b in ((1, 128), (128, 1)))
+    rows, row_scales, columns, column_scales = made
+    assert torch.equal(rows, of_rows[0].view(torch.uint8)) and torch.equal(row_scales, of_rows[1].t())
+    assert torch.equal(columns, of_columns[0].t().view(torch.uint8))
+    assert torch.equal(column_scales, of_columns[1])
+    assert rows.any() == (ignored != ALL)
+
+
+class LossInFP8:
+    """`fp8_cross_entropy` of a GPU with a gradient that is yet to be cast."""
+
+    def __init__(self, fused: Any) -> None:
+        self.fused, self.forwards = fused, 0
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+        self.forwards += 1
+        return self.fused.loss_and_statistics(logits, labels)
+
+    def gradient(self, logits: torch.Tensor, statistics: Any, upstream: torch.Tensor) -> torch.Tensor:
+        return self.fused.gradient_in_place(logits.clone(), statistics, upstream)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+def test_a_head_that_computes_the_loss_changes_no_bit(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    te, fused = te_backend.load(), fused_cross_entropy(monkeypatch)
+    monkeypatch.setattr(te, "cross_entropy", fused.cross_entropy)
+    loss, gradients, _ = trained(variant)
+    ours = LossInFP8(fused)
+    monkeypatch.setattr(te, "fp8_cross_entropy", ours)
+    other, others, gemms = trained(variant)
+    assert ours.forwards == 1 and not gemms.problem() and loss == other
+    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("off", ["the switch", "the gradients", "evaluation", "labels"])
+def test_otherwise_the_loss_is_not_the_heads(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    te, fused = te_backend.load("reference"), fused_cross_entropy(monkeypatch)
+    ours = LossInFP8(fused)
+    monkeypatch.setattr(te, "cross_entropy", fused.cross_entropy)
+    monkeypatch.setattr(te, "fp8_cross_entropy", ours)
+    gradients, speed = off != "the gradients", SpeedConfig(fused_cross_entropy=off != "the switch")
+    precision = Precision(PrecisionConfig(backend="reference", fp8_head_gradients=gradients))
+    model = build_model(small_config(), "te_linear", precision, seed=3, speed=speed)
+    ids = random_ids(model.config, 1, 33)
+    with torch.set_grad_enabled(off != "evaluation"):
+        out = model(ids[:, :-1], labels=None if off == "labels" else ids[:, 1:].contiguous())
+    assert not ours.forwards
+    assert out.loss.item() > 0 if off == "the gradients" else out.logits is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [128, 144, 4096])
+def test_on_the_gpu_these_are_transformer_engines_bytes(tokens: int) -> None:
+    """Its loss and its casting kernel."""
+    te, upstream = te_backend.load(), torch.tensor(0.125, device="cuda")
+    logits, labels = some_logits(tokens)
+    leaf = logits[None].clone().requires_grad_()
+    loss_of_te = importlib.import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
+    expected = loss_of_te(leaf, labels[None], reduce_loss=True, ignore_idx=-100).reshape(())
+    expected.backward(upstream)
+    loss, statistics = te.fp8_cross_entropy.forward(logits, labels)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    ours = te.fp8_cross_entropy.gradient(logits, statistics, upstream)
+    theirs = ours._quantizer(leaf.grad[0])
+    for name, width in (("rowwise", tokens), ("columnwise", V)):
+        data, others = (getattr(x, f"_{name}_data") for x in (ours, theirs))
+        # its sum of a row is in another order: now and then a value is rounded to its neighbour
+        assert float((data == others).float().mean()) > 0.999 and data.any()
+        scales, others = (getattr(x, f"_{name}_scale_inv")[:, :width] for x in (ours, theirs))
+        assert float((scales == others).float().mean()) > 0.999
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
+def test_on_the_gpu_a_head_that_computes_the_loss_changes_no_bit(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, gradients, gemms = trained(variant)
+    monkeypatch.setattr(te_backend.load(), "fp8_cross_entropy", None)
+    other, others, _ = trained(variant)
+    assert not gemms.problem() and loss == other
+    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())

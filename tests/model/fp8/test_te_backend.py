@@ -97,7 +97,7 @@ NAMESPACE = {
     **{name: f"transformer_engine.pytorch.{name}" for name in te_backend.MODULES},
     "RotaryPositionEmbedding": "transformer_engine.pytorch.attention.rope.RotaryPositionEmbedding",
     "apply_rotary_pos_emb": "transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb",
-    "cross_entropy": "transformer_engine.pytorch.cross_entropy.parallel_cross_entropy",
+    "cross_entropy": "model.fused.cross_entropy.cross_entropy",
     "split_and_rotate": "model.fused.qkv_rope.split_and_rotate",
     "swiglu": "model.fused.swiglu.swiglu",
 }
@@ -114,6 +114,7 @@ def test_where_there_is_a_gpu_all_names_are_transformer_engines(monkeypatch: pyt
     contents["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] = {}
     contents["transformer_engine.pytorch.cpp_extensions"] = {"general_gemm": None}
     contents["transformer_engine_torch"] = {"get_cudnn_version": lambda: 91900}
+    contents["model.fused.cross_entropy"]["loss_and_statistics"] = None
     for name, attributes in contents.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -127,10 +128,12 @@ def test_where_there_is_a_gpu_all_names_are_transformer_engines(monkeypatch: pyt
         assert (te.name, te.version) == ("transformer_engine", "Transformer Engine 9.8")
         assert {name: getattr(te, name) for name in NAMESPACE} == NAMESPACE
         assert te.recipe is sys.modules["transformer_engine.common.recipe"] and te.fused_swiglu == "swiglu"
+        assert te.fp8_cross_entropy is not None
     assert prepared == [True, True]
     assert te_backend.cudnn_versions() == (91900, 92000)
     reference = te_backend.load("reference")
-    assert reference.name == "reference" and (reference.cross_entropy, reference.swiglu) == (None, None)
+    assert reference.name == "reference"
+    assert (reference.cross_entropy, reference.swiglu, reference.fp8_cross_entropy) == (None, None, None)
 
 
 def test_models_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
