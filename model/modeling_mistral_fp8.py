@@ -31,11 +31,12 @@ def _linear(precision: Precision, inputs: int, outputs: int) -> nn.Module:
 class MistralAttention(nn.Module):
     """Grouped-query attention with rotary positions and an optional sliding window."""
 
-    def __init__(self, config: MistralConfig, precision: Precision, index: int):
+    def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
         te = precision.te
         self.index, self.head_dim = index, head_dim(config)
         self.apply_rotary_pos_emb = te.apply_rotary_pos_emb
+        self.rotate = te.rotate if speed.fused_rope else None
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = _linear(precision, config.hidden_size, queries)
         self.k_proj = _linear(precision, config.hidden_size, keys)
@@ -44,6 +45,8 @@ class MistralAttention(nn.Module):
         self.core_attention = causal_attention(config, te, layer_number=index + 1)
 
     def _rotate(self, x_BTND: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        if self.rotate is not None and torch.is_grad_enabled():
+            return self.rotate(x_BTND, freqs)
         return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=True)
 
     def forward(
@@ -84,7 +87,7 @@ class MistralDecoderLayer(nn.Module):
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
         norm = {"eps": config.rms_norm_eps, "dtype": precision.dtype, "device": precision.device}
-        self.self_attn = MistralAttention(config, precision, index)
+        self.self_attn = MistralAttention(config, precision, speed, index)
         self.mlp = MistralMLP(config, precision, speed)
         self.input_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)
         self.post_attention_layernorm = precision.te.RMSNorm(config.hidden_size, **norm)

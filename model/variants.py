@@ -55,7 +55,10 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 class SpeedConfig:
     """The "speed" section. What needs a GPU is without effect on a CPU, whatever the switch says."""
 
-    fused_rope: bool = option("te_layer: one kernel splits q, k and v and rotates q and k", True)
+    fused_rope: bool = option(
+        "te_layer: one kernel splits q, k and v and rotates q and k; te_linear: one rotates each of q and k",
+        True,
+    )
     fused_swiglu: bool = option(
         "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it; te_linear: "
         "SwiGLU in one kernel, its gradients in another",

@@ -1,6 +1,6 @@
 """Several launches made into one, for Transformer Engine's modules on a GPU, by switches of the section "speed".
 
-    qkv_rope        splitting and rotating q, k and v
+    qkv_rope        splitting and rotating q, k and v; rotating one alone
     swiglu          SwiGLU of te.Linear's two halves, and its gradients
     cross_entropy   the loss in one kernel, its gradient in another, also as FP8
 

@@ -20,7 +20,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.modeling_mistral_fp8_trans import FusedTransformerLayer
 from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling
-from model.te_reference.rotary import RotaryPositionEmbedding
+from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.rotary import split_and_rotate as reference_split
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
@@ -75,14 +75,16 @@ def test_on_the_reference_switches_change_no_bit(switch: str, variant: str) -> N
 def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple[nn.Module, set[str]]:
     """A model of modules without memory, and which of the fusions that a GPU has are in it, by their switches."""
     resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
-    loss, swiglu = (lambda: None), (lambda gate, up: None)
-    stand_ins = {"cross_entropy": loss, "swiglu": swiglu, "fused_swiglu": te_backend.FUSED_SWIGLU}
+    loss, swiglu, rotate = (lambda: None), (lambda gate, up: None), (lambda x, freqs: None)
+    stand_ins = {"cross_entropy": loss, "swiglu": swiglu, "rotate": rotate}
+    stand_ins |= {"fused_swiglu": te_backend.FUSED_SWIGLU}
     resolved.te = SimpleNamespace(**{**vars(resolved.te), **stand_ins})
     model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
     found = {"fused_cross_entropy"} if model.fused_cross_entropy is loss else set()
     for layer in model.model.layers:
         if variant == "te_linear":
             fused = {"fused_swiglu"} if layer.mlp.swiglu is swiglu else set()
+            fused |= {"fused_rope"} if layer.self_attn.rotate is rotate else set()
         else:
             fused = {"fused_rope"} if isinstance(layer, FusedTransformerLayer) else set()
             activation = getattr(layer.layernorm_mlp, "activation", "swiglu")
@@ -95,20 +97,14 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("switch", [None, *SWITCHES])
 def test_each_switch_is_its_own_fusion_in_every_layer(switch: str | None, variant: str) -> None:
-    its = {switch} & {
-        "fused_cross_entropy",
-        "fused_swiglu",
-        *(["fused_rope"] if variant == "te_layer" else []),
-    }
+    fusions = {name for name in SWITCHES if name.startswith("fused")}
+    its = {switch} & fusions
     model, found = with_fusions(variant, only(switch))
     assert found == its and model.speed == only(switch)
     others, found = with_fusions(
         variant, dataclasses.replace(SpeedConfig(), **({switch: False} if switch else {}))
     )
-    assert (
-        found
-        == {"fused_cross_entropy", "fused_swiglu", *(["fused_rope"] if variant == "te_layer" else [])} - its
-    )
+    assert found == fusions - its
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32", "fp8"])
@@ -236,6 +232,60 @@ def test_the_arithmetic_of_split_and_rotate(
     kernel = importlib.import_module("model.fused.qkv_rope").split_and_rotate
     monkeypatch.delitem(sys.modules, "model.fused.qkv_rope")
     check_split_and_rotate(kernel, heads, kv_heads, D, tokens)
+
+
+def check_rotate(kernel: Callable[..., torch.Tensor], heads: int, D: int, tokens: int) -> None:
+    device = Precision(PrecisionConfig()).device
+    freqs = RotaryPositionEmbedding(D).to(device)(tokens)
+    torch.manual_seed(0)
+    # neither x nor the gradient is contiguous
+    x, upstream = (torch.randn(2, heads, tokens, D, device=device).bfloat16().transpose(1, 2) for _ in "ab")
+    leaves = [x.detach().requires_grad_() for _ in "ab"]
+    ours, theirs = kernel(leaves[0], freqs), apply_rotary_pos_emb(leaves[1], freqs, "bshd", fused=True)
+    gradients = [
+        torch.autograd.grad(y, leaf, upstream) for y, leaf in zip((ours, theirs), leaves, strict=True)
+    ]
+    assert ours.is_contiguous() and ours.shape == x.shape
+    for a, b in ((ours, theirs), (gradients[0][0], gradients[1][0])):
+        torch.testing.assert_close(a, b, rtol=8e-3, atol=1e-2)
+        assert float((a == b).float().mean()) > 0.999
+
+
+HEADS = [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads,D,tokens", HEADS)
+def test_rotate_equals_the_reference(heads: int, D: int, tokens: int) -> None:
+    check_rotate(te_backend.load().rotate, heads, D, tokens)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("heads,D,tokens", HEADS)
+def test_the_arithmetic_of_rotate(monkeypatch: pytest.MonkeyPatch, heads: int, D: int, tokens: int) -> None:
+    use_stand_in(monkeypatch)
+    kernel = importlib.import_module("model.fused.qkv_rope").rotate
+    monkeypatch.delitem(sys.modules, "model.fused.qkv_rope")
+    check_rotate(kernel, heads, D, tokens)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+def test_te_linear_rotates_by_it_where_there_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotated: list[int] = []
+
+    def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        rotated.append(x.shape[2])
+        return apply_rotary_pos_emb(x, freqs, "bshd", fused=True)
+
+    losses, gradients, _ = passes(SpeedConfig(), "te_linear")
+    monkeypatch.setattr(te_backend.load(), "rotate", rotate)
+    others, other_gradients, model = passes(SpeedConfig(), "te_linear")
+    heads = [model.config.num_attention_heads, model.config.num_key_value_heads]
+    assert rotated == heads * model.config.num_hidden_layers * 2 and losses == others
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in other_gradients.items())
+    with torch.no_grad():
+        model(random_ids(model.config, 1, 32))
+    assert len(rotated) == 4 * model.config.num_hidden_layers
 
 
 def check_swiglu(kernel: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
