@@ -83,13 +83,10 @@ def test_a_window_that_no_sample_reaches_is_dropped(
 
 @kinds
 def test_the_fused_loss_is_of_the_same_labels(kind: str) -> None:
-    """With torch in its place: the call is that of Transformer Engine's, which tests on a GPU compute."""
+    """With torch in its place."""
 
-    def fused(
-        logits: Tensor, labels: Tensor, *, reduce_loss: bool, ignore_idx: int, overwrite_input: bool
-    ) -> Tensor:
-        assert reduce_loss and overwrite_input
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=ignore_idx)
+    def fused(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
 
     model = build(kind, None, document_mask=False, **FP32)
     ids, labels = batch(model.config)
