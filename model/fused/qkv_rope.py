@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-ENTRIES = 2048  # of each half of the heads that a program of _rotate has
+ENTRIES = 4096  # of each half of the heads that a program of _rotate has
 
 
 @triton.jit
