@@ -9,6 +9,7 @@ proof is.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
@@ -27,8 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # a worker of pytest-xdist saw its share alone
-    folder = None if hasattr(config, "workerinput") else config.getoption("--results")
-    config.pluginmanager.register(GPURun(folder, config))
+    worker = hasattr(config, "workerinput")
+    run = GPURun(None if worker else config.getoption("--results"), config)
+    config.pluginmanager.register(run)
+    if not worker:
+        signal.signal(signal.SIGTERM, run.terminated)
 
 
 class GPURun:
@@ -38,6 +42,21 @@ class GPURun:
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self.skipped: list[str] = []
+        self.began: dict[str, float] = {}  # of the tests that run
+
+    def terminated(self, *_: object) -> None:
+        """By SIGTERM, where the time of a machine ends: which tests did not end."""
+        terminal, capture = map(self.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+        with capture.global_and_fixture_disabled():
+            for nodeid, began in self.began.items():
+                terminal.write_line(f"\nSTILL RUNNING after {time.monotonic() - began:.0f} s: {nodeid}")
+        raise KeyboardInterrupt
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.began[nodeid] = time.monotonic()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.began.pop(nodeid, None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]

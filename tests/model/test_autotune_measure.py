@@ -413,6 +413,13 @@ def test_a_backend_for_documents_is_chosen_before_the_steps_and_the_users_comes_
     assert record.why == [
         "no step was measured that fits into memory; precision and graphs stay as configured"
     ]
+    # steps run the attention that "auto" is in the run, which decides that itself
+    chosen.clear()
+    monkeypatch.setattr(
+        te_backend, "fastest_attention", lambda name, te, dtype, head_dim: f"{name}: {head_dim}"
+    )
+    record = autotune(task_of(), lines.append)
+    assert chosen == ["auto: 32", "the steps", "auto"] and record.choice["attention_backend"] == "auto"
     assert "forward + backward of 2 x 32 tokens; the run leaves 8.5 GiB" in lines
 
 

@@ -295,3 +295,19 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "g
     # and no GPU test is anywhere else
     marked = {path.split("::")[0] for path in run.stdout.split() if "::" in path}
     assert {str(Path(file).relative_to(ROOT)) for file in files} == marked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_gpu_tests_that_are_ended_say_what_did_not_end(workers: int, tmp_path: Path) -> None:
+    body = "import os, signal, time\n\ndef test_a():\n    pass\n\ndef test_b():\n"
+    (tmp_path / "test_x.py").write_text(
+        body + "    time.sleep(1)\n    os.kill(int(os.environ['WHOM']), signal.SIGTERM)\n    time.sleep(60)\n"
+    )
+    command = f"-q -p scripts.pytest_gpu_run -p no:cacheprovider --results=. -n {workers}".split()
+    script = f"export WHOM=$$; exec {sys.executable} -m pytest {' '.join(command)} test_x.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = programs.run(["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2, run.stdout + run.stderr
+    running = re.findall(r"^STILL RUNNING after \d+ s: (\S+)$", run.stdout, re.M)
+    assert running == ["test_x.py::test_b"] and not (tmp_path / "gpu_tests.json").exists()

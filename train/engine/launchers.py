@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOW = (
     "start ranks with train/launch.py, torchrun or deepspeed, which set all of these, or with srun or mpirun; to train "
@@ -22,6 +24,8 @@ HOW = (
 )
 # Where nothing says another one, as torch's launchers have it.
 PORT = "29500"
+# Any host is this, so that it says something of a single one alone.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ def nodes_of(hostfile: str | Path, here: Collection[str]) -> Nodes:
             "numbered node by node, as many on each, and the slowest node sets the pace: give each the smallest number"
         )
     names = list(slots)
+    if len(names) == 1 and names[0] in LOOPBACK:
+        here = names
     if (found := next((host for host in names if host in here), None)) is None:
         raise ValueError(
             f"hostfile {hostfile} names {', '.join(names)}, and this host is {', '.join(sorted(here))}: name it there "
@@ -190,12 +196,14 @@ def nodes_by_hostfile(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def names_of_this_host() -> set[str]:
-    """With and without its domain, and its addresses."""
+    """With and without its domain, and its addresses: of its interfaces, and where its name leads to."""
     name = socket.gethostname()
     names = {name, name.partition(".")[0], socket.getfqdn()}
     with contextlib.suppress(OSError):
         names.update(socket.gethostbyname_ex(name)[2])
-    return names
+    every = [address for of_one in psutil.net_if_addrs().values() for address in of_one]
+    names.update(a.address for a in every if a.family in (socket.AF_INET, socket.AF_INET6))
+    return {name for name in names if not name.startswith("127.") and name not in LOOPBACK}
 
 
 def _number(text: str, default: int) -> int:

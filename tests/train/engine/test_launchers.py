@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -185,17 +186,36 @@ def test_a_hostfile_that_says_nothing_usable(tmp_path: Path, text: str | None, s
         nodes_of(tmp_path / "hosts", {"b", "b.site"})
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_single_host_may_be_localhost(host: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{host} slots=2\n")
+    assert nodes_of(tmp_path / "hosts", {"b"}) == Nodes(2, 1, 0, host)
+    (tmp_path / "hosts").write_text(f"{host} slots=2\na slots=2\n")
+    with pytest.raises(ValueError, match="this host is b: name it there"):
+        nodes_of(tmp_path / "hosts", {"b"})
+
+
 def test_a_hostfile_may_have_this_host_by_any_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> None:
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.site")
     monkeypatch.setattr(socket, "getfqdn", lambda: "gpu7.cluster.site")
-    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["10.0.0.7", "10.1.0.7"]))
-    names, addresses = {"gpu7", "gpu7.site", "gpu7.cluster.site"}, {"10.0.0.7", "10.1.0.7"}
-    assert launchers.names_of_this_host() == names | addresses
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["127.0.1.1", "10.1.0.7"]))
+    kinds = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "fd00::7")
+    interfaces = {"lo": kinds[:1], "eth0": (*kinds[1:], (socket.AF_PACKET, "02:42:ac:11:00:02"))}
+    monkeypatch.setattr(
+        launchers.psutil,
+        "net_if_addrs",
+        lambda: {
+            name: [SimpleNamespace(family=family, address=address) for family, address in found]
+            for name, found in interfaces.items()
+        },
+    )
+    names, addresses = {"gpu7", "gpu7.site", "gpu7.cluster.site"}, {"10.0.0.7", "fd00::7"}
+    assert launchers.names_of_this_host() == names | addresses | {"10.1.0.7"}
     monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
-    assert launchers.names_of_this_host() == names
+    assert launchers.names_of_this_host() == names | addresses
 
 
 def test_settings_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
