@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ class GPURun:
 
     def terminated(self, *_: object) -> None:
         """By SIGTERM, where the time of a machine ends: which tests did not end."""
-        terminal, capture = map(self.config.pluginmanager.get_plugin, ("terminalreporter", "capturemanager"))
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
             for nodeid, began in self.began.items():
                 terminal.write_line(f"\nSTILL RUNNING after {time.monotonic() - began:.0f} s: {nodeid}")
