@@ -59,6 +59,7 @@ def load(name: str = "auto") -> SimpleNamespace:
 @lru_cache
 def _load_reference() -> SimpleNamespace:
     reference: Any = importlib.import_module("model.te_reference")
+    reference.keep_freed_memory()
     return SimpleNamespace(
         name="reference",
         version=f"CPU reference of {reference.REFERENCE_OF}",
@@ -70,7 +71,7 @@ def _load_reference() -> SimpleNamespace:
         cross_entropy=None,
         fused_swiglu="swiglu",
         swiglu=None,
-        linear=torch.nn.functional.linear,
+        linear=reference.linear_in_float32,
         fp8_gradients=reference.fp8_gradients,
         fp8_cross_entropy=None,
         recipe=reference.recipe,

@@ -13,8 +13,9 @@ parallelism and MXFP8 or NVFP4 recipes are not here: asking for them raises an e
 
 from model.te_reference import recipe
 from model.te_reference.attention import DotProductAttention, MultiheadAttention
-from model.te_reference.gemm import fp8_gradients
+from model.te_reference.gemm import fp8_gradients, linear_in_float32
 from model.te_reference.linear import LayerNormLinear, LayerNormMLP, Linear
+from model.te_reference.memory import keep_freed_memory
 from model.te_reference.norm import RMSNorm
 from model.te_reference.recompute import checkpoint
 from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb, split_and_rotate
@@ -37,6 +38,8 @@ __all__ = [
     "autocast",
     "checkpoint",
     "fp8_gradients",
+    "keep_freed_memory",
+    "linear_in_float32",
     "recipe",
     "split_and_rotate",
 ]

@@ -47,6 +47,29 @@ class SwiGLU(torch.autograd.Function):
         return _swiglu_backward(grad, *ctx.saved_tensors)
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        wide, grad_x, grad_weight = grad.float(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = (wide @ weight.float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (wide.flatten(0, -2).t() @ x.float().flatten(0, -2)).to(weight.dtype)
+        return grad_x, grad_weight
+
+
+def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T and its gradients in float32, each rounded once to the dtype of x and W. Many CPUs have no instructions for
+    16 bits, and torch is then fifteen times slower in these."""
+    return F.linear(x, weight) if x.dtype == torch.float32 else _Linear.apply(x, weight)
+
+
 def _gradient_gemm(call: FP8Call, gemm: str, left: Any, right: Any, dtype: torch.dtype) -> Tensor:
     """left right ("dgrad") or left^T right ("wgrad"), of (matrix, inverse scale) in FP8, or as they were."""
     if call.high_precision_backward:

@@ -4,11 +4,10 @@ RMSNorm, and as an MLP. What a norm or activation computes goes to its GEMM in F
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.te_reference.base import FP8Module, check_supported, make_weight
-from model.te_reference.gemm import SwiGLU, fp8_gemm
+from model.te_reference.gemm import SwiGLU, fp8_gemm, linear_in_float32
 from model.te_reference.norm import rms_norm
 
 
@@ -43,7 +42,7 @@ class Linear(FP8Module):
         """
         call = self.prepare_fp8(inp, self.weight)
         if call is None:
-            return F.linear(inp, self.weight)
+            return linear_in_float32(inp, self.weight)
         return fp8_gemm(self, call, inp, self.weight, is_first_microbatch)
 
 
@@ -75,7 +74,7 @@ class LayerNormLinear(FP8Module):
         weight, norm_weight, eps = self.weight, self.layer_norm_weight, self.eps
         call = self.prepare_fp8(inp, weight)
         if call is None:
-            return F.linear(rms_norm(inp, norm_weight, eps), weight)
+            return linear_in_float32(rms_norm(inp, norm_weight, eps), weight)
         return fp8_gemm(self, call, inp, weight, is_first_microbatch, norm_weight=norm_weight, eps=eps)
 
 
@@ -121,6 +120,8 @@ class LayerNormMLP(FP8Module):
                 "backward_override, or run this module under autocast(enabled=False)."
             )
         if call is None:
-            return F.linear(SwiGLU.apply(F.linear(rms_norm(inp, norm_weight, eps), fc1)), fc2)
+            return linear_in_float32(
+                SwiGLU.apply(linear_in_float32(rms_norm(inp, norm_weight, eps), fc1)), fc2
+            )
         hidden = fp8_gemm(self, call, inp, fc1, is_first_microbatch, norm_weight=norm_weight, eps=eps)
         return fp8_gemm(self, call, hidden, fc2, is_first_microbatch, gemm=1, swiglu=True)

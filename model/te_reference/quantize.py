@@ -183,7 +183,7 @@ def quantize_blocks(
     partial.
     """
     tiles = _tiles(x.float(), block)
-    tile_amax = tiles.abs().amax((1, 3))
+    tile_amax = torch.maximum(tiles.amax((1, 3)), -tiles.amin((1, 3)))
     if tile_amax.isnan().any():
         tile_amax = torch.nan_to_num(tiles.abs(), nan=0.0, posinf=math.inf).amax((1, 3))
     scale = scale_from_amax(
@@ -201,14 +201,15 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     """FP8 [M, N] and its inverse scales (one, or one a tile in any of the three layouts) -> values in
     `dtype`.
     """
-    values = values_of(data)
     if scale_inv.dim() == 0:
-        return (values * scale_inv).to(dtype)
+        return values_of(data).mul_(scale_inv).to(dtype)
+    if not data.is_contiguous() and data.t().is_contiguous():
+        return dequantize(data.t(), scale_inv.t(), dtype).t()
     block = tuple(
         BLOCK if tiles != side else 1 for tiles, side in zip(scale_inv.shape, data.shape, strict=True)
     )
-    tiles = _tiles(values, (block[0], block[1]))
-    return _untile(tiles * scale_inv[:, None, :, None], data.shape).to(dtype)
+    tiles = _tiles(values_of(data), (block[0], block[1]))
+    return _untile(tiles.mul_(scale_inv[:, None, :, None]), data.shape).to(dtype)
 
 
 def fp8_matmul(

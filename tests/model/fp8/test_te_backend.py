@@ -305,3 +305,20 @@ def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
     monkeypatch.setattr(te_backend, "_attention_environment", {})
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     assert te_backend.fastest_attention(asked, te, dtype, head_dim) == asked
+
+
+@pytest.mark.parametrize("said", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_the_reference_keeps_freed_memory_unless_the_environment_says_how(
+    said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda *option: asked.append(option))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
+    for name in [n for n in os.environ if n.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    te_backend._load_reference.__wrapped__()
+    assert asked == ([] if said else [(-3, 2**30), (-1, 2**30)])
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace())  # no glibc
+    te_backend._load_reference.__wrapped__()

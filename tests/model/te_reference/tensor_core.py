@@ -40,9 +40,9 @@ CHUNK = 2**21
 def emulated() -> Iterator[None]:
     """Context in which the FP8 modules, forward and backward, accumulate as the tensor cores do, and the attention
     rounds where cuDNN's does."""
-    sdpa = mock.Mock(wraps=F, scaled_dot_product_attention=cudnn_attention)
-    with mock.patch.object(quantize, "accumulate", matmul), mock.patch.object(attention, "F", sdpa):
-        yield
+    with mock.patch.object(quantize, "accumulate", matmul):
+        with mock.patch.object(attention, "sdpa", cudnn_attention):
+            yield
 
 
 def _power_of_two(x: Tensor) -> Tensor:
@@ -171,11 +171,11 @@ class _CudnnAttention(torch.autograd.Function):
         return (grad_scores @ keys).to(dtype), of_groups(grad_keys), of_groups(grad_values), None, None
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, enable_gqa: bool) -> Tensor:
-    """SDPA's call with the roundings of cuDNN's fused kernels for bfloat16 and float16 on a Hopper GPU.
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, grouped: bool) -> Tensor:
+    """The reference's `sdpa` with the roundings of cuDNN's fused kernels for bfloat16 and float16 on a Hopper GPU.
 
-    q [B, N, S, D], k and v [B, K, S', D], attn_mask bool [S, S'], True where a query sees a key -> [B, N, S, D].
+    q [B, N, S, D], k and v [B, K, S', D], visible bool [S, S'], True where a query sees a key -> [B, N, S, D].
     """
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=enable_gqa)
-    return _CudnnAttention.apply(q, k, v, attn_mask, q.shape[-1] ** -0.5)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
+    return _CudnnAttention.apply(q, k, v, visible, q.shape[-1] ** -0.5)

@@ -64,6 +64,20 @@ def test_attention_rounds_the_exponentials_before_it_divides_by_their_sum():
     assert not torch.equal(out, (exponentials / total).bfloat16())
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (3, 0)])
+def test_gradients_of_attention_in_16_bits_are_float32s_rounded_once(window):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 16).bfloat16() for heads in (4, 2, 2))
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", window_size=window)
+    upstream = torch.randn(2, 12, 64).bfloat16()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    attention(*leaves).backward(upstream)
+    exact = [t.float().requires_grad_() for t in (q, k, v)]
+    attention(*exact).backward(upstream.float())
+    for ours, theirs in zip(leaves, exact, strict=True):
+        assert torch.equal(ours.grad, theirs.grad.bfloat16())
+
+
 @pytest.mark.parametrize("window", [(-2, 0), (3, 1), (3, -1)])
 def test_windows_that_are_not_causal_are_refused(window):
     with pytest.raises(ValueError, match="window_size"):

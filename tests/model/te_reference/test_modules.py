@@ -163,6 +163,19 @@ def high_precision(module, x):
     return F.linear(F.silu(gate) * up, module.fc2_weight)
 
 
+def test_without_fp8_a_product_and_its_gradients_are_rounded_once():
+    x, weight, grad = data(dtype=torch.bfloat16)
+    module, leaf = linear_with(weight), x.view(4, 16, -1).clone().requires_grad_()
+    out = module(leaf)
+    out.backward(grad.view(4, 16, -1))
+    wide = [t.float() for t in (x, weight, grad)]
+    assert torch.equal(out.view(64, -1), (wide[0] @ wide[1].t()).bfloat16())
+    assert torch.equal(leaf.grad.view(64, -1), (wide[2] @ wide[1]).bfloat16())
+    assert torch.equal(module.weight.grad, (wide[2].t() @ wide[0]).bfloat16())
+    module.weight.requires_grad_(False)
+    module(leaf.detach()).sum()  # without any gradient
+
+
 @pytest.mark.parametrize("index", [0, 1], ids=["LayerNormLinear", "LayerNormMLP"])
 def test_without_fp8_modules_are_their_formula(index):
     module = mlp_with_norm(torch.float64)[index]

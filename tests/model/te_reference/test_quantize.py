@@ -184,6 +184,15 @@ def test_a_scale_that_overflows_takes_the_largest_value_of_the_input_type():
     assert scale_inv.item() == (1 / torch.tensor(torch.finfo(torch.bfloat16).max)).item()
 
 
+def test_what_is_transposed_has_the_same_values():
+    x = torch.randn(40, 300)
+    for block in ((1, 128), (128, 1), (128, 128)):
+        data, scale_inv = quantize_blocks(x, block, E4M3)
+        before = data.clone()
+        assert torch.equal(dequantize(data.t(), scale_inv.t()), dequantize(data, scale_inv).t())
+        assert torch.equal(data.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_dequantize_recovers_values_on_the_grid_in_every_layout():
     x = torch.randint(-8, 9, (200, 136)).float() * 0.25
     for block in ((1, 128), (128, 1), (128, 128)):
