@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 def choose_attention(
     asked: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
-) -> None:
+) -> str:
     """Have Transformer Engine run the attention that a value of model.attention_backend means for this model, from the
-    next forward on. Raises BackendError: an unknown one, or with a document mask one that does not attend so here."""
+    next forward on; returns it.
+
+    Raises BackendError: an unknown one, or with a document mask one that does not attend so here."""
     if document_mask:
         asked = te_backend.document_attention(asked, precision.te, precision.dtype)
     elif VARIANTS[variant].te:
         asked = te_backend.fastest_attention(asked, precision.te, precision.dtype, head_dim(config))
     te_backend.choose_attention_backend(asked)
+    return asked
 
 
 def build_model(

@@ -33,54 +33,41 @@ def make_head(te: Any, hidden_size: int, vocab_size: int, fp8_gradients: bool, *
             """Logits; with `labels`, one for each row of hidden states, -100 ignored, their mean cross entropy."""
             hidden_MH = inp.reshape(-1, inp.shape[-1])
             if labels is not None:
-                return _HeadWithLoss.apply(hidden_MH, self.weight, labels.flatten(), self, te)
+                return _Head.apply(hidden_MH, self.weight, labels.flatten(), self, te)
             if not torch.is_grad_enabled():
                 return super().forward(inp, is_first_microbatch=is_first_microbatch)
-            logits_MV = _Head.apply(hidden_MH, self.weight, self, te)
+            logits_MV = _Head.apply(hidden_MH, self.weight, None, self, te)
             return logits_MV.view(*inp.shape[:-1], -1)
 
     return Head(hidden_size, vocab_size, bias=False, **placement)
 
 
-def _main_grad(module: nn.Module, weight_VH: torch.Tensor) -> torch.Tensor | None:
-    return weight_VH.main_grad if getattr(module, "fuse_wgrad_accumulation", False) else None
-
-
 class _Head(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, module: nn.Module, te: Any
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden_MH, weight_VH)
-        ctx.module, ctx.te = module, te
-        return te.linear(hidden_MH, weight_VH)
+    """Logits, or with labels their mean cross entropy."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient_MV: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden_MH, weight_VH = ctx.saved_tensors
-        into = _main_grad(ctx.module, weight_VH)
-        return *ctx.te.fp8_gradients(gradient_MV, hidden_MH, weight_VH, into), None, None
-
-
-class _HeadWithLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_MH: torch.Tensor,
         weight_VH: torch.Tensor,
-        labels_M: torch.Tensor,
+        labels_M: torch.Tensor | None,
         module: nn.Module,
         te: Any,
     ) -> torch.Tensor:
+        ctx.module, ctx.te = module, te
         logits_MV = te.linear(hidden_MH, weight_VH)
+        if labels_M is None:
+            ctx.save_for_backward(hidden_MH, weight_VH)
+            return logits_MV
         loss, statistics = te.fp8_cross_entropy.forward(logits_MV, labels_M)
         ctx.save_for_backward(hidden_MH, weight_VH, logits_MV, *statistics)
-        ctx.module, ctx.te = module, te
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        hidden_MH, weight_VH, logits_MV, *statistics = ctx.saved_tensors
-        into = _main_grad(ctx.module, weight_VH)
-        gradient = ctx.te.fp8_cross_entropy.gradient(logits_MV, statistics, upstream)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        hidden_MH, weight_VH, *of_loss = ctx.saved_tensors
+        if of_loss:
+            logits_MV, *statistics = of_loss
+            gradient = ctx.te.fp8_cross_entropy.gradient(logits_MV, statistics, gradient)
+        into = weight_VH.main_grad if getattr(ctx.module, "fuse_wgrad_accumulation", False) else None
         return *ctx.te.fp8_gradients(gradient, hidden_MH, weight_VH, into), None, None, None

@@ -17,7 +17,8 @@ import torch
 from model.autotune.choice import Choice, Record, Way, choose
 from model.autotune.task import Task
 from model.autotune.timing import Deadline, Timer, cuda_ms, one_line, release_memory, undisturbed
-from model.config import GIB, head_dim
+from model.build import choose_attention
+from model.config import GIB
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import Compute
@@ -69,11 +70,9 @@ def autotune(
         attention = measure_attention(task, plain, timer, deadline)
         choice, why = choose(attention)
         backend = choice.get("attention_backend", task.attention_backend)
+        runs = choose_attention(backend, task.variant, plain, task.config, task.document_mask)
         if task.document_mask:
-            backend = te_backend.document_attention(backend, plain.te, plain.dtype)
-        # what the run makes of an "auto" that there was no time to measure
-        runs = te_backend.fastest_attention(backend, plain.te, plain.dtype, head_dim(task.config))
-        te_backend.choose_attention_backend(runs)
+            backend = runs
         steps = measure_steps(task, timer, deadline)
     step, why_step = choose(steps, memory_gib)
     if not step:

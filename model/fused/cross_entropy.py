@@ -8,6 +8,7 @@ share a GPU, and each waits for its memory. Shape suffixes: M tokens, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def loss_and_statistics(
 
 
 def gradient_in_place(
-    logits_MV: torch.Tensor, statistics: tuple[torch.Tensor, ...], upstream: torch.Tensor
+    logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of the mean cross entropy times `upstream` (scalar), in the memory of the logits."""
     M, V = logits_MV.shape
@@ -140,7 +141,7 @@ def gradient_in_place(
 
 def gradient_in_fp8(
     logits_MV: torch.Tensor,
-    statistics: tuple[torch.Tensor, ...],
+    statistics: Sequence[torch.Tensor],
     upstream: torch.Tensor,
     rows_MV: torch.Tensor,
     row_scales: torch.Tensor,
@@ -180,7 +181,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         logits_MV, *statistics = ctx.saved_tensors
-        gradient = gradient_in_place(logits_MV, tuple(statistics), upstream)
+        gradient = gradient_in_place(logits_MV, statistics, upstream)
         torch.autograd.graph.increment_version(logits_MV)  # a second backward raises
         return gradient, None
 

@@ -181,7 +181,7 @@ def _launch_rotate(x: torch.Tensor, freqs: torch.Tensor, backward: bool) -> torc
     x, heads, half = x.contiguous(), triton.next_power_of_2(N), triton.next_power_of_2(D // 2)
     out = torch.empty_like(x)
     rows = max(1, ENTRIES // (heads * half))
-    _rotate[((B * T + rows - 1) // rows,)](
+    _rotate[(triton.cdiv(B * T, rows),)](
         x,
         out,
         freqs,

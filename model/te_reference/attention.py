@@ -42,7 +42,7 @@ class _WideBackward(torch.autograd.Function):
         *narrow, visible = ctx.saved_tensors
         with torch.enable_grad():
             q, k, v = (t.detach().float().requires_grad_() for t in narrow)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=ctx.grouped)
+            out = sdpa(q, k, v, visible, ctx.grouped)
         grads = torch.autograd.grad(out, (q, k, v), grad.float())
         return *(g.to(grad.dtype) for g in grads), None, None
 

@@ -40,9 +40,13 @@ def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return data
 
 
+def _is_transposed(data: Tensor) -> bool:
+    return data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous()
+
+
 def values_of(data: Tensor) -> Tensor:
     """FP8 -> float32, laid out in memory as `data` is."""
-    if data.dim() == 2 and not data.is_contiguous() and data.t().is_contiguous():
+    if _is_transposed(data):
         return values_of(data.t()).t()
     if not (data.is_cpu and data.is_contiguous()):
         return data.float()
@@ -203,7 +207,7 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     """
     if scale_inv.dim() == 0:
         return values_of(data).mul_(scale_inv).to(dtype)
-    if not data.is_contiguous() and data.t().is_contiguous():
+    if _is_transposed(data):
         return dequantize(data.t(), scale_inv.t(), dtype).t()
     block = tuple(
         BLOCK if tiles != side else 1 for tiles, side in zip(scale_inv.shape, data.shape, strict=True)

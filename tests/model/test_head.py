@@ -119,6 +119,9 @@ def head_gradients(hidden: Any, weight: Any, gradient: Any, into: Any = None) ->
     out = head(leaf.view(2, M // 2, H))
     with torch.no_grad():
         assert torch.equal(out, head(leaf.view(2, M // 2, H)))
+        torch.testing.assert_close(
+            out.view(M, V).float(), hidden.float() @ weight.float().t(), rtol=2**-8, atol=1e-4
+        )
     out.backward(gradient.view_as(out))
     return leaf.grad, head.weight.grad
 
