@@ -110,13 +110,27 @@ class KVCache:
         self.length += tokens
 
 
+class Embedding(nn.Embedding):
+    """An embedding; `fused`, unless None, is called with ids and weight in its place where there are gradients."""
+
+    fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.fused is None or not torch.is_grad_enabled():
+            return super().forward(input)
+        return self.fused(input, self.weight)
+
+
 class MistralModel(nn.Module):
     """Token embedding, `num_hidden_layers` layers, final RMSNorm."""
 
-    def __init__(self, config: MistralConfig, precision: Precision, layers: Iterable[nn.Module]):
+    def __init__(
+        self, config: MistralConfig, precision: Precision, speed: SpeedConfig, layers: Iterable[nn.Module]
+    ):
         super().__init__()
         placement = {"dtype": precision.dtype, "device": precision.device}
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **placement)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **placement)
+        self.embed_tokens.fused = precision.te.embedding if speed.fused_embedding else None
         self.layers = nn.ModuleList(layers)
         self.norm = precision.te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **placement)
 
@@ -142,7 +156,7 @@ class MistralBase(nn.Module):
         layers = (
             self.make_layer(config, precision, speed, index) for index in range(config.num_hidden_layers)
         )
-        self.model = MistralModel(config, precision, layers)
+        self.model = MistralModel(config, precision, speed, layers)
         self.lm_head = make_head(
             precision.te,
             config.hidden_size,

@@ -64,6 +64,10 @@ class SpeedConfig:
         "SwiGLU in one kernel, its gradients in another",
         True,
     )
+    fused_embedding: bool = option(
+        "te_*: the gradient of the embedding is added up by a kernel of this project, in float32, rounded once",
+        True,
+    )
     fused_cross_entropy: bool = option(
         "te_*: the loss in one kernel that overwrites the bf16 logits with their gradient", True
     )

@@ -43,10 +43,10 @@ def load(name: str = "auto") -> SimpleNamespace:
     """The modules of a backend: "transformer_engine", "reference", or "auto" (the reference only where there is no
     CUDA device at all).
 
-    `cross_entropy`, `rotate` and `swiglu` are those of model/fused, None in the reference; `fused_swiglu` is the name
-    of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one; `linear` is x W^T
-    in the dtype of both; `fp8_gradients` is described in te_reference/gemm.py; `fp8_cross_entropy` is the loss of
-    model/head.py, None in the reference: `forward(logits [M, V], labels [M])` -> (mean loss, statistics),
+    `cross_entropy`, `embedding`, `rotate` and `swiglu` are those of model/fused, None in the reference; `fused_swiglu`
+    is the name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one;
+    `linear` is x W^T in the dtype of both; `fp8_gradients` is described in te_reference/gemm.py; `fp8_cross_entropy` is
+    the loss of model/head.py, None in the reference: `forward(logits [M, V], labels [M])` -> (mean loss, statistics),
     `gradient(logits, statistics, upstream)` -> a gradient for `fp8_gradients`, bit for bit as from `cross_entropy`.
 
     Raises BackendError: Transformer Engine asked for, or a CUDA device present, and it cannot run.
@@ -68,6 +68,7 @@ def _load_reference() -> SimpleNamespace:
         apply_rotary_pos_emb=reference.apply_rotary_pos_emb,
         split_and_rotate=reference.split_and_rotate,
         rotate=None,
+        embedding=None,
         cross_entropy=None,
         fused_swiglu="swiglu",
         swiglu=None,
@@ -103,6 +104,7 @@ def _load_transformer_engine() -> SimpleNamespace:
         # Triton, which torch brings along only where there is CUDA
         split_and_rotate=importlib.import_module("model.fused.qkv_rope").split_and_rotate,
         rotate=importlib.import_module("model.fused.qkv_rope").rotate,
+        embedding=importlib.import_module("model.fused.embedding").embedding,
         swiglu=importlib.import_module("model.fused.swiglu").swiglu,
         cross_entropy=importlib.import_module("model.fused.cross_entropy").cross_entropy,
         fused_swiglu=_register_fused_swiglu(),

@@ -2,6 +2,7 @@
 
     qkv_rope        splitting and rotating q, k and v; rotating one alone
     swiglu          SwiGLU of te.Linear's two halves, and its gradients
+    embedding       the gradient of an embedding's weight
     cross_entropy   the loss in one kernel, its gradient in another, also as FP8
 
 fp8/te_backend.py hands them out; where there is no CUDA, Triton is not imported. Imports nothing of the project.

@@ -56,7 +56,7 @@ def test_off_is_everything_off_and_unless_somebody_asks_fusions_are_on() -> None
     assert not any(dataclasses.asdict(SpeedConfig.off()).values())
     precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
     model = build_model(small_config(num_hidden_layers=1), "te_layer", precision)
-    assert model.speed == SpeedConfig() and [s for s in SWITCHES if getattr(model.speed, s)] == SWITCHES[:4]
+    assert model.speed == SpeedConfig() and [s for s in SWITCHES if getattr(model.speed, s)] == SWITCHES[:5]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
@@ -76,11 +76,13 @@ def with_fusions(variant: str, speed: SpeedConfig, **precision: object) -> tuple
     """A model of modules without memory, and which of the fusions that a GPU has are in it, by their switches."""
     resolved = Precision(PrecisionConfig(**{"backend": "reference", **precision}), torch.device("meta"))
     loss, swiglu, rotate = (lambda: None), (lambda gate, up: None), (lambda x, freqs: None)
-    stand_ins = {"cross_entropy": loss, "swiglu": swiglu, "rotate": rotate}
+    embedding = lambda ids, weight: None  # noqa: E731
+    stand_ins = {"cross_entropy": loss, "swiglu": swiglu, "rotate": rotate, "embedding": embedding}
     stand_ins |= {"fused_swiglu": te_backend.FUSED_SWIGLU}
     resolved.te = SimpleNamespace(**{**vars(resolved.te), **stand_ins})
     model = make_modules(small_config(num_hidden_layers=3), variant, resolved, speed)
     found = {"fused_cross_entropy"} if model.fused_cross_entropy is loss else set()
+    found |= {"fused_embedding"} if model.model.embed_tokens.fused is embedding else set()
     for layer in model.model.layers:
         if variant == "te_linear":
             fused = {"fused_swiglu"} if layer.mlp.swiglu is swiglu else set()
@@ -320,6 +322,73 @@ def test_the_arithmetic_of_swiglu(monkeypatch: pytest.MonkeyPatch, shape: tuple[
     kernel = importlib.import_module("model.fused.swiglu").swiglu
     monkeypatch.delitem(sys.modules, "model.fused.swiglu")
     check_swiglu(kernel, shape)
+
+
+def check_sum_by_row(
+    kernel: Callable[..., torch.Tensor], ids: list[int], V: int, H: int, dtype: torch.dtype
+) -> None:
+    """Against float64, each sum within the order of its additions and one rounding; ids that occur in order, out of it,
+    within one program and over many; the same twice."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gradient = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1))
+    gradient, places = gradient.to(device, dtype), torch.tensor(ids, dtype=torch.int64, device=device)
+    ours = kernel(gradient, places, V)
+    assert ours.shape == (V, H) and ours.dtype == dtype
+    exact = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(0, places, gradient.double())
+    allowed = torch.zeros(V, H, dtype=torch.float64, device=device).index_add_(
+        0, places, gradient.double().abs()
+    )
+    error = (ours.double() - exact).abs()
+    assert bool((error <= exact.abs() * torch.finfo(dtype).eps / 2 + allowed * 1e-6).all())
+    assert torch.equal(ours, kernel(gradient, places, V))
+
+
+def many_ids(M: int, V: int, kind: str) -> list[int]:
+    generator = torch.Generator().manual_seed(M)
+    if kind == "one":
+        return [V - 1] * M
+    if kind == "few":  # each over several programs, ends at and beside their borders
+        return torch.randint(3, (M,), generator=generator).tolist()
+    if kind == "borders":
+        return [at // 16 for at in range(M)]
+    return torch.randint(V, (M,), generator=generator).tolist()
+
+
+SUMS = [
+    (1, 5, 3, "many"), (16, 4, 8, "one"), (17, 4, 8, "one"), (49, 4, 8, "one"), (100, 7, 520, "few"),
+    (64, 9, 16, "borders"), (75, 9, 16, "borders"), (150, 40, 48, "many"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("M", "V", "H", "kind"), [*SUMS, (32768, 32000, 2048, "many"), (32768, 64, 512, "one")]
+)
+def test_the_embeddings_gradient_is_exact_on_the_gpu(
+    M: int, V: int, H: int, kind: str, dtype: torch.dtype
+) -> None:
+    te_backend.load()
+    kernel = importlib.import_module("model.fused.embedding").sum_by_row
+    check_sum_by_row(kernel, many_ids(M, V, kind), V, H, dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize(("M", "V", "H", "kind"), SUMS)
+def test_the_arithmetic_of_the_embeddings_gradient(
+    monkeypatch: pytest.MonkeyPatch, M: int, V: int, H: int, kind: str
+) -> None:
+    use_stand_in(monkeypatch)
+    module = importlib.import_module("model.fused.embedding")
+    monkeypatch.delitem(sys.modules, "model.fused.embedding")
+    check_sum_by_row(module.sum_by_row, many_ids(M, V, kind), V, H, torch.bfloat16)
+    ids, weight = torch.tensor([[2, 1, 2]]), torch.randn(4, H, requires_grad=True)
+    upstream = torch.randn(1, 3, H)
+    of_ours = torch.autograd.grad(module.embedding(ids, weight), weight, upstream)[0]
+    of_torchs = torch.autograd.grad(nn.functional.embedding(ids, weight), weight, upstream)[0]
+    torch.testing.assert_close(of_ours, of_torchs)
+    assert torch.equal(module.embedding(ids, weight), nn.functional.embedding(ids, weight))
+    assert not torch.equal(of_ours, torch.zeros_like(of_ours))
 
 
 def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         float8e4nv=torch.float8_e4m3fn, program_id=lambda axis: Number(Kernel.program[axis]), arange=_arange,
         cos=torch.cos, sin=torch.sin, exp=_exp, abs=torch.abs, sigmoid=torch.sigmoid, where=_where,
         log=torch.log, max=torch.amax, sum=torch.sum, maximum=_maximum, trans=torch.t, cast=_cast, load=_load,
-        store=_store,
+        store=_store, zeros=torch.zeros,
     )  # fmt: skip
     vars(triton).update(
         jit=Kernel,
@@ -111,5 +111,10 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    for module in ("model.fused.qkv_rope", "model.fused.swiglu", "model.fused.cross_entropy"):
+    for module in (
+        "model.fused.qkv_rope",
+        "model.fused.swiglu",
+        "model.fused.embedding",
+        "model.fused.cross_entropy",
+    ):
         monkeypatch.delitem(sys.modules, module, raising=False)

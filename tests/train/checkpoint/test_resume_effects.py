@@ -200,6 +200,7 @@ ELSEWHERE = {
     "precision.fast_accumulation_wgrad": True,
     "speed.fused_rope": False,
     "speed.fused_swiglu": False,
+    "speed.fused_embedding": False,
     "speed.fused_cross_entropy": False,
     "speed.main_grad": False,
     "full_determinism": False,

@@ -1,0 +1,98 @@
+"""Rows of an embedding, and the gradient of its weight: each row's tokens are added up in float32 and rounded once.
+
+torch's kernel sums pieces of a few rows and keeps a float32 row of each in memory, which costs most where tokens seldom
+repeat. Here a program takes the next ROWS tokens in the order of their ids: an id whose tokens all lie there is written
+at once, only what goes on in the next program is kept. No atomics, so that sums are the same each time. Shape
+suffixes: M tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 16
+PIECE = 512
+
+
+@triton.jit
+def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """parts [programs, 2, H] float32: what belongs to an id that began in an earlier program, and what goes on."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    is_h = h < H
+    start = chunk * ROWS
+    total = tl.zeros([PIECE], dtype=tl.float32)
+    row = tl.load(ids + start)
+    began = (start == 0) | (tl.load(ids + (start - 1), mask=start > 0, other=-1) != row)
+    for step in range(ROWS):
+        at = start + step
+        inside = at < M
+        row = tl.load(ids + at, mask=inside, other=-1)
+        token = tl.load(order + at, mask=inside, other=0)
+        total += tl.load(gradient + token * H + h, mask=is_h & inside, other=0.0).to(tl.float32)
+        goes_on = (at + 1 < M) & (tl.load(ids + at + 1, mask=at + 1 < M, other=-1) == row)
+        ends = inside & (goes_on == 0)
+        last = inside & goes_on & (step == ROWS - 1)
+        tl.store(out + row * H + h, total.to(out.dtype.element_ty), mask=is_h & ends & began)
+        tl.store(parts + 2 * chunk * H + h, total, mask=is_h & (ends | last) & (began == 0))
+        tl.store(parts + (2 * chunk + 1) * H + h, total, mask=is_h & last & began)
+        total = tl.where(ends, 0.0, total)
+        began = began | ends
+
+
+@triton.jit
+def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
+    """Of the id that begins in a program and goes on in the next one: the sum of its parts. ends: where the id of each
+    program's last token ends."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    start, stop = chunk * ROWS, (chunk + 1) * ROWS
+    row, end = tl.load(ids + (stop - 1)), tl.load(ends + chunk)
+    before = tl.load(ids + (start - 1), mask=start > 0, other=-1)
+    end = tl.where((tl.load(ids + start) != row) | (before != row), end, stop)
+    its = (h < H) & (end > stop)
+    total = tl.load(parts + (2 * chunk + 1) * H + h, mask=its, other=0.0)
+    for later in range(chunk + 1, (end - 1) // ROWS + 1):
+        total += tl.load(parts + 2 * later * H + h, mask=its, other=0.0)
+    tl.store(out + row * H + h, total.to(out.dtype.element_ty), mask=its)
+
+
+def sum_by_row(gradient_MH: torch.Tensor, ids_M: torch.Tensor, V: int) -> torch.Tensor:
+    """[V, H] in the gradient's dtype: at each id the sum of its tokens' gradients, 0 where there is none.
+
+    gradient: contiguous. ids: int64, contiguous, 0 to V - 1. CUDA only."""
+    M, H = gradient_MH.shape
+    out = gradient_MH.new_zeros(V, H)
+    if not M:
+        return out
+    ids, order = torch.sort(ids_M, stable=True)
+    chunks, pieces = triton.cdiv(M, ROWS), triton.cdiv(H, PIECE)
+    parts = torch.empty(chunks, 2, H, dtype=torch.float32, device=gradient_MH.device)
+    _sum_rows[chunks, pieces](ids, order, gradient_MH, out, parts, M, H, ROWS=ROWS, PIECE=PIECE, num_warps=4)
+    if M > ROWS:
+        ends = torch.searchsorted(ids, ids[ROWS - 1 :: ROWS].contiguous(), right=True)
+        _join_rows[M // ROWS, pieces](ids, ends, out, parts, H, ROWS=ROWS, PIECE=PIECE, num_warps=4)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.V = weight_VH.shape[0]  # ZeRO 3 takes the weight away
+        return torch.nn.functional.embedding(ids, weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        gradient_MH = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        return None, sum_by_row(gradient_MH, ids.flatten().contiguous(), ctx.V)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """weight [V, H] at ids (int64, any shape): [..., H]. CUDA only."""
+    return _Embedding.apply(ids, weight)
