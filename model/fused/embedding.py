@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS = 16
+ROWS = 32
 PIECE = 512
 
 

@@ -355,8 +355,8 @@ def many_ids(M: int, V: int, kind: str) -> list[int]:
 
 
 SUMS = [
-    (1, 5, 3, "many"), (16, 4, 8, "one"), (17, 4, 8, "one"), (49, 4, 8, "one"), (100, 7, 520, "few"),
-    (64, 9, 16, "borders"), (75, 9, 16, "borders"), (150, 40, 48, "many"),
+    (1, 5, 3, "many"), (32, 4, 8, "one"), (33, 4, 8, "one"), (97, 4, 8, "one"), (200, 7, 520, "few"),
+    (128, 9, 16, "borders"), (139, 9, 16, "borders"), (150, 40, 48, "many"),
 ]  # fmt: skip
 
 
