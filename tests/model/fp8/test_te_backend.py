@@ -101,6 +101,7 @@ NAMESPACE = {
     "split_and_rotate": "model.fused.qkv_rope.split_and_rotate",
     "rotate": "model.fused.qkv_rope.rotate",
     "swiglu": "model.fused.swiglu.swiglu",
+    "embedding": "model.fused.embedding.embedding",
 }
 
 
