@@ -55,15 +55,15 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
         finally:
             base.Quantizer.__call__ = call
         return
-    kernels: Any = importlib.import_module("transformer_engine_torch")
-    # module/_common.py takes its kernels from here
-    copies: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    before = {name: getattr(kernels, name) for name in _CASTING}
+    before = [
+        (module, name, getattr(module, name))
+        for module in map(importlib.import_module, _KERNELS)
+        for name in _CASTING
+        if hasattr(module, name)
+    ]
 
-    def casting(name: str) -> Callable[..., Any]:
-        kernel = before[name]
-
+    def casting(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def launched(*arguments: Any, **options: Any) -> Any:
             result = kernel(*arguments, **options)
             taken = _CASTING[name](arguments, result)
@@ -76,16 +76,13 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
 
         return launched
 
-    for name in before:
-        wrapped = casting(name)
-        setattr(kernels, name, wrapped)
-        setattr(copies, name, wrapped)
+    for module, name, kernel in before:
+        setattr(module, name, casting(name, kernel))
     try:
         yield
     finally:
-        for name, kernel in before.items():
-            setattr(kernels, name, kernel)
-            setattr(copies, name, kernel)
+        for module, name, kernel in before:
+            setattr(module, name, kernel)
 
 
 def _of_quantize(arguments: Any, result: Any) -> Any:
@@ -148,6 +145,13 @@ def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
     return quantizer, None, source, result
 
 
+# Where callers take them from: Transformer Engine's, their copies, from which module/_common.py takes its own, and the
+# project's.
+_KERNELS = (
+    "transformer_engine_torch",
+    "transformer_engine.pytorch.cpp_extensions",
+    "model.fused.swiglu_fp8",
+)
 # Kernels that make FP8 operands -> (quantizer, mark of a weight, source(exact, rows), made), None where one made none.
 # source rounds to the type of the activations unless `exact`.
 _CASTING: dict[str, Callable[[Any, Any], Any]] = {

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -114,33 +115,50 @@ def _load_transformer_engine() -> SimpleNamespace:
 
 
 def _register_fused_swiglu() -> str:
-    """Give LayerNormMLP one more activation: SwiGLU whose gradient is cast to FP8 by the kernel that computes it, where
-    scaling is delayed (the scale is known beforehand); elsewhere TE's. A module whose `activation` is set to the name
-    returned uses it.
+    """Give LayerNormMLP one more activation: SwiGLU of model/fused/swiglu_fp8.py, whose gradient, too, is cast to FP8
+    by the kernel that computes it, where scaling is delayed (the scale is known beforehand); elsewhere TE's. A module
+    whose `activation` is set to the name returned uses it.
 
-    TE's module computes the gradient of SwiGLU in bf16, writes it and reads it back to cast it, although its kernel can
-    cast. It looks its activations up in a private table by recipe: forward, backward, backward with cast; the third is
-    empty for SwiGLU. A TE without that table keeps its own way.
+    TE's module computes the gradient of SwiGLU in bf16, writes it and reads it back to cast it. It looks its
+    activations up in a private table by recipe: forward, backward, backward with cast; the third is empty for SwiGLU. A
+    TE without that table keeps its own way, and so does a machine whose compilers make something else of the kernels.
     """
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
-    kernels: Any = importlib.import_module("transformer_engine_torch")
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
         return "swiglu"
+    kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
 
     def backward_with_cast(dy: torch.Tensor, x: torch.Tensor, quantizer: Any) -> tuple[None, Any]:
-        # the kernel writes rows; the module transposes them when it needs to
-        quantizer.set_usage(columnwise=False)
         return None, kernels.dswiglu(dy, x, quantizer)  # None: no bias, so no gradient of one
 
     def with_fused_swiglu(recipe: Any = None) -> dict[str, Any]:
         table = table_of(recipe)
-        forward, backward, _ = table["swiglu"]
-        cast = backward_with_cast if recipe is not None and recipe.delayed() else None
-        return {**table, FUSED_SWIGLU: (forward, backward, cast)}
+        functions = table["swiglu"]
+        if recipe is not None and recipe.delayed() and _swiglu_in_fp8_works():
+            functions = (kernels.swiglu, functions[1], backward_with_cast)
+        return {**table, FUSED_SWIGLU: functions}
 
     module._get_act_func_supported_list = with_fused_swiglu
     return FUSED_SWIGLU
+
+
+@lru_cache
+def _swiglu_in_fp8_works() -> bool:
+    """Seen once in a process, before the first FP8 pass: compilers have been found to transpose bytes wrongly."""
+    kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
+    dtypes: Any = importlib.import_module("transformer_engine_torch").DType
+    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    scale, amax = torch.full((1,), 16.0, device="cuda"), torch.zeros(1, device="cuda")
+    formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
+    works = all(kernels.works(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats)
+    if not works:
+        warnings.warn(
+            f"Triton {version_of('triton')} makes a wrong kernel of model/fused/swiglu_fp8.py on this machine: "
+            "Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt",
+            stacklevel=2,
+        )
+    return works
 
 
 def _head_products() -> dict[str, Any]:

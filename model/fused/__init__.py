@@ -2,6 +2,7 @@
 
     qkv_rope        splitting and rotating q, k and v; rotating one alone
     swiglu          SwiGLU of te.Linear's two halves, and its gradients
+    swiglu_fp8      SwiGLU of LayerNormMLP and its gradient as FP8, with the scale of delayed scaling
     embedding       the gradient of an embedding's weight
     cross_entropy   the loss in one kernel, its gradient in another, also as FP8
 

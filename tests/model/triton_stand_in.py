@@ -70,6 +70,14 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, bitcast: bool) -> torch.Tenso
     return value.view(dtype)
 
 
+def _atomic_max(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+    _store(pointer, torch.maximum(_load(pointer), value))
+
+
+def _div_rn(a: Any, b: Any) -> torch.Tensor:
+    return torch.as_tensor(a) / b
+
+
 class Kernel:
     """@triton.jit"""
 
@@ -98,7 +106,8 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(
         constexpr=int, int32=torch.int32, int64=torch.int64, uint8=torch.uint8, float32=torch.float32,
-        float8e4nv=torch.float8_e4m3fn, program_id=lambda axis: Number(Kernel.program[axis]), arange=_arange,
+        float8e4nv=torch.float8_e4m3fn, float8e5=torch.float8_e5m2, atomic_max=_atomic_max, div_rn=_div_rn,
+        program_id=lambda axis: Number(Kernel.program[axis]), arange=_arange,
         cos=torch.cos, sin=torch.sin, exp=_exp, abs=torch.abs, sigmoid=torch.sigmoid, where=_where,
         log=torch.log, max=torch.amax, sum=torch.sum, maximum=_maximum, trans=torch.t, cast=_cast, load=_load,
         store=_store, zeros=torch.zeros,
@@ -114,6 +123,7 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         "model.fused.qkv_rope",
         "model.fused.swiglu",
+        "model.fused.swiglu_fp8",
         "model.fused.embedding",
         "model.fused.cross_entropy",
     ):

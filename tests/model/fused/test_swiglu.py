@@ -1,11 +1,14 @@
-"""SwiGLU: model/fused/swiglu.py against torch, and Transformer Engine's, whose gradient is cast by its kernel."""
+"""model/fused/swiglu.py and swiglu_fp8.py against torch and float64; the latter in Transformer Engine's module."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -52,58 +55,202 @@ def test_the_arithmetic_of_swiglu(monkeypatch: pytest.MonkeyPatch, shape: tuple[
     check_swiglu(kernel, shape)
 
 
-@pytest.mark.gpu
-def test_the_gradient_of_swiglu_is_cast_once() -> None:
-    """The fused cast is nearer to float32 than the way over bf16, and both copies of the gradient are the same."""
-    te_backend.load()  # registers the activation
+def check_fp8_swiglu(
+    swiglu: Callable[..., Any], dswiglu: Callable[..., Any], quantizer: Callable[[float], Any], M: int, F: int
+) -> None:
+    """Against float64: each value within half a step of FP8, the neighbour's code in a thousandth at most (float32's
+    rounding); the transposed bytes are those of the rows; largest value and inverse scale as they have to be."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    x, above = (torch.randn(2, M, w, generator=generator).bfloat16().to(device) for w in (2 * F, F))
+    leaf = x.double().requires_grad_()
+    gate, up = leaf.chunk(2, -1)
+    y = nn.functional.silu(gate) * up
+    exact = (y.detach(), torch.autograd.grad(y, leaf, above.double())[0])
+    for call, expected, turned in ((swiglu, exact[0], False), (dswiglu, exact[1], True)):
+        largest = float(expected.abs().max())
+        maker = quantizer(400.0 / largest)
+        made = call(x, maker) if call is swiglu else call(above, x, maker)
+        dtype = torch.float8_e4m3fn if maker.dtype.name == "kFloat8E4M3" else torch.float8_e5m2
+        codes = made._data.view(dtype)
+        assert codes.shape == expected.shape
+        assert made._scale_inv.item() == (1 / maker.scale).item()
+        assert maker.amax.item() == pytest.approx(largest, rel=1e-6)
+        scaled = expected * maker.scale.double()
+        step, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+        assert bool(
+            ((codes.double() - scaled).abs() <= scaled.abs().clamp(min=smallest) * step * 0.501).all()
+        )
+        others = int((codes.float() != scaled.float().to(dtype).float()).sum())
+        assert others <= max(1, codes.numel() // 1000)
+        if turned:
+            assert not made._transpose_invalid
+            assert torch.equal(made._transpose.flatten(1), made._data.flatten(0, 1).t())
+        else:
+            assert made._transpose is None
+
+
+FP8_SWIGLU = [(16, 80), (4, 16), (36, 48), (136, 1040)]
+
+
+def of_format(name: str, scale: float) -> Any:
+    """Transformer Engine's quantizer of delayed scaling."""
     kernels = importlib.import_module("transformer_engine_torch")
     tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
-    table = importlib.import_module(
-        "transformer_engine.pytorch.module.layernorm_mlp"
-    )._get_act_func_supported_list
-    recipe = Precision(PrecisionConfig(recipe="delayed")).recipe
-    cast = table(recipe)[te_backend.FUSED_SWIGLU][2]
+    scales, amax = torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda")
+    return tensors.Float8Quantizer(scales, amax, getattr(kernels.DType, f"kFloat8{name}"))
 
+
+def delayed_swiglu() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward with cast, from where LayerNormMLP takes them."""
+    te_backend.load()  # registers the activation
+    module = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
+    forward, _, cast = module._get_act_func_supported_list(Precision(PrecisionConfig()).recipe)[
+        te_backend.FUSED_SWIGLU
+    ]
+    return forward, lambda above, x, quantizer: cast(above, x, quantizer)[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+@pytest.mark.parametrize(("M", "F"), [*FP8_SWIGLU, (4096, 5632)])
+def test_swiglu_in_fp8_is_exact_on_the_gpu(M: int, F: int, name: str) -> None:
+    check_fp8_swiglu(*delayed_swiglu(), partial(of_format, name), M, F)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> None:
+    """Beyond the largest value that one, both ways; NaN stays NaN and is no largest value; infinities as theirs."""
+    kernels = importlib.import_module("transformer_engine_torch")
+    swiglu, dswiglu = delayed_swiglu()
+    torch.manual_seed(0)
+    x = torch.randn(272, 2 * 208, device="cuda").bfloat16()
+    above = torch.randn(272, 208, device="cuda").bfloat16()
+    x[3, 7], x[5, 300], above[9, 11] = float("nan"), float("inf"), float("-inf")
+    dtype, largest = (torch.float8_e4m3fn, 448.0) if name == "E4M3" else (torch.float8_e5m2, 57344.0)
+    for ours, theirs, arguments in ((swiglu, kernels.swiglu, (x,)), (dswiglu, kernels.dswiglu, (above, x))):
+        quantizers = [of_format(name, largest) for _ in range(2)]
+        made, wanted = ours(*arguments, quantizers[0]), theirs(*arguments, quantizers[1])
+        codes, others = (t._data.view(dtype).float() for t in (made, wanted))
+        assert int((codes.abs() == largest).sum()) > codes.numel() // 50
+        assert torch.equal(codes.isnan(), others.isnan()) and 0 < int(codes.isnan().sum()) < 10
+        same = codes.nan_to_num() == others.nan_to_num()
+        assert float(same.float().mean()) > 0.999
+        counts = [int((t.abs() == largest).sum()) for t in (codes, others)]
+        assert abs(counts[0] - counts[1]) <= codes.numel() // 1000
+        assert quantizers[0].amax.item() == quantizers[1].amax.item() == float("inf")
+    assert torch.equal(made._transpose, made._data.t())
+
+
+@pytest.mark.gpu
+def test_the_gradient_of_swiglu_is_cast_once() -> None:
+    """The fused cast is nearer to float32 than the way over bf16."""
+    kernels = importlib.import_module("transformer_engine_torch")
     torch.manual_seed(0)
     x = torch.randn(96, 2 * 80, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(96, 80, device="cuda", dtype=torch.bfloat16)
-
-    def quantizer() -> object:
-        scale, amax = torch.full((1,), 2000.0, device="cuda"), torch.zeros(1, device="cuda")
-        return tensors.Float8Quantizer(scale, amax, kernels.DType.kFloat8E5M2)
-
     a, b = (t.float().requires_grad_() for t in x.chunk(2, dim=1))
     exact = torch.cat(torch.autograd.grad(nn.functional.silu(a) * b, (a, b), dy.float()), dim=1)
-    once_quantizer, twice_quantizer = quantizer(), quantizer()
-    _, once = cast(dy, x, once_quantizer)
-    _, twice = kernels.bgrad_quantize(kernels.dswiglu(dy, x, None), twice_quantizer)
-    once.update_usage(columnwise_usage=True)
-    assert torch.equal(once._data.t(), once._transpose)
+    once = delayed_swiglu()[1](dy, x, of_format("E5M2", 2000.0))
+    _, twice = kernels.bgrad_quantize(kernels.dswiglu(dy, x, None), of_format("E5M2", 2000.0))
     errors = [float((made.dequantize().float() - exact).norm() / exact.norm()) for made in (once, twice)]
     assert errors[0] <= errors[1] * 1.001 <= 0.1
-    assert float(once_quantizer.amax) == pytest.approx(float(exact.abs().max()), rel=1e-3)
+
+
+class StandInQuantizer:
+    """As Transformer Engine's of delayed scaling, on a CPU."""
+
+    def __init__(self, name: str, scale: float) -> None:
+        self.dtype, self.usage = SimpleNamespace(name=f"kFloat8{name}"), {"rowwise": True, "columnwise": True}
+        self.scale, self.amax = torch.tensor([scale]), torch.zeros(1)
+
+    def set_usage(self, **usage: bool) -> None:
+        self.usage |= usage
+
+    def make_empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Any:
+        assert dtype == torch.bfloat16 and self.usage["rowwise"]
+        turned = torch.empty(shape[-1], *shape[:-1], dtype=torch.uint8) if self.usage["columnwise"] else None
+        return SimpleNamespace(
+            _data=torch.empty(shape, dtype=torch.uint8),
+            _transpose=turned,
+            _transpose_invalid=turned is None,
+            _scale_inv=torch.empty(1),
+        )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+@pytest.mark.parametrize(("M", "F"), FP8_SWIGLU)
+def test_the_arithmetic_of_swiglu_in_fp8(monkeypatch: pytest.MonkeyPatch, M: int, F: int, name: str) -> None:
+    use_stand_in(monkeypatch)
+    module = importlib.import_module("model.fused.swiglu_fp8")
+    monkeypatch.delitem(sys.modules, "model.fused.swiglu_fp8")
+    check_fp8_swiglu(module.swiglu, module.dswiglu, partial(StandInQuantizer, name), M, F)
 
 
 def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for TE's private table and kernels: its own ways stay, the cast is there for delayed scaling only,
-    and a TE without the table keeps its own SwiGLU."""
+    """With stand-ins for TE's private table and kernels: its own ways stay, the project's are there for delayed scaling
+    only, and a TE without the table keeps its own SwiGLU."""
     table = {"swiglu": ("forward", "backward", None), "gelu": ("f", "b", "c")}
     name = "transformer_engine.pytorch.module.layernorm_mlp"
     module = SimpleNamespace(_get_act_func_supported_list=lambda recipe=None: dict(table))
-    kernels = SimpleNamespace(dswiglu=lambda dy, x, quantizer: ("cast", dy, x, quantizer))
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
+    kernels = SimpleNamespace(swiglu=lambda: None, dswiglu=lambda *given: given)
+    monkeypatch.setitem(sys.modules, "model.fused.swiglu_fp8", kernels)
+    works = [True]
+    monkeypatch.setattr(te_backend, "_swiglu_in_fp8_works", lambda: works[0])
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     assert te_backend._register_fused_swiglu() == "swiglu"
     monkeypatch.setitem(sys.modules, name, module)
     fused = te_backend._register_fused_swiglu()
     assert fused == te_backend.FUSED_SWIGLU
-    for recipe, casts in ((None, False), (DelayedScaling(), True), (Float8CurrentScaling(), False)):
-        found = module._get_act_func_supported_list(recipe)
-        assert {key: found[key] for key in table} == table
-        forward, backward, cast = found[fused]
-        assert (forward, backward, cast is not None) == ("forward", "backward", casts)
-    cast = module._get_act_func_supported_list(DelayedScaling())[fused][2]
-    usage: dict[str, bool] = {}
-    quantizer = SimpleNamespace(set_usage=usage.update)
-    assert cast("dy", "x", quantizer) == (None, ("cast", "dy", "x", quantizer))
-    assert usage == {"columnwise": False}
+    for recipe in (None, Float8CurrentScaling()):
+        assert module._get_act_func_supported_list(recipe) == {**table, fused: table["swiglu"]}
+    found = module._get_act_func_supported_list(DelayedScaling())
+    assert {key: found[key] for key in table} == table
+    forward, backward, cast = found[fused]
+    assert (forward, backward) == (kernels.swiglu, "backward")
+    assert cast("dy", "x", "quantizer") == (None, ("dy", "x", "quantizer"))
+    # whoever looks at operands puts itself in a kernel's place
+    kernels.swiglu, kernels.dswiglu = lambda: None, lambda *given: ("seen", *given)
+    assert module._get_act_func_supported_list(DelayedScaling())[fused][0] is kernels.swiglu
+    assert cast("dy", "x", "quantizer") == (None, ("seen", "dy", "x", "quantizer"))
+    works[0] = False
+    assert module._get_act_func_supported_list(DelayedScaling()) == {**table, fused: table["swiglu"]}
+
+
+@pytest.mark.parametrize("wrong", [None, "E4M3", "E5M2"])
+def test_wrong_kernels_are_found_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, wrong: str | None
+) -> None:
+    """With the stand-in for Triton, which in one format writes a wrong byte."""
+    use_stand_in(monkeypatch)
+    module = importlib.import_module("model.fused.swiglu_fp8")
+    dswiglu = module.dswiglu
+
+    def miscompiled(above: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
+        made = dswiglu(above, x, quantizer)
+        if wrong and quantizer.dtype.name.endswith(wrong):
+            made._transpose[-1, -1] ^= 1
+        return made
+
+    monkeypatch.setattr(module, "dswiglu", miscompiled)
+    tensors = SimpleNamespace(Float8Quantizer=lambda scale, amax, name: StandInQuantizer(name, float(scale)))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.float8_tensor", tensors)
+    formats = SimpleNamespace(kFloat8E4M3="E4M3", kFloat8E5M2="E5M2")
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", SimpleNamespace(DType=formats))
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda shape, value, device: full(shape, value))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **options: zeros(*shape, **options))
+    te_backend._swiglu_in_fp8_works.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert te_backend._swiglu_in_fp8_works() == (wrong is None)
+        assert [("Transformer Engine's SwiGLU is used" in str(w.message)) for w in caught] == [True] * bool(
+            wrong
+        )
+    finally:
+        te_backend._swiglu_in_fp8_works.cache_clear()
+        sys.modules.pop("model.fused.swiglu_fp8", None)
