@@ -42,8 +42,11 @@ STEP_MS = 3000.0  # after which the timing of one way to run a step ends
 # Passes computed again are the same bits where kernels are deterministic. Where they are not, a graph may be so many
 # times as far from a launched pass as the largest difference of any gradient between two launched ones; or as sums in
 # another order are, since two launches may agree by chance: on an H200 1.4e-7 in a float32 buffer and 3.6e-4 in the
-# bf16 gradient of a norm were seen. A graph that computes something else is off by a hundredth or more.
+# bf16 gradient of a norm were seen. A graph that computes something else is off by a hundredth or more, each time; one
+# that is right may be once: with delayed scaling a last bit of a first pass's largest value changes the scale of the
+# second, and codes all over a tensor (3.4e-3 was seen where launched passes differed by 8.5e-5).
 GRAPH_NOISE = 4.0
+GRAPH_TRIES = 3
 SUMS_IN_ANOTHER_ORDER = {torch.float32: 1e-6, torch.bfloat16: 2.0**-10}
 OUT_OF_TIME = "not measured: out of time"
 BEFORE_ONLY = "measured before the other only, on a cooler GPU: out of time"
@@ -251,13 +254,22 @@ class _Step:
         launched, replayed = self.forward, self.model.forward
         for index in range(2 if cached else 1):  # each kind of pass is a graph of its own
             expected = {name: t.clone() for name, t in self._results(launched, before, index).items()}
-            noise = max(_differences(expected, self._results(launched, before, index)).values())
-            for name, error in _differences(expected, self._results(replayed, before, index)).items():
-                rounding = SUMS_IN_ANOTHER_ORDER[expected[name].dtype] if name in expected else 0.0
-                if not error <= max(GRAPH_NOISE * noise, rounding):
-                    raise RuntimeError(
-                        f"with CUDA graphs {name} is off by {error:.1e} relative, launched again by at most {noise:.1e}"
-                    )
+            noise = 0.0
+            for _ in range(GRAPH_TRIES):
+                again = _differences(expected, self._results(launched, before, index))
+                noise = max(noise, *again.values())
+                off = {
+                    name: error
+                    for name, error in _differences(expected, self._results(replayed, before, index)).items()
+                    if not error <= max(GRAPH_NOISE * noise, _rounding(expected.get(name)))
+                }
+                if not off:
+                    break
+            else:
+                name, error = next(iter(off.items()))
+                raise RuntimeError(
+                    f"with CUDA graphs {name} is off by {error:.1e} relative, launched again by at most {noise:.1e}"
+                )
         del expected
         self.model.zero_grad(set_to_none=True)
         self.captured = True
@@ -278,6 +290,10 @@ class _Step:
             loss = self(number)
         found = {"the loss": loss} | {name: p.grad for name, p in parameters.items() if p.grad is not None}
         return found | {f"{name}, the float32 buffer": buffer for name, buffer in buffers.items()}
+
+
+def _rounding(tensor: torch.Tensor | None) -> float:
+    return 0.0 if tensor is None else SUMS_IN_ANOTHER_ORDER[tensor.dtype]
 
 
 def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -259,73 +258,6 @@ def test_the_time_of_a_step_is_that_of_one_pass_however_many_are_timed_together(
     monkeypatch.setattr(measure, "proving_fp8", proving_fp8)
     assert Step().milliseconds(timer) == pass_ms
     assert counts == timed and warmed == [(3, 3)]
-
-
-def capture(
-    monkeypatch: pytest.MonkeyPatch,
-    again: dict[str, torch.Tensor],
-    replayed: dict[str, torch.Tensor],
-    cycle: int | None = None,
-) -> tuple[Any, list[tuple[str, int]]]:
-    """A step that was captured, whose launched passes give ones, then `again`; and the passes that were run."""
-    ran: list[tuple[str, int]] = []
-    ones = {name: torch.ones_like(tensor) for name, tensor in again.items()}
-
-    class Step(measure._Step):
-        def __init__(self) -> None:
-            self.forward, self.cycle, self.within, self.captured = "launched", cycle, {}, False  # type: ignore[assignment]
-            self.model: Any = SimpleNamespace(forward="launched", zero_grad=lambda set_to_none: None)
-            self.precision = self.ids = self.labels = None  # type: ignore[assignment]
-
-        def _results(self, forward: Any, before: Any, index: int) -> dict[str, torch.Tensor]:
-            assert before == {"FP8 state": "of before"}
-            ran.append((forward, index))
-            return replayed if forward == "replayed" else again if ran[-2:-1] == ran[-1:] else ones
-
-    def use_cuda_graphs(
-        model: Any, precision: Any, ids: Any, labels: Any, cached: bool, documents: Any
-    ) -> None:
-        assert cached == (cycle is not None) and documents is None
-        model.forward = "replayed"
-
-    monkeypatch.setattr(measure, "use_cuda_graphs", use_cuda_graphs)
-    monkeypatch.setattr(measure, "snapshot_fp8_state", lambda *_: {"FP8 state": "of before"})
-    step = Step()
-    step.capture()
-    return step, ran
-
-
-def off_by(error: float, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {"the loss": torch.ones(1), "weight": torch.ones(1, dtype=dtype) * (1 + error)}
-
-
-@pytest.mark.parametrize(
-    ("noise", "right", "wrong", "dtype"),
-    [
-        (0.0, 0.0, 1e-2, torch.float32),
-        (0.0, 9e-7, 2e-6, torch.float32),  # sums in another order, in a float32 buffer
-        (0.0, 0.0, 2**-7, torch.bfloat16),
-        (1e-3, 3.9e-3, 4.2e-3, torch.float32),  # four times what two launched passes differ by
-    ],
-)
-def test_a_graph_may_differ_as_launched_passes_do(
-    monkeypatch: pytest.MonkeyPatch, noise: float, right: float, wrong: float, dtype: torch.dtype
-) -> None:
-    step, ran = capture(monkeypatch, off_by(noise, dtype), off_by(right, dtype))
-    assert step.captured and ran == [("launched", 0), ("launched", 0), ("replayed", 0)]
-    said = f"with CUDA graphs weight is off by {wrong:.1e} relative, launched again by at most {noise:.1e}"
-    with pytest.raises(RuntimeError, match=re.escape(said)):
-        capture(monkeypatch, off_by(noise, dtype), off_by(wrong, dtype))
-    lacking, nan = {"the loss": torch.ones(1)}, off_by(float("nan"), dtype)
-    for other, words in ((lacking, "off by inf"), (nan, "off by nan")):
-        with pytest.raises(RuntimeError, match=f"weight is {words}"):
-            capture(monkeypatch, off_by(noise, dtype), other)
-
-
-def test_each_kind_of_pass_is_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pass of a step, which quantizes the weights, and a later one."""
-    _, ran = capture(monkeypatch, off_by(0.0), off_by(0.0), cycle=4)
-    assert ran == [(kind, index) for index in (0, 1) for kind in ("launched", "launched", "replayed")]
 
 
 @pytest.mark.parametrize(("captured", "peak"), [(False, 3.0), (True, 5.0)])
