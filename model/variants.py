@@ -60,8 +60,8 @@ class SpeedConfig:
         True,
     )
     fused_swiglu: bool = option(
-        "te_layer, delayed scaling: the gradient of SwiGLU is cast to FP8 by the kernel that computes it; te_linear: "
-        "SwiGLU in one kernel, its gradients in another",
+        "te_layer, delayed scaling: SwiGLU and its gradient are cast to FP8 by kernels of this project that compute "
+        "them; te_linear: SwiGLU in one kernel, its gradients in another",
         True,
     )
     fused_embedding: bool = option(
