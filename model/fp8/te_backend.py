@@ -45,7 +45,7 @@ def load(name: str = "auto") -> SimpleNamespace:
     CUDA device at all).
 
     `cross_entropy`, `embedding`, `rotate` and `swiglu` are those of model/fused, None in the reference; `fused_swiglu`
-    is the name of LayerNormMLP's activation that casts its own gradient, in the reference that of the plain one;
+    is the name of LayerNormMLP's activation whose kernels cast to FP8, in the reference that of the plain one;
     `linear` is x W^T in the dtype of both; `fp8_gradients` is described in te_reference/gemm.py; `fp8_cross_entropy` is
     the loss of model/head.py, None in the reference: `forward(logits [M, V], labels [M])` -> (mean loss, statistics),
     `gradient(logits, statistics, upstream)` -> a gradient for `fp8_gradients`, bit for bit as from `cross_entropy`.
