@@ -35,7 +35,9 @@ def _note(amax, scale, scale_inv, largest, is_first):
 def _forward(
     x, out, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    block_f, block_m = tl.program_id(0), tl.program_id(1)
+    # one axis: a grid's second holds 65,535 programs, less than a million rows
+    program, across = tl.program_id(0), tl.cdiv(F, COLUMNS)
+    block_f, block_m = program % across, program // across
     m = block_m * ROWS + tl.arange(0, ROWS)
     f = block_f * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < M)[:, None] & (f < F)[None, :]
@@ -44,7 +46,7 @@ def _forward(
     up = tl.load(x + row * (2 * F) + F + f[None, :], mask=inside, other=0.0).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     factor = tl.load(scale)
-    _note(amax, factor, scale_inv, tl.max(tl.max(tl.abs(y), axis=1), axis=0), (block_f == 0) & (block_m == 0))
+    _note(amax, factor, scale_inv, tl.max(tl.max(tl.abs(y), axis=1), axis=0), program == 0)
     tl.store(out + row * F + f[None, :], _cast(y * factor, E4M3), mask=inside)
 
 
@@ -104,7 +106,7 @@ def swiglu(x: torch.Tensor, quantizer: Any) -> Any:
     quantizer.set_usage(rowwise=True, columnwise=False)
     out = quantizer.make_empty((*x.shape[:-1], F), dtype=x.dtype, device=x.device)
     ROWS, COLUMNS, warps = FORWARD
-    _forward[(triton.cdiv(F, COLUMNS), triton.cdiv(M, ROWS))](
+    _forward[(triton.cdiv(F, COLUMNS) * triton.cdiv(M, ROWS),)](
         x, out._data, quantizer.scale, out._scale_inv, quantizer.amax, M, F,
         E4M3=_is_e4m3(quantizer), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=warps,
     )  # fmt: skip

@@ -78,6 +78,10 @@ def _div_rn(a: Any, b: Any) -> torch.Tensor:
     return torch.as_tensor(a) / b
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 class Kernel:
     """@triton.jit"""
 
@@ -110,13 +114,10 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         program_id=lambda axis: Number(Kernel.program[axis]), arange=_arange,
         cos=torch.cos, sin=torch.sin, exp=_exp, abs=torch.abs, sigmoid=torch.sigmoid, where=_where,
         log=torch.log, max=torch.amax, sum=torch.sum, maximum=_maximum, trans=torch.t, cast=_cast, load=_load,
-        store=_store, zeros=torch.zeros,
+        store=_store, zeros=torch.zeros, cdiv=_cdiv,
     )  # fmt: skip
     vars(triton).update(
-        jit=Kernel,
-        language=language,
-        next_power_of_2=lambda n: 1 << (n - 1).bit_length(),
-        cdiv=lambda a, b: -(-a // b),
+        jit=Kernel, language=language, next_power_of_2=lambda n: 1 << (n - 1).bit_length(), cdiv=_cdiv
     )
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
