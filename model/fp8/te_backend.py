@@ -417,6 +417,10 @@ def forget_models() -> None:
     quantization: Any = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
+    # where a weight-gradient GEMM adds into the main gradient: a tensor of each weight's shape, kept for good
+    module: Any = sys.modules.get("transformer_engine.pytorch.module.base")
+    if module is not None:
+        module._dummy_wgrads.clear()
 
 
 NO_ATTENTION_YET = "none yet"

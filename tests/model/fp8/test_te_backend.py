@@ -147,8 +147,11 @@ def test_models_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(
         sys.modules, "transformer_engine.pytorch.quantization", SimpleNamespace(FP8GlobalStateManager=manager)
     )
+    module = SimpleNamespace(_dummy_wgrads={(4, 8, torch.bfloat16): torch.empty(4, 8)})
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", module)
     te_backend.forget_models()
     assert resets == [True]
+    assert not module._dummy_wgrads
 
 
 @pytest.mark.parametrize("package", ["flash-attn-4", "flash-attn-3", "flash-attn", None])
