@@ -35,7 +35,7 @@ def _note(amax, scale, scale_inv, largest, is_first):
 def _forward(
     x, out, scale, scale_inv, amax, M, F, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    # one axis: a grid's second holds 65,535 programs, less than a million rows
+    # one axis, the blocks of a row in turn: a grid's second would end at 65,535 programs, a million rows
     program, across = tl.program_id(0), tl.cdiv(F, COLUMNS)
     block_f, block_m = program % across, program // across
     m = block_m * ROWS + tl.arange(0, ROWS)

@@ -117,7 +117,7 @@ def measured() -> tuple[Measured, ...]:
             setting=_setting(report, row),
             step_s=row["step_ms"] / 1e3,
             # without what earlier visits of the benchmark left, but the workspaces that each model would have made
-            peak_gib=row["allocated_gib"] - max(0.0, (row.get("before_gib") or 0.0) - WORKSPACES_GIB),
+            peak_gib=row["allocated_gib"] - max(0.0, row["before_gib"] - WORKSPACES_GIB),
             launch_ms=row["launch_ms"],
         )
         for name in STEPS
