@@ -101,6 +101,19 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
     }
 
 
+def at_the_end(curve: Result) -> Result | None:
+    """How far the training loss is from the baseline's over the last tenth of the logged steps: "percent", the mean
+    of the differences, and "standard_error", theirs; None of a single one. It is of many more tokens than an
+    evaluation; of those that come in a second epoch it says how well they are remembered. None: not the same samples.
+    """
+    raw = curve["difference_percent"]
+    last = raw[-max(1, len(raw) // 10) :]
+    if not last:
+        return None
+    error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
+    return {"percent": statistics.fmean(last), "standard_error": error}
+
+
 def compared(
     name: str,
     records: Sequence[Result],
@@ -145,6 +158,7 @@ def compared(
         "eval_difference_percent": difference,
         "difference_to_seeds_mean_percent": None if mean is None else apart,
         **largest,
+        "last_tenth": at_the_end(curve),
         "speed_to_baseline": own["tokens_per_second"] / base["tokens_per_second"],
         "misses": misses if same_samples and held else [],
         "curves": curve,
@@ -183,6 +197,7 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         "eval loss": ("eval_loss", ".4f"),
         "difference": (to_base(lambda r: f"{r['eval_difference_percent']:+.2f} %"), ""),
         **({"to seeds' mean": (_to_seeds, "")} if seeds else {}),
+        "last tenth": (to_base(_last_tenth), ""),
         "largest": (to_base(lambda r: _at_step(r, "difference_percent")), ""),
         "smoothed": (to_base(lambda r: _at_step(r, "smoothed_difference_percent")), ""),
         "rise": (lambda r: f"{r['largest_rise_percent']:.1f} %", ""),
@@ -201,8 +216,9 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
     }
     print(
         f"\n{report.table(results, columns)}\n"
-        f"difference: to {base['row']}, with an optimizer of its own to that one's row in the same precision; largest, "
-        "smoothed: of the training loss. These, the rise of the loss over its minimum until then, and the gradient "
+        f"difference: to {base['row']}, with an optimizer of its own to that one's row in the same precision; last "
+        "tenth, largest, smoothed: of the training loss, the first of the last tenth of the steps with its standard "
+        "error. Largest, smoothed, the rise of the loss over its minimum until then, and the gradient "
         f"norm: after warmup (step {warmup_steps}). equal loss: how many times sooner than "
         f"{base['equal_loss']['row']}, the best row without FP8, at the worse of the two's final evaluation losses, in "
         "time of steps."
@@ -231,6 +247,13 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
 def _to_seeds(result: Result) -> str:
     found = result["difference_to_seeds_mean_percent"]
     return "-" if found is None else f"{found:+.2f} %"
+
+
+def _last_tenth(result: Result) -> str:
+    if (found := result["last_tenth"]) is None:
+        return "-"
+    error = found["standard_error"]
+    return f"{found['percent']:+.2f}{'' if error is None else f' ± {error:.2f}'} %"
 
 
 def _at_step(result: Result, kind: str) -> str:

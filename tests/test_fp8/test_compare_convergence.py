@@ -65,8 +65,18 @@ def test_what_misses_the_tolerance(eval_loss: float, skipped: int, misses: list[
 def test_another_order_of_samples_has_no_differences_by_step() -> None:
     result = compared("x", training([5, 4.5]), training([5, 4]), 0, 0.005, same_samples=False)
     assert result["curves"]["difference_percent"] == []
-    assert "largest_difference_percent_after_warmup" not in result
+    assert "largest_difference_percent_after_warmup" not in result and result["last_tenth"] is None
     assert result["curves"]["loss"] == [5, 4.5]
+
+
+def test_the_last_tenth_of_the_steps() -> None:
+    base = training([4.0] * 20)
+    found = compared("x", training([5.0] * 18 + [4.04, 4.08]), base, 0, 0.005)["last_tenth"]
+    assert found == {"percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
+    few = compared("x", training([4.04, 4.0, 4.2]), base[:2] + training([4.0] * 3)[2:], 0, 0.005)[
+        "last_tenth"
+    ]
+    assert few == {"percent": pytest.approx(5), "standard_error": None}
 
 
 def test_smoothing_is_a_centred_mean() -> None:
