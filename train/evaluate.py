@@ -288,6 +288,7 @@ def evaluate(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
         **options,
         "stride": args.stride,
         "max_samples": args.max_samples,
+        "notes": [note for text in found for note in text.notes],
         "ranks": ranks.world,
         "machine": machine,
         "versions": versions,

@@ -99,8 +99,11 @@ def _row_sums(
 def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
     """(by source, of all): loss (nats a predicted token), perplexity, bits_per_byte, tokens, documents, bytes. Bytes
     are those of the text where it was read, else what the tokens stand for; None where these do not say. Bits per byte
-    leave out what is no text, BOS and EOS. Raises ValueError: a source without a predicted token."""
-    table = sums.numpy().copy()
+    leave out what is no text, BOS and EOS. A source of which nothing was asked is left out. Raises ValueError: another
+    without a predicted token."""
+    asked = [source.asked for source in sources]
+    sources = [source for source in sources if source.asked]
+    table = sums.numpy()[asked].copy()
     for row, source in zip(table, sources, strict=True):
         if not row[TOKENS]:
             raise ValueError(f"DATA {source.name} has no token to predict")

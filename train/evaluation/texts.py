@@ -45,11 +45,13 @@ class Rows(NamedTuple):
 
 @dataclass
 class Source:
-    """What is told of a source by itself. text_bytes: UTF-8 bytes of its text, None where only its tokens are known."""
+    """What is told of a source by itself. text_bytes: UTF-8 bytes of its text, None where only its tokens are known.
+    asked: False where none of the samples that were asked for is its own, so that there is nothing to tell."""
 
     name: str
     encoder: TextEncoder
     text_bytes: int | None = None
+    asked: bool = True
 
 
 def is_prepared(data: str) -> bool:
@@ -73,6 +75,13 @@ class Packed:
         self.notes = []
         if self.samples < self.stream.num_samples:
             self.notes = [f"{self.samples:,} of {self.stream.num_samples:,} samples (--max_samples)"]
+            its = {source for source, _ in self.stream.sample_ids(0, self.samples)}
+            for index, source in enumerate(self.sources):
+                source.asked = index in its
+                if not source.asked:
+                    self.notes.append(
+                        f"{source.name}: none of these samples, so it has no line; ask for more"
+                    )
         elif left := sum(s.num_tokens - s.num_windows * length - 1 for s in self.stream.sources):
             self.notes = [
                 f"the last {left:,} tokens fill no sample of {length} and are left out, as in training"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -308,6 +309,25 @@ def test_a_folder_is_evaluated_at_2048_tokens_or_all_that_it_has(trained: Path, 
         (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
         found = plan(tmp_path, None)
         assert (found.max_seq_length, found.batch_size, found.levels) == (length, 8, {})
+
+
+def test_a_source_that_has_none_of_few_samples_is_told_and_has_no_line(
+    trained: Path,
+    data: Path,
+    tmp_path: Path,
+    evaluated: Callable[..., dict],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The others are told all the same."""
+    shutil.copytree(data, tmp_path / "another")
+    options = [trained / "hf", data, tmp_path / "another", "--max_seq_length", 64]
+    whole = evaluated(*options)
+    assert set(whole["sources"]) == set(map(str, options[1:3]))
+    report = evaluated(*options, "--max_samples", 1)
+    assert len(report["sources"]) == 1 and report["all"]["tokens"] == 64
+    (left,) = whole["sources"].keys() - report["sources"].keys()
+    note = f"{left}: none of these samples, so it has no line; ask for more"
+    assert note in report["notes"] and f"note: {note}" in capsys.readouterr().err
 
 
 def test_what_is_left_out_or_read_in_parts_is_told(data: Path) -> None:

@@ -248,7 +248,8 @@ def test_bytes_that_nobody_knows() -> None:
         [[6.0, 5.0, 3.0, 2.0, 0.0, 1.0], [6.0, 5.0, 3.0, 2.0, 1.0, 1.0], [8.0, 8.0, 4.0, 0.0, 4.0, 2.0]]
     )
     sources: list[Any] = [
-        SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
+        SimpleNamespace(name=name, text_bytes=size, asked=True)
+        for name, size in zip("abc", (None, None, 4), strict=True)
     ]
     by_source, everything = scores.results(sums.double(), sources)
     bits = [by_source[name]["bits_per_byte"] for name in "abc"]
