@@ -95,6 +95,7 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
         "difference_percent": raw,
         "smoothed_difference_percent": smoothed(raw),
         "grad_norm": [r.get("grad_norm") for r in records if r.get("loss") is not None],
+        "tokens_per_second": [r.get("tokens_per_second") for r in records if r.get("loss") is not None],
         "eval_step": eval_steps,
         "eval_loss": eval_losses,
         "eval_difference_percent": relative(records, baseline, "eval_loss"),

@@ -41,6 +41,7 @@ def test_differences_are_in_percent_of_the_baseline() -> None:
     assert curve["difference_percent"] == pytest.approx([0, 1, -2.5])
     assert result["largest_difference_percent_after_warmup"] == {"step": 3, "percent": pytest.approx(-2.5)}
     assert result["eval_difference_percent"] == pytest.approx(0.1)
+    assert curve["tokens_per_second"] == [100] * 3
     assert curve["eval_step"] == [3] and curve["eval_difference_percent"] == pytest.approx([0.1])
     assert percent(3, 4) == -25
 
