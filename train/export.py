@@ -2,6 +2,7 @@
 """A checkpoint -> a Hugging Face folder: config.json, model.safetensors, tokenizer.
 
     python train/export.py output/run/checkpoints/step-00001000 OUT [--format hf | hf-fp8] [--tokenizer DIR]
+    python train/export.py output/run OUT                  # its newest good checkpoint
 
 OUT loads with transformers' AutoModelForCausalLM.from_pretrained, and so in whatever serves Mistral models. No GPU is
 needed. hf-fp8: the weights of the layers in FP8, of a model that trained in Transformer Engine's FP8 the codes and
@@ -25,8 +26,8 @@ from train.checkpoint.files import (
     CheckpointError,
     RunState,
     identity,
+    meant_by,
     others_than,
-    problems,
     rank_file,
     read_state,
 )
@@ -156,8 +157,8 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         size = sum(float(weights[n].float().norm() ** 2) for n in quantized)
         how = precision.compute if precision.compute != "fp8" else f"torchao's FP8 ({precision.recipe})"
         return [
-            f"{codes}, a scale a row; relative error {(error / size) ** 0.5:.1e}. The model trained in {how}, so there "
-            "are no codes of training to compare with",
+            f"{codes}, a scale a row; relative error {(error / size) ** 0.5:.1e}. At this checkpoint the model "
+            f"trains in {how}, so there are no codes of training to compare with",
             *lines,
         ]
     if differing := trained.differences(hf_fp8.read_quantized(out), weights, fp8_state):
@@ -177,24 +178,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", type=Path, help="a folder step-NNNNNNNN")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a folder step-NNNNNNNN, or a run's output_dir: its newest good one"
+    )
     parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
     parser.add_argument("--format", choices=FORMATS, default="hf", help="hf-fp8: weights in FP8; default: hf")
     parser.add_argument("--tokenizer", type=Path, help="folder of another one; default: the training data's")
     arguments = parser.parse_args()
     try:
-        if found := problems(arguments.checkpoint):
-            found.append("give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN")
-            raise CheckpointError("; ".join(found) + others_than(arguments.checkpoint))
+        path = checkpoint_of(arguments.checkpoint)
         import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
 
-        state = read_state(arguments.checkpoint)
+        state = read_state(path)
         tokenizer = arguments.tokenizer or tokenizer_of(state.train_config["data"]["sources"])
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
-        lines = export(arguments.checkpoint, arguments.out.absolute(), tokenizer, arguments.format)
+        lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
     except (CheckpointError, DataError, ValueError, OSError) as error:
         parser.exit(1 if isinstance(error, OSError) else 2, f"error: {error}\n")
     print("\n".join([*lines, f"wrote {arguments.out}"]))
+
+
+def checkpoint_of(given: Path) -> Path:
+    """The checkpoint that `given` is, or the newest good one of the run that it is. Raises CheckpointError: neither."""
+    try:
+        if path := meant_by(given, lambda line: print(line, file=sys.stderr)):
+            if path != given:
+                print(f"{path}, the newest good one")
+            return path
+        problem = f"{given} is no checkpoint and holds none"
+    except CheckpointError as error:
+        problem = str(error)
+    raise CheckpointError(
+        f"{problem}; give a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}"
+    )
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:

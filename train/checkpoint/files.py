@@ -330,6 +330,20 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
     return None
 
 
+def meant_by(given: Path, log: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a user means by a folder: itself, or of a run, its output_dir or its checkpoints/, the newest
+    whose hashes hold; `log` hears why newer ones are passed over. None: it is neither, or a run without any.
+
+    Raises CheckpointError: what is there does not verify, or is no folder.
+    """
+    if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
+        if found := problems(given):
+            raise CheckpointError("; ".join(found))
+        return given
+    root = given / "checkpoints"
+    return newest_good(root if root.is_dir() else given, log)
+
+
 def is_of(path: Path, root: Path) -> bool:
     """Whether the checkpoint `path` lies in `root`, the checkpoints of a run."""
     return path.resolve().parent == root.resolve()

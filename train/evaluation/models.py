@@ -14,13 +14,11 @@ from model.config import load_config
 from model.fp8.recipes import PrecisionConfig
 from model.variants import VARIANTS, SpeedConfig
 from train.checkpoint.files import (
-    FOLDER,
     MANIFEST,
     RUN_STATE,
     CheckpointError,
     RunState,
-    newest_good,
-    problems,
+    meant_by,
     rank_file,
     read_state,
 )
@@ -50,13 +48,12 @@ def find(given: Path, tell: Callable[[str], None]) -> Path:
         raise ValueError(f"MODEL {given} is not a folder; {EXPECTED} (from the hub: download it first)")
     if (given / "config.json").is_file():
         return given
-    if FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
-        if found := problems(given):
-            raise CheckpointError(f"MODEL {given}: {'; '.join(found)}")
-        return given
+    try:
+        if checkpoint := meant_by(given, tell):
+            return checkpoint
+    except CheckpointError as error:
+        raise CheckpointError(f"MODEL {given}: {error}") from error
     run = RunFolder(given)
-    if newest := newest_good(run.checkpoints if run.checkpoints.is_dir() else given, tell):
-        return newest
     if (run.hf / "config.json").is_file():
         return run.hf
     what = "prepared data, and MODEL comes before DATA" if (given / MANIFEST).is_file() else "none of these"

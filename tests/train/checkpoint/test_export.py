@@ -12,7 +12,14 @@ import tokenizers
 from safetensors import SafetensorError
 
 from train import export
-from train.checkpoint.files import MANIFEST, CheckpointError, name_of
+from train.checkpoint.files import (
+    MANIFEST,
+    RUN_STATE,
+    CheckpointError,
+    describe_file,
+    name_of,
+    write_manifest,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,7 +34,7 @@ def refusal(
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", ["", "checkpoints", "checkpoints/step-00000011", "step-00000003"])
+@pytest.mark.parametrize("given", ["checkpoints/step-00000009", "checkpoints/step-00000011", "step-00000003"])
 def test_the_committed_checkpoints_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
@@ -37,18 +44,41 @@ def test_the_committed_checkpoints_are_listed(
         (root / name_of(step) / MANIFEST).touch()
     (root / name_of(9) / MANIFEST).unlink()
     message = refusal(monkeypatch, capsys, tmp_path / "run" / given)
-    assert "give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN" in message
+    assert "give a committed one, RUN/checkpoints/step-NNNNNNNN" in message
     newest = ", ".join(name_of(step) for step in range(4, 9))
     assert message.endswith(f"; committed in {root}: {newest}\n")
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints"])
+def test_of_a_run_the_newest_good_one_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is no checkpoint and holds none; give a"):
+        export.checkpoint_of(tmp_path)
+    for step in range(3, 6):
+        (root / name_of(step)).mkdir(parents=True)
+        (root / name_of(step) / RUN_STATE).write_text("{}")
+        write_manifest(root / name_of(step), [describe_file(root / name_of(step) / RUN_STATE)])
+    (root / name_of(5) / RUN_STATE).write_text("{ ")
+    assert export.checkpoint_of(tmp_path / "run" / given) == root / name_of(4)
+    told = capsys.readouterr()
+    assert told.out == f"{root / name_of(4)}, the newest good one\n"
+    assert told.err.startswith(f"checkpoint {name_of(5)} is not used: ")
+    assert export.checkpoint_of(root / name_of(3)) == root / name_of(3) and not capsys.readouterr().out
+    (root / name_of(3) / RUN_STATE).unlink()
+    (root / name_of(4) / RUN_STATE).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*; give a committed one"
+    ):
+        export.checkpoint_of(tmp_path / "run" / given)
 
 
 def test_nothing_is_listed_where_there_is_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refusal(monkeypatch, capsys, tmp_path / "nowhere" / "run")
-    assert message.endswith(
-        "run is not a folder; give the folder of a committed checkpoint, RUN/checkpoints/step-NNNNNNNN\n"
-    )
+    assert message.endswith("run is not a folder; give a committed one, RUN/checkpoints/step-NNNNNNNN\n")
 
 
 def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
@@ -133,7 +163,7 @@ def test_a_tokenizer_of_another_model_is_refused(
         train_config={"data": {"sources": {"text": str(tmp_path)}}},
         data_fingerprint={"sources": {"text": {"tokenizer_sha256": "1234"}}},
     )
-    monkeypatch.setattr(export, "problems", lambda path: [])
+    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
     monkeypatch.setattr(export, "read_state", lambda path: state)
     option = ("--tokenizer", str(folder))
     message = refusal(monkeypatch, capsys, tmp_path, *option)

@@ -189,7 +189,7 @@ def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
 ) -> None:
     """1: another start may succeed; 2: the command has to be another."""
     monkeypatch.setattr("sys.argv", ["export.py", str(tmp_path), str(tmp_path / "out")])
-    monkeypatch.setattr(export, "problems", lambda path: [])
+    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
     for error, status in (
         (OSError(28, "No space left on device"), 1),
         (CheckpointError("of another run"), 2),
