@@ -25,6 +25,7 @@ PACKED = (".gz", ".zst")
 BLANK_LINE = "blank_line"  # the word for --split_on
 
 BAD_UTF8 = "bad UTF-8"
+UTF16 = "; it is UTF-16: iconv -f UTF-16 -t UTF-8"  # as some programs of Windows write text
 INVALID_JSON = "invalid JSON"
 INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
@@ -202,7 +203,8 @@ def _decoded(data: bytes, where: str) -> Text | Dropped:
     try:
         return check_text(data.decode("utf-8"), where)
     except UnicodeDecodeError as error:
-        return Dropped(BAD_UTF8, where, str(error))
+        other = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return Dropped(BAD_UTF8, where, f"{error}{UTF16 if other else ''}")
 
 
 def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
