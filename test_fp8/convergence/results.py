@@ -104,8 +104,9 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
 
 def at_the_end(curve: Result) -> Result | None:
     """How far the training loss is from the baseline's over the last tenth of the logged steps: "percent", the mean
-    of the differences, and "standard_error", theirs; None of a single one. It is of many more tokens than an
-    evaluation; of those that come in a second epoch it says how well they are remembered. None: not the same samples.
+    of the differences, and "standard_error" of that mean, None of a single one. It is of many more tokens than an
+    evaluation; where they come in a second epoch it also says how well they are remembered. None where the samples are
+    not the baseline's.
     """
     raw = curve["difference_percent"]
     last = raw[-max(1, len(raw) // 10) :]
