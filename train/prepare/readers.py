@@ -203,8 +203,12 @@ def _decoded(data: bytes, where: str) -> Text | Dropped:
     try:
         return check_text(data.decode("utf-8"), where)
     except UnicodeDecodeError as error:
-        other = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return Dropped(BAD_UTF8, where, f"{error}{UTF16 if other else ''}")
+        return _not_utf8(error, where)
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str) -> Dropped:
+    other = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return Dropped(BAD_UTF8, where, f"{error}{UTF16 if other else ''}")
 
 
 def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
@@ -323,7 +327,7 @@ def _parse(data: bytes, where: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return Dropped(BAD_UTF8, where, str(error))
+        return _not_utf8(error, where)
     except (ValueError, RecursionError) as error:  # ValueError: not JSON, or an integer of over 4,300 digits
         return Dropped(INVALID_JSON, where, str(error))
 

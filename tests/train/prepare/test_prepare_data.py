@@ -124,6 +124,7 @@ CUT_GZ = gzip.compress(lines([os.urandom(50).hex() for _ in range(2000)]))[:-50]
 BAD = {
     "utf8.txt": (b"caf\xe9", "bad UTF-8", "utf8.txt"),
     "utf16.txt": ("caf\xe9".encode("utf-16"), "bad UTF-8", "utf16.txt"),
+    "utf16.json": ('[{"text": "caf\xe9"}]'.encode("utf-16"), "bad UTF-8", "utf16.json"),
     "utf8.jsonl": (GOOD + b'{"text": "\xff"}\n', "bad UTF-8", "utf8.jsonl:2"),
     "surrogate.jsonl": (GOOD + b'{"text": "\\ud800"}\n', "bad UTF-8", "surrogate.jsonl:2"),
     "json.jsonl": (GOOD + b'{"text": \n', "invalid JSON", "json.jsonl:2"),
@@ -151,7 +152,7 @@ def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypa
     assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True) == 2
     message = capsys.readouterr().err
     assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
-    assert ("it is UTF-16: iconv -f UTF-16 -t UTF-8" in message) == (name == "utf16.txt")
+    assert ("it is UTF-16: iconv -f UTF-16 -t UTF-8" in message) == name.startswith("utf16")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
     monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
