@@ -177,11 +177,17 @@ def conditions(args: TrainingArguments, machine: Result, versions: Result) -> Re
 
 
 def read_metrics(folder: Path) -> list[Result]:
-    """The records of a run's metrics.jsonl; none where there is no such file or it ends within a line. AFTER_START is
-    set in the first with a speed since each start of the run, and of a stage of precision.schedule."""
+    """The records of a run's metrics.jsonl; none where there is no such file or it ends within a line. An evaluation
+    that a stopped run made up for has a line of its own: it is joined with its step's. AFTER_START is set in the first
+    with a speed since each start of the run, and of a stage of precision.schedule."""
+    records: list[Result] = []
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if records and records[-1]["step"] == record["step"]:
+                records[-1] |= record
+            else:
+                records.append(record)
     except (OSError, ValueError):
         return []
     starts = read_starts(RunFolder(folder))

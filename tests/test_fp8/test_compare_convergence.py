@@ -306,6 +306,12 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
     whole = [json.loads(line) for line in metrics.read_text().splitlines()]
     metrics.write_text(metrics.read_text()[:-10])
     assert reason(*extra) == "its metrics end at step 0 of 6, or without a loss"
+    # stopped in its last evaluation, for which it made up when it went on
+    trained, late = {**whole[2]}, {key: whole[2][key] for key in ("step", "tokens", "eval_loss", "time")}
+    del trained["eval_loss"]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in (*whole[:2], trained, late)))
+    assert reason(*extra) is None
+    assert [r["step"] for r in convergence_rows.read_metrics(metrics.parent)] == [2, 4, 6]
     for lost in (
         whole[:2],
         [*whole[:2], {**whole[2], "loss": None}],
