@@ -14,8 +14,9 @@ Nothing here waits for the GPU, so that a CUDA graph (model/graphs.py) can hold 
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from model.fp8.modules import fp8_modules, matrices
 from model.fp8.precision import Precision
-from model.fp8.quantizers import noted_quantizations, quantizer_slots
+from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.te_reference.quantize import BLOCK, FP8_MAX
 
 OPERANDS = ("input", "weight", "gradient")
@@ -88,7 +89,7 @@ class HealthCheck:
     def _note(
         self,
         slots: tuple[Any, ...],
-        source: Callable[[slice], torch.Tensor],
+        source: Source,
         codes: torch.Tensor,
         scale_inv: torch.Tensor,
     ) -> None:
@@ -144,15 +145,19 @@ def took_replay(totals: torch.Tensor) -> None:
         check._replayed = totals.clone()
 
 
-def measure(
-    source: Callable[[slice], torch.Tensor], codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool
-) -> torch.Tensor:
+def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
     """float64 [TOTALS] of an operand [M, N].
 
-    source: gives rows of what was quantized. codes: float8 [M, N]. scale_inv: float32, one or one a tile, as in
-    QuantizedMatrix. moments: also the sums of odd and fourth powers, else 0. Sums are in float32 over a row, in
-    float64 over these.
+    source: what was quantized; on a CPU, whose reference casts nothing but matrices, a "matrix". codes: float8 [M, N].
+    scale_inv: float32, one or one a tile, as in QuantizedMatrix. moments: also the sums of odd and fourth powers, else
+    0. Sums are in float32 over a row, or a block of a kernel, in float64 over these.
     """
+    if codes.is_cuda:
+        kernel: Any = importlib.import_module("model.fused.operand_totals")
+        *sums, largest = kernel.operand_totals(source, codes, scale_inv, moments)
+        limit = FP8_MAX[codes.dtype]
+        return torch.stack([*sums, torch.full_like(largest, codes.numel()), largest / limit])
+    (matrix,) = source.parts
     limit, overflow = FP8_MAX[codes.dtype], OVERFLOW[codes.dtype]
     rows, columns = codes.shape
     step = max(1, CHUNK // columns // BLOCK) * BLOCK
@@ -160,7 +165,7 @@ def measure(
     largest = torch.zeros((), dtype=torch.float64, device=codes.device)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
-        x, inverse = source(part), _spread(scale_inv, part, codes.shape)
+        x, inverse = matrix[part], _spread(scale_inv, part, codes.shape)
         values = codes[part].float()
         kept = _norm(values, 0)
         magnitude = x.abs()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,21 +20,32 @@ import torch
 from model.fp8.modules import matrices
 from model.te_reference.quantize import BLOCK
 
-QuantizationNote = Callable[
-    [tuple[Any, ...], Callable[[slice], torch.Tensor], torch.Tensor, torch.Tensor], None
-]
+
+@dataclass(frozen=True)
+class Source:
+    """The matrix [M, N] that was quantized, or what a kernel was given that casts what it computes in float32.
+
+    kind and parts: "matrix", (x [M, N],); "norm", (x [M, N], inverse rms [M] float32, weight [N]); "swiglu",
+    (x [M, 2 N],), gate and up side by side; "swiglu_gradient", (x [M, N], gradient of silu(gate) * up [M, N / 2]).
+    rounded: what was computed was rounded to the type of x before it was cast.
+    """
+
+    kind: str
+    parts: tuple[torch.Tensor, ...]
+    rounded: bool = False
+
+
+QuantizationNote = Callable[[tuple[Any, ...], Source, torch.Tensor, torch.Tensor], None]
 
 
 @contextmanager
 def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator[None]:
     """A block that calls `note` for each operand that `te` quantizes, with
 
-    slots: what identifies the operand, any of which may be among those of `quantizer_slots`. source: gives rows of the
-    matrix [M, N] that was quantized. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128],
-    [M / 128, N / 128]).
+    slots: what identifies the operand, any of which may be among those of `quantizer_slots`. source: what was
+    quantized, [M, N]. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128], [M / 128, N / 128]).
 
-    A kernel that norms or activates and casts in one has no such matrix: `source` computes it again from what the
-    kernel was given, in float32, and rounds it to the type of the activations where the kernel does, which is with all
+    A kernel that norms or activates and casts in one rounds to the type of the activations between the two with all
     recipes but delayed. Codes and scales are always those that are multiplied.
     """
     if te.name == "reference":
@@ -46,7 +57,7 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
             codes, scale_inv = made.rows, made.rows_scale_inv
             if codes is None:
                 codes, scale_inv = made.columns, made.columns_scale_inv
-            note(((id(self.state), self.column),), x.detach().__getitem__, codes, scale_inv)
+            note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
             return made
 
         base.Quantizer.__call__ = noted
@@ -68,10 +79,10 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
             result = kernel(*arguments, **options)
             taken = _CASTING[name](arguments, result)
             if taken is not None:
-                quantizer, weight, source, made = taken
-                exact = isinstance(quantizer, tensors.Float8Quantizer)
+                quantizer, weight, kind, parts, made = taken
+                rounded = kind != "matrix" and not isinstance(quantizer, tensors.Float8Quantizer)
                 if (operand := _operand(made)) is not None:
-                    note((id(quantizer), weight), partial(source, exact), *operand)
+                    note((id(quantizer), weight), Source(kind, parts, rounded), *operand)
             return result
 
         return launched
@@ -85,12 +96,15 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
             setattr(module, name, kernel)
 
 
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().reshape(-1, x.shape[-1])
+
+
 def _of_quantize(arguments: Any, result: Any) -> Any:
     """(tensor, quantizer, made before or None, ...). A cached weight has a quantizer of its own: its memory tells."""
     tensor, quantizer, *made = arguments
-    matrix = tensor.detach().reshape(-1, tensor.shape[-1])
     made = made[0] if made and made[0] is not None else result
-    return quantizer, ("weight", tensor.data_ptr()), lambda exact, rows: matrix[rows], made
+    return quantizer, ("weight", tensor.data_ptr()), "matrix", (_matrix(tensor),), made
 
 
 def _of_bias_gradient(arguments: Any, result: Any) -> Any:
@@ -103,28 +117,13 @@ def _of_rms_norm(arguments: Any, result: Any) -> Any:
     x, weight, quantizer = arguments[0], arguments[1].detach(), arguments[4]
     if quantizer is None:
         return None
-    x, inverse_rms = x.detach().reshape(-1, x.shape[-1]), result[2].detach().view(-1, 1)
-
-    def source(exact: bool, rows: slice) -> torch.Tensor:
-        y = (x[rows].float() * inverse_rms[rows]).mul_(weight.float())
-        return y if exact else y.to(x.dtype)
-
-    return quantizer, None, source, result[0]
+    return quantizer, None, "norm", (_matrix(x), result[2].detach().view(-1), weight), result[0]
 
 
 def _of_swiglu(arguments: Any, result: Any) -> Any:
     """(x [M, 2 F], quantizer) -> quantized [M, F]."""
     x, quantizer = arguments[:2]
-    if quantizer is None:
-        return None
-    x = x.detach().reshape(-1, x.shape[-1])
-
-    def source(exact: bool, rows: slice) -> torch.Tensor:
-        gate, up = x[rows].float().chunk(2, -1)
-        y = torch.nn.functional.silu(gate).mul_(up)
-        return y if exact else y.to(x.dtype)
-
-    return quantizer, None, source, result
+    return None if quantizer is None else (quantizer, None, "swiglu", (_matrix(x),), result)
 
 
 def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
@@ -132,17 +131,7 @@ def _of_swiglu_gradient(arguments: Any, result: Any) -> Any:
     gradient, x, quantizer = arguments[:3]
     if quantizer is None:
         return None
-    gradient = gradient.detach().reshape(-1, gradient.shape[-1])
-    x = x.detach().reshape(-1, x.shape[-1])
-
-    def source(exact: bool, rows: slice) -> torch.Tensor:
-        gate, up = x[rows].float().chunk(2, -1)
-        above, sigmoid = gradient[rows].float(), torch.sigmoid(gate)
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
-        y = torch.cat((above * up * slope, above * gate * sigmoid), -1)
-        return y if exact else y.to(x.dtype)
-
-    return quantizer, None, source, result
+    return quantizer, None, "swiglu_gradient", (_matrix(x), _matrix(gradient)), result
 
 
 # Where callers take them from: Transformer Engine's, their copies, from which module/_common.py takes its own, and the
@@ -152,8 +141,8 @@ _KERNELS = (
     "transformer_engine.pytorch.cpp_extensions",
     "model.fused.swiglu_fp8",
 )
-# Kernels that make FP8 operands -> (quantizer, mark of a weight, source(exact, rows), made), None where one made none.
-# source rounds to the type of the activations unless `exact`.
+# Kernels that make FP8 operands -> (quantizer, mark of a weight, Source.kind, Source.parts, made), None where one made
+# none.
 _CASTING: dict[str, Callable[[Any, Any], Any]] = {
     "quantize": _of_quantize,
     "bgrad_quantize": _of_bias_gradient,

@@ -127,5 +127,6 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         "model.fused.swiglu_fp8",
         "model.fused.embedding",
         "model.fused.cross_entropy",
+        "model.fused.operand_totals",
     ):
         monkeypatch.delitem(sys.modules, module, raising=False)

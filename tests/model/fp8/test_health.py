@@ -17,6 +17,7 @@ from model.build import build_model
 from model.fp8 import health
 from model.fp8.health import SUMS, TOTALS, HealthCheck, check_due, measure, statistics, took_replay, unwatched
 from model.fp8.precision import Precision
+from model.fp8.quantizers import Source
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import use_cuda_graphs
@@ -169,7 +170,7 @@ def test_the_statistics_are_those_of_a_count_in_float64(
 
 
 def one(x: Tensor, codes: Tensor, scale_inv: Tensor, moments: bool = False) -> dict[str, float]:
-    return dict(zip(TOTALS, measure(x.__getitem__, codes, scale_inv, moments).tolist(), strict=True))
+    return dict(zip(TOTALS, measure(Source("matrix", (x,)), codes, scale_inv, moments).tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -191,7 +192,7 @@ def test_the_kurtosis_is_around_the_mean(mean: float) -> None:
     codes, scale_inv = quantize_blocks(x, (1, 128), E4M3)
     central = x.double() - x.double().mean()
     expected = float(central.pow(4).mean() / central.square().mean() ** 2)
-    found = statistics(measure(x.__getitem__, codes, scale_inv, True))
+    found = statistics(measure(Source("matrix", (x,)), codes, scale_inv, True))
     assert float(found[KURTOSIS]) == pytest.approx(expected, rel=1e-4)
 
 
@@ -203,9 +204,9 @@ def test_tiles_and_chunks(monkeypatch: pytest.MonkeyPatch, tiles: str) -> None:
     x[7] *= 1e-4
     block = tuple(map(int, tiles.split("x")))
     codes, scale_inv = quantize_blocks(x, (block[0], block[1]), E4M3)
-    whole = measure(x.__getitem__, codes, scale_inv, True)
+    whole = measure(Source("matrix", (x,)), codes, scale_inv, True)
     monkeypatch.setattr(health, "CHUNK", 128 * 200)
-    assert torch.allclose(measure(x.__getitem__, codes, scale_inv, True), whole, rtol=1e-9)
+    assert torch.allclose(measure(Source("matrix", (x,)), codes, scale_inv, True), whole, rtol=1e-9)
     found = statistics(whole).tolist()
     assert found[:4] == pytest.approx(share(codes, scale_inv, x), rel=1e-5)
     assert (found[UNDERFLOW] > 1e-4) == (tiles != "1x128")
@@ -214,9 +215,9 @@ def test_tiles_and_chunks(monkeypatch: pytest.MonkeyPatch, tiles: str) -> None:
 def test_what_is_not_finite_is_not_hidden() -> None:
     x = torch.tensor([[1.0, math.nan, math.inf, 0.0]])
     codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]]).to(E4M3)
-    found = statistics(measure(x.__getitem__, codes, torch.tensor(1.0), False))
+    found = statistics(measure(Source("matrix", (x,)), codes, torch.tensor(1.0), False))
     assert found[SATURATED] == pytest.approx(1 / 3) and math.isnan(found[ERROR])
-    nothing = statistics(measure((x * 0)[:, 3:].__getitem__, codes[:, 3:], torch.tensor(1.0), True))
+    nothing = statistics(measure(Source("matrix", ((x * 0)[:, 3:],)), codes[:, 3:], torch.tensor(1.0), True))
     assert all(math.isnan(nothing[index]) for index in (UNDERFLOW, SATURATED, ERROR, KURTOSIS))
 
 

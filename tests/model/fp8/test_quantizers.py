@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.fp8.quantizers import noted_quantizations, quantizer_slots
+from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.te_reference.quantize import quantize_blocks
 
 TE = SimpleNamespace(name="transformer_engine")
 KERNELS = ("quantize", "bgrad_quantize", "rmsnorm_fwd", "swiglu", "dswiglu")
-ROWS = slice(16, 48)
 
 
 class Float8TensorStorage:
@@ -96,19 +95,28 @@ def numbers(rows: int, columns: int, seed: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-Note = tuple[tuple, Tensor, Tensor, Tensor]
+Note = tuple[tuple, Source, Tensor, Tensor]
 
 
 def noted(call: Callable[[], Any]) -> tuple[list[Note], Any]:
-    """(slots, rows of the source, codes, scale_inv) of all that is quantized in `call`, and its result."""
+    """(slots, source, codes, scale_inv) of all that is quantized in `call`, and its result."""
     found: list[Note] = []
-
-    def note(slots: tuple, source: Callable[[slice], Tensor], codes: Tensor, scale_inv: Tensor) -> None:
-        found.append((slots, source(ROWS), codes, scale_inv))
-
-    with noted_quantizations(TE, note):
+    with noted_quantizations(TE, lambda *given: found.append(given)):
         result = call()
     return found, result
+
+
+def value(kernels: Any, source: Source) -> Tensor:
+    """float32 [M, N] of what a source says."""
+    x, *more = source.parts
+    if source.kind == "matrix":
+        return x.float()
+    if source.kind == "norm":
+        inverse_rms, weight = more
+        y = x.float() * inverse_rms[:, None] * weight.float()
+    else:
+        y = kernels.swiglu(x, None) if source.kind == "swiglu" else kernels.dswiglu(*more, x, None)
+    return y.to(x.dtype).float() if source.rounded else y
 
 
 @pytest.mark.parametrize("quantizer", [Float8Quantizer(), Float8CurrentScalingQuantizer(), None])
@@ -137,10 +145,11 @@ def test_the_source_is_what_the_kernel_cast(kernels: ModuleType, kernel: str, qu
     ((slots, source, codes, scale_inv),), _ = noted(lambda: getattr(kernels, kernel)(*given[kernel]))
     assert id(quantizer) in slots
     rounds = not kernel.endswith("quantize") and type(quantizer) is not Float8Quantizer
-    expected = plain.bfloat16() if rounds else plain
-    assert source.dtype == expected.dtype
+    assert source.rounded == rounds
+    expected = plain.bfloat16().float() if rounds else plain.float()
     # one step of bf16 at most, where float32 was rounded
-    assert torch.allclose(source.float(), expected[ROWS].float(), rtol=2**-7 if rounds else 1e-5, atol=1e-6)
+    found = value(kernels, source)
+    assert torch.allclose(found, expected, rtol=2**-7 if rounds else 1e-5, atol=1e-6)
     assert codes.shape == plain.shape and codes.dtype == torch.float8_e4m3fn and scale_inv.shape == ()
     assert torch.equal(codes.float(), (plain.float() * 4).to(codes.dtype).float()) and scale_inv == 0.25
 
@@ -168,7 +177,7 @@ def test_scales_of_tiles(kernels: ModuleType, two: bool, monkeypatch: pytest.Mon
     made = Float8BlockwiseQTensorStorage(x, two)
     monkeypatch.setattr(kernels, "quantize", lambda *_: made)
     ((_, source, codes, scale_inv),), _ = noted(lambda: kernels.quantize(x, object()))
-    assert torch.equal(source, x[ROWS])
+    assert torch.equal(value(kernels, source), x.float())
     assert torch.equal(codes.float(), made.codes.float()) and torch.equal(scale_inv, made.scale_inv)
 
 

@@ -1,0 +1,108 @@
+"""Sums over an operand of a GEMM and what was quantized to it, in one kernel that reads each element once: what a look
+at the health of FP8 (model/fp8/health.py) takes on a GPU.
+
+What a kernel computed as it cast is computed again here, in float32, element by element; nothing of it is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from model.te_reference.quantize import BLOCK
+
+# A block: rows, and columns as many as a tile of scales has. Sums are in float32 within one, in float64 over all.
+ROWS, WARPS = 32, 4
+
+
+@triton.jit
+def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr):
+    """float32 [rows, columns] of what was quantized; 0 outside."""
+    row, column = m.to(tl.int64)[:, None], n[None, :]
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if KIND == "swiglu":
+        gate = tl.load(x + row * (2 * N) + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * (2 * N) + N + column, mask=inside, other=0.0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+    elif KIND == "swiglu_gradient":
+        half = N // 2
+        of_up = column >= half
+        f = tl.where(of_up, column - half, column)
+        above = tl.load(other + row * half + f, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + row * N + f, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * N + half + f, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        value = above * tl.where(of_up, gate * sigmoid, up * slope)
+    else:
+        value = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
+        if KIND == "norm":
+            inverse_rms = tl.load(other + m, mask=m < M, other=0.0)
+            value = value * inverse_rms[:, None]
+            value = value * tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    return value
+
+
+@triton.jit
+def _totals(
+    x, other, weight, codes, scale_inv, out, M, N, per_row, per_tile,
+    KIND: tl.constexpr, ROUNDED: tl.constexpr, E4M3: tl.constexpr, MOMENTS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The nine sums of one block, see `operand_totals`, to out [programs, 9]."""
+    program, across = tl.program_id(0), tl.cdiv(N, COLUMNS)
+    block_n, block_m = program % across, program // across
+    m = block_m * ROWS + tl.arange(0, ROWS)
+    n = block_n * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    value = _source(x, other, weight, m, n, M, N, KIND)
+    if ROUNDED:
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    # the scales of a block are of one column of tiles
+    inverse = tl.load(scale_inv + (m // SCALE_ROWS) * per_row + block_n * per_tile, mask=m < M, other=1.0)
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    stored = tl.load(codes + at, mask=inside, other=0)
+    code = tl.cast(stored, tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+    overflow = 464.0 if E4M3 else 61440.0
+    magnitude, square = tl.abs(value), value * value
+    off = code * inverse[:, None] - value
+    to = out + program * 9
+    tl.store(to, tl.sum(tl.where(value != 0.0, 1.0, 0.0)))
+    tl.store(to + 1, tl.sum(tl.where(code != 0.0, 1.0, 0.0)))
+    tl.store(to + 2, tl.sum(tl.where(magnitude > (inverse * overflow)[:, None], 1.0, 0.0)))
+    tl.store(to + 3, tl.sum(off * off))
+    tl.store(to + 4, tl.sum(square))
+    if MOMENTS:
+        tl.store(to + 5, tl.sum(value))
+        tl.store(to + 6, tl.sum(square * value))
+        tl.store(to + 7, tl.sum(square * square))
+    tl.store(to + 8, tl.max(tl.div_rn(tl.max(magnitude, axis=1), inverse), axis=0))
+
+
+def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, moments: bool) -> torch.Tensor:
+    """float64 [9] of an operand [M, N]: of its source x the number of elements that are not 0; of codes that are not;
+    of |x| beyond what rounding brings to the format's largest value; sums of (codes * scale_inv - x)^2, x^2 and, with
+    `moments` and else 0, of x, x^3, x^4; the largest |x| / scale_inv, NaN where there is one in x.
+
+    source: model.fp8.quantizers.Source. codes: float8 [M, N]. scale_inv: float32, one or one a tile ([M, N / 128] or
+    [M / 128, N / 128]). CUDA only.
+    """
+    M, N = codes.shape
+    parts = [part.contiguous() for part in source.parts]
+    x, other, weight = (*parts, *[parts[0]] * (3 - len(parts)))
+    tiles = scale_inv.dim() > 0
+    blocks = triton.cdiv(M, ROWS) * triton.cdiv(N, BLOCK)
+    out = torch.zeros(blocks, 9, dtype=torch.float32, device=codes.device)
+    _totals[(blocks,)](
+        x, other, weight, codes.view(torch.uint8).contiguous(), scale_inv.contiguous(), out, M, N,
+        scale_inv.shape[1] if tiles else 0, int(tiles),
+        KIND=source.kind, ROUNDED=source.rounded, E4M3=codes.dtype == torch.float8_e4m3fn, MOMENTS=moments,
+        SCALE_ROWS=BLOCK if tiles and scale_inv.shape[0] != M else 1, ROWS=ROWS, COLUMNS=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    sums = out.sum(0, dtype=torch.float64)
+    # a maximum of a kernel passes over NaN, a sum does not
+    sums[8] = torch.where(sums[4].isnan(), sums[4], out[:, 8].max())
+    return sums
