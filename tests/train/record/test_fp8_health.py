@@ -14,6 +14,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from model.fp8.health import OPERANDS, STATISTICS, TOTALS, measure
+from model.fp8.quantizers import Source
 from tests.train.record.test_plots import make_run
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from train import plot
@@ -35,7 +36,7 @@ def operand(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers, and their totals with a scale of 4."""
     x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)) * 80
     codes = (x * 4).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return x, measure(x.__getitem__, codes, torch.tensor(0.25), True)
+    return x, measure(Source("matrix", (x,)), codes, torch.tensor(0.25), True)
 
 
 def test_ranks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_ranks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     (a, of_a), (b, of_b) = operand(1, 16), operand(2, 48)
     both = torch.cat([a, b])
     codes = (both * 4).clamp(-448, 448).to(torch.float8_e4m3fn)
-    whole = measure(both.__getitem__, codes, torch.tensor(0.25), True)
+    whole = measure(Source("matrix", (both,)), codes, torch.tensor(0.25), True)
 
     def reduce(other: torch.Tensor) -> Any:
         def all_reduce(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
