@@ -161,7 +161,7 @@ class MistralBase(nn.Module):
             precision.te,
             config.hidden_size,
             config.vocab_size,
-            fp8_gradients=precision.config.head_gradients and fits_fp8(config.hidden_size, config.vocab_size),
+            fp8_gradients=precision.head_gradients and fits_fp8(config.hidden_size, config.vocab_size),
             params_dtype=precision.dtype,
             device=precision.device,
         )

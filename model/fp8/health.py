@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.fp8.modules import fp8_modules, matrices
+from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.te_reference.quantize import BLOCK, FP8_MAX
@@ -49,16 +49,16 @@ class HealthCheck:
     """Totals of the operands of all FP8 GEMMs of `model` in one forward and backward, for a model of Transformer
     Engine's modules or its reference's.
 
-    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2. not_fp8: which of their operands are
-    in high precision, (GEMM, operand).
+    gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2. An lm_head whose gradients alone are
+    FP8 products (model/head.py) is among them, with what these multiply. not_fp8: which of their operands are in high
+    precision, (GEMM, operand).
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
         self.precision = precision
         self._modules: list[tuple[nn.Module, list[str]]] = []
         self.not_fp8: set[tuple[str, str]] = set()
-        for name in fp8_modules(model, precision).planned:
-            module = model.get_submodule(name)
+        for name, module in modules_with_operands(model, precision).items():
             parts = [name] if len(matrices(module)) == 1 else [f"{name}.fc1", f"{name}.fc2"]
             self._modules.append((module, parts))
             if precision.level(name) == "bf16_backward":
@@ -112,6 +112,16 @@ class HealthCheck:
         }
 
 
+def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, nn.Module]:
+    """The modules of `model` that multiply in FP8, by name, an lm_head that does so in its backward among them."""
+    planned = fp8_modules(model, precision).planned
+    return {
+        name: module
+        for name, module in gemm_modules(model, precision).items()
+        if name in planned or getattr(module, "fp8_gradients", False)
+    }
+
+
 def check_due(model: nn.Module, precision: Precision, step: int) -> HealthCheck | None:
     """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due, or no
     module has FP8 operands (Precision.levels)."""
@@ -149,8 +159,9 @@ def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moment
     """float64 [TOTALS] of an operand [M, N].
 
     source: what was quantized; on a CPU, whose reference casts nothing but matrices, a "matrix". codes: float8 [M, N].
-    scale_inv: float32, one or one a tile, as in QuantizedMatrix. moments: also the sums of odd and fourth powers, else
-    0. Sums are in float32 over a row, or a block of a kernel, in float64 over these.
+    scale_inv: float32, one or one a tile, as in QuantizedMatrix, whose tiles have 128 columns on a GPU. moments: also
+    the sums of odd and fourth powers, else 0. Sums are in float32 over a row, or a block of a kernel, in float64 over
+    these.
     """
     if codes.is_cuda:
         kernel: Any = importlib.import_module("model.fused.operand_totals")

@@ -116,7 +116,7 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
             if reason is None and precision.level(name) == "bf16":
                 reason = TAKEN_OUT
             if name == "lm_head" and precision.config.head_gradients:
-                reason = f"{reason}; {_of_its_gradients(module)}"
+                reason = f"{reason}; {_of_its_gradients(module, precision)}"
         if reason is None:
             report.planned.append(name)
             if (level := precision.level(name)) != precision.config.recipe:
@@ -126,8 +126,10 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
     return report
 
 
-def _of_its_gradients(head: nn.Module) -> str:
+def _of_its_gradients(head: nn.Module, precision: Precision) -> str:
     if getattr(head, "fp8_gradients", False):
         return "its two gradients do (precision.fp8_head_gradients)"
+    if not precision.head_gradients:
+        return "precision.on_trouble took its gradients out"
     (weight,) = matrices(head)
     return f"its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"

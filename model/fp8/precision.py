@@ -130,12 +130,20 @@ class Precision:
         base = self.config.recipe
         return max(base, self.levels[name], key=LEVELS.index) if name in self.levels else base
 
-    def level_above(self, name: str, module: nn.Module) -> str:
-        """The next level for `name`, which is `module` and runs FP8."""
+    @property
+    def head_gradients(self) -> bool:
+        """Whether the gradients of an lm_head that is in bf16 are FP8 products, where its sizes allow it."""
+        return self.config.head_gradients and self.level("lm_head") not in ("bf16_backward", "bf16")
+
+    def one_up(self, name: str, module: nn.Module) -> tuple[str, str]:
+        """(level, next level) of `name`, which is `module` and runs FP8."""
+        if getattr(module, "fp8_gradients", False):
+            return "block", "bf16"
         levels = list(LEVELS)
         if isinstance(module, self.te.LayerNormMLP):  # of which Transformer Engine has no such backward
             levels.remove("bf16_backward")
-        return levels[levels.index(self.level(name)) + 1]
+        level = self.level(name)
+        return level, levels[levels.index(level) + 1]
 
     def make_recipe(self, level: str) -> Any:
         """None for bf16."""

@@ -26,7 +26,9 @@ class Source:
     """The matrix [M, N] that was quantized, or what a kernel was given that casts what it computes in float32.
 
     kind and parts: "matrix", (x [M, N],); "norm", (x [M, N], inverse rms [M] float32, weight [N]); "swiglu",
-    (x [M, 2 N],), gate and up side by side; "swiglu_gradient", (x [M, N], gradient of silu(gate) * up [M, N / 2]).
+    (x [M, 2 N],), gate and up side by side; "swiglu_gradient", (x [M, N], gradient of silu(gate) * up [M, N / 2]);
+    "loss_gradient", (logits [M, N], labels [M], and of model/fused/cross_entropy.py statistics float32 [M, 2], number
+    of labels that count, upstream gradient).
     rounded: what was computed was rounded to the type of x before it was cast.
     """
 
@@ -36,6 +38,7 @@ class Source:
 
 
 QuantizationNote = Callable[[tuple[Any, ...], Source, torch.Tensor, torch.Tensor], None]
+_notes: list[QuantizationNote] = []  # of the blocks that we are in
 
 
 @contextmanager
@@ -48,24 +51,49 @@ def noted_quantizations(te: SimpleNamespace, note: QuantizationNote) -> Iterator
     A kernel that norms or activates and casts in one rounds to the type of the activations between the two with all
     recipes but delayed. Codes and scales are always those that are multiplied.
     """
-    if te.name == "reference":
-        base: Any = importlib.import_module("model.te_reference.base")
-        call = base.Quantizer.__call__
-
-        def noted(self: Any, x: torch.Tensor, **options: Any) -> Any:
-            made = call(self, x, **options)
-            codes, scale_inv = made.rows, made.rows_scale_inv
-            if codes is None:
-                codes, scale_inv = made.columns, made.columns_scale_inv
-            note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
-            return made
-
-        base.Quantizer.__call__ = noted
-        try:
+    _notes.append(note)
+    try:
+        with (_of_the_reference if te.name == "reference" else _of_transformer_engine)(note):
             yield
-        finally:
-            base.Quantizer.__call__ = call
+    finally:
+        _notes.pop()
+
+
+def note_operand(module: Any, operand: int, source: Source, made: Any) -> None:
+    """Tell who looks of an operand, numbered as in `quantizer_slots`, that `module` casts itself, with no quantizer
+    that is seen. made: (codes, scale_inv), or Transformer Engine's tensor with block scaling; one that has columns
+    alone is shown as the transpose of `source`, a "matrix"."""
+    if not _notes:
         return
+    if not isinstance(made, tuple):
+        if made._rowwise_data is None:
+            source = Source(source.kind, tuple(part.t() for part in source.parts))
+        made = _blocks(made)
+    _notes[-1](((id(module), operand),), source, *made)
+
+
+@contextmanager
+def _of_the_reference(note: QuantizationNote) -> Iterator[None]:
+    base: Any = importlib.import_module("model.te_reference.base")
+    call = base.Quantizer.__call__
+
+    def noted(self: Any, x: torch.Tensor, **options: Any) -> Any:
+        made = call(self, x, **options)
+        codes, scale_inv = made.rows, made.rows_scale_inv
+        if codes is None:
+            codes, scale_inv = made.columns, made.columns_scale_inv
+        note(((id(self.state), self.column),), Source("matrix", (x.detach(),)), codes, scale_inv)
+        return made
+
+    base.Quantizer.__call__ = noted
+    try:
+        yield
+    finally:
+        base.Quantizer.__call__ = call
+
+
+@contextmanager
+def _of_transformer_engine(note: QuantizationNote) -> Iterator[None]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     before = [
         (module, name, getattr(module, name))
@@ -162,17 +190,27 @@ def _operand(made: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
             data = made._transpose.flatten(1).t()
         return data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype]), made._scale_inv.reshape(())
     if isinstance(made, storage.Float8BlockwiseQTensorStorage) and made._rowwise_data is not None:
-        data, scale_inv = made._rowwise_data, made._rowwise_scale_inv
-        codes = data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype])
-        rows, tiles = codes.shape[0], -(-codes.shape[1] // BLOCK)
-        # padded to multiples of 4; those of tiles of one row lie the other way round
-        return codes, scale_inv[:, :tiles] if made._is_2D_scaled else scale_inv.t()[:rows, :tiles]
+        return _blocks(made)
     return None
+
+
+def _blocks(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scale_inv) of Transformer Engine's tensor with block scaling; of one without rows its columns, which are
+    kept as the rows of the transpose [N, M]."""
+    dtypes: Any = importlib.import_module("transformer_engine.pytorch.constants").TE_DType_To_Torch
+    way = "columnwise" if made._rowwise_data is None else "rowwise"
+    data, scale_inv = getattr(made, f"_{way}_data"), getattr(made, f"_{way}_scale_inv")
+    codes = data.reshape(-1, data.shape[-1]).view(dtypes[made._fp8_dtype])
+    rows, tiles = codes.shape[0], -(-codes.shape[1] // BLOCK)
+    # padded to multiples of 4; those of tiles of one row lie the other way round
+    return codes, scale_inv[:, :tiles] if made._is_2D_scaled else scale_inv.t()[:rows, :tiles]
 
 
 def quantizer_slots(te: SimpleNamespace, module: Any) -> dict[Any, tuple[int, int]]:
     """What identifies the operands of `module` -> (number of the GEMM; 0 input, 1 weight, 2 gradient of the output).
     They come into being with its first FP8 forward."""
+    if getattr(module, "fp8_gradients", False):  # which tells of them itself
+        return {(id(module), operand): (0, operand) for operand in range(3)}
     slots: dict[Any, tuple[int, int]] = {}
     for gemm, weight in enumerate(matrices(module)):
         columns = {

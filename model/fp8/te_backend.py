@@ -176,16 +176,24 @@ def _head_products() -> dict[str, Any]:
         return general_gemm(weight, x, layout="TN", out_dtype=x.dtype)[0]
 
     def gradients(
-        gradient: Any, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None
+        gradient: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        into: torch.Tensor | None,
+        note: Callable[[int, torch.Tensor, Any], None] = lambda *_: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def cast(operand: int, matrix: torch.Tensor, by: Any) -> Any:
+            note(operand, matrix, made := by(matrix))
+            return made
+
         grad = gradient
         if not isinstance(gradient, tensors.Float8BlockwiseQTensor):
-            grad = quantizer(1, rowwise=True)(gradient.contiguous())
-        of_x = general_gemm(quantizer(2)(weight), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
+            grad = cast(2, gradient.contiguous(), quantizer(1, rowwise=True))
+        of_x = general_gemm(cast(1, weight, quantizer(2)), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
         where = {"out_dtype": weight.dtype}
         if into is not None:
             where = {"out_dtype": into.dtype, "out": into, "accumulate": True}
-        of_weight = general_gemm(quantizer(1)(x), grad, layout="NT", grad=True, **where)[0]
+        of_weight = general_gemm(cast(0, x, quantizer(1)), grad, layout="NT", grad=True, **where)[0]
         return of_x, (of_weight if into is None else None)
 
     cross_entropy = _fp8_cross_entropy(partial(quantizer, 1, rowwise=True))

@@ -14,12 +14,13 @@ import triton.language as tl
 
 from model.te_reference.quantize import BLOCK
 
+IGNORED = -100  # a label
 # A block: rows, and columns as many as a tile of scales has. Sums are in float32 within one, in float64 over all.
 ROWS, WARPS = 32, 4
 
 
 @triton.jit
-def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr):
+def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr, IGNORED: tl.constexpr):
     """float32 [rows, columns] of what was quantized; 0 outside."""
     row, column = m.to(tl.int64)[:, None], n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -37,6 +38,15 @@ def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr):
         sigmoid = tl.sigmoid(gate)
         slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
         value = above * tl.where(of_up, gate * sigmoid, up * slope)
+    elif KIND == "loss_gradient":  # as in cross_entropy.py
+        logit = tl.load(x + row * N + column, mask=inside, other=float("-inf")).to(tl.float32)
+        label = tl.load(weight + m, mask=m < M, other=IGNORED)
+        largest = tl.load(other + 3 * m, mask=m < M, other=0.0)
+        total = tl.load(other + 3 * m + 1, mask=m < M, other=1.0)
+        factor = tl.load(other + 3 * m + 2, mask=m < M, other=0.0)
+        value = tl.exp(logit - largest[:, None]) / total[:, None]
+        value -= tl.where(label[:, None] == column, 1.0, 0.0)
+        value = tl.where((label == IGNORED)[:, None] | ~inside, 0.0, value * factor[:, None])
     else:
         value = tl.load(x + row * N + column, mask=inside, other=0.0).to(tl.float32)
         if KIND == "norm":
@@ -50,7 +60,7 @@ def _source(x, other, weight, m, n, M, N, KIND: tl.constexpr):
 def _totals(
     x, other, weight, codes, scale_inv, out, M, N, per_row, per_tile,
     KIND: tl.constexpr, ROUNDED: tl.constexpr, E4M3: tl.constexpr, MOMENTS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IGNORED: tl.constexpr,
 ):  # fmt: skip
     """The nine sums of one block, see `operand_totals`, to out [programs, 9]."""
     program, across = tl.program_id(0), tl.cdiv(N, COLUMNS)
@@ -58,7 +68,7 @@ def _totals(
     m = block_m * ROWS + tl.arange(0, ROWS)
     n = block_n * COLUMNS + tl.arange(0, COLUMNS)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    value = _source(x, other, weight, m, n, M, N, KIND)
+    value = _source(x, other, weight, m, n, M, N, KIND, IGNORED)
     if ROUNDED:
         value = value.to(x.dtype.element_ty).to(tl.float32)
     # the scales of a block are of one column of tiles
@@ -91,7 +101,11 @@ def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, mo
     [M / 128, N / 128]). CUDA only.
     """
     M, N = codes.shape
-    parts = [part.contiguous() for part in source.parts]
+    parts = source.parts
+    if source.kind == "loss_gradient":
+        logits, labels, stats, counted, upstream = parts
+        parts = (logits, torch.cat([stats, (upstream.float() / counted).expand(M, 1)], 1), labels)
+    parts = [part.contiguous() for part in parts]
     x, other, weight = (*parts, *[parts[0]] * (3 - len(parts)))
     tiles = scale_inv.dim() > 0
     blocks = triton.cdiv(M, ROWS) * triton.cdiv(N, BLOCK)
@@ -100,7 +114,8 @@ def operand_totals(source: Any, codes: torch.Tensor, scale_inv: torch.Tensor, mo
         x, other, weight, codes.view(torch.uint8).contiguous(), scale_inv.contiguous(), out, M, N,
         scale_inv.shape[1] if tiles else 0, int(tiles),
         KIND=source.kind, ROUNDED=source.rounded, E4M3=codes.dtype == torch.float8_e4m3fn, MOMENTS=moments,
-        SCALE_ROWS=BLOCK if tiles and scale_inv.shape[0] != M else 1, ROWS=ROWS, COLUMNS=BLOCK, num_warps=WARPS,
+        SCALE_ROWS=BLOCK if tiles and scale_inv.shape[0] != M else 1, ROWS=ROWS, COLUMNS=BLOCK, IGNORED=IGNORED,
+        num_warps=WARPS,
     )  # fmt: skip
     sums = out.sum(0, dtype=torch.float64)
     # a maximum of a kernel passes over NaN, a sum does not

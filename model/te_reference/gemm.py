@@ -6,6 +6,7 @@ the activation dtype first. The gradient of SwiGLU is always rounded to the acti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,17 +169,25 @@ def fp8_gemm(
 
 
 def fp8_gradients(
-    gradient: Tensor, x: Tensor, weight: Tensor, into: Tensor | None
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    into: Tensor | None,
+    note: Callable[[int, Tensor, Any], None] = lambda *_: None,
 ) -> tuple[Tensor, Tensor | None]:
     """Both gradients of x [M, K] W^T, W [N, K], from `gradient` [M, N], as FP8 products: e4m3 with block scaling.
 
-    Returns the gradient of x, and that of W, which is None where it is added to `into`, float32 [N, K].
+    Returns the gradient of x, and that of W, which is None where it is added to `into`, float32 [N, K]. note: called
+    with what is cast here, (0 of x, 1 of W, 2 of the gradient; the matrix; what became of it).
     """
     e4m3, row, column, tile = torch.float8_e4m3fn, (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
     of_rows, of_columns = (quantize_blocks(gradient, block, e4m3) for block in (row, column))
-    of_x = fp8_matmul(of_rows, quantize_blocks(weight, tile, e4m3), x.dtype, layout="nn", fast=False)
+    weight_fp8, x_fp8 = quantize_blocks(weight, tile, e4m3), quantize_blocks(x, column, e4m3)
+    for operand, (matrix, made) in enumerate(((x, x_fp8), (weight, weight_fp8), (gradient, of_rows))):
+        note(operand, matrix, made)
+    of_x = fp8_matmul(of_rows, weight_fp8, x.dtype, layout="nn", fast=False)
     dtype = weight.dtype if into is None else into.dtype
-    of_weight = fp8_matmul(of_columns, quantize_blocks(x, column, e4m3), dtype, layout="tn", fast=False)
+    of_weight = fp8_matmul(of_columns, x_fp8, dtype, layout="tn", fast=False)
     if into is not None:
         into += of_weight
     return of_x, (of_weight if into is None else None)

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms
+from model.fp8.health import measure, statistics
 from model.fp8.precision import Precision
+from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
 from model.proof import prove
@@ -74,7 +76,7 @@ def test_sizes_that_fp8_does_not_take_leave_them_in_bf16_and_the_log_says_so() -
 
 
 def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plain(gradient: Any, x: Any, weight: Any, into: Any) -> tuple[Any, ...]:
+    def plain(gradient: Any, x: Any, weight: Any, into: Any, note: Any) -> tuple[Any, ...]:
         return gradient @ weight, gradient.t() @ x
 
     monkeypatch.setattr(te_backend.load(), "fp8_gradients", plain)
@@ -142,6 +144,57 @@ def test_the_weights_gradient_is_added_where_it_belongs() -> None:
     _, grad = head_gradients(*operands(), into=into)
     assert grad is None
     assert relative(into - 1, expected) < 3e-3  # not rounded to bf16
+
+
+def seen_in(head: Any, step: Any) -> list[list[float]]:
+    """Statistics of input, weight and gradient that `head` multiplies in `step`."""
+    found: dict[int, list[float]] = {}
+
+    def note(slots: Any, source: Any, codes: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        if slot := quantizer_slots(te, head).keys() & set(slots):
+            found[slot.pop()[1]] = statistics(measure(source, codes, scale_inv, False))[:4].tolist()
+
+    te = te_backend.load()
+    with noted_quantizations(te, note):
+        step()
+    return [found[operand] for operand in range(3)]
+
+
+def cast_on_the_cpu(*matrices: torch.Tensor) -> list[list[float]]:
+    """The same of hidden states, weight and gradient, by the reference."""
+    found = []
+    for matrix, block in zip(matrices, ((128, 1), (128, 128), (1, 128)), strict=True):
+        codes, scale_inv = quantize_blocks(matrix.cpu(), block, torch.float8_e4m3fn)
+        totals = measure(Source("matrix", (matrix.cpu(),)), codes, scale_inv, False)
+        found.append(statistics(totals)[:4].tolist())
+    return found
+
+
+def test_what_it_multiplies_in_the_backward_is_seen() -> None:
+    hidden, weight, gradient = operands(label=-60.0)  # next to which many of its 128 entries are zero in e4m3
+    head = make_head(te_backend.load(), H, V, True, params_dtype=torch.bfloat16, device=hidden.device)
+    head.weight.data.copy_(weight)
+    out = head(hidden.clone().requires_grad_())
+    found, expected = seen_in(head, lambda: out.backward(gradient)), cast_on_the_cpu(hidden, weight, gradient)
+    assert expected[2][0] > 0.1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_gradient_that_its_loss_casts_is_seen() -> None:
+    te, (hidden, weight, _) = te_backend.load(), operands()
+    head = make_head(te, H, V, True, params_dtype=torch.bfloat16, device=hidden.device)
+    head.weight.data.copy_(weight)
+    labels = some_logits(M)[1]
+    loss = head(hidden.clone().requires_grad_(), labels=labels)
+    logits, statistics_of_loss = te.linear(hidden, head.weight.detach()), te.fp8_cross_entropy.forward
+    _, kept = statistics_of_loss(logits, labels)
+    fused: Any = importlib.import_module("model.fused.cross_entropy")
+    gradient = fused.gradient_in_place(logits, kept, torch.tensor(0.125, device="cuda"))
+    found = seen_in(head, lambda: (loss * 0.125).backward())
+    for ours, theirs in zip(found, cast_on_the_cpu(hidden, weight, gradient), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 def test_without_gradients_it_is_a_linear_module() -> None:

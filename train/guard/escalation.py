@@ -3,7 +3,8 @@
     delayed -> current -> block -> bf16_backward (block scaling, gradients computed in bf16) -> bf16
 
 One level at a look (precision.health_steps), however many of its operands are in trouble: the next look shows whether
-that was enough. A LayerNormMLP, whose backward Transformer Engine has in FP8 alone, goes from block to bf16.
+that was enough. A LayerNormMLP, whose backward Transformer Engine has in FP8 alone, goes from block to bf16; so does an
+lm_head whose gradients alone are FP8 products.
 
 Statistics are those of all ranks, so that each rank decides the same. Nothing changes within a model that runs: the
 loop saves, and train.py builds model and engine anew from that checkpoint, whose state has all changes of the run. A
@@ -17,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from model.fp8.modules import fp8_modules, gemm_modules
+from model.fp8.health import modules_with_operands
+from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision
 from train.guard.fp8_alarms import by_operand, limit_of
 
@@ -47,8 +49,8 @@ def escalations(
                 worst[name] = value / limit, seen
     taken = []
     for name, (_, seen) in sorted(worst.items(), key=lambda item: -item[1][0]):
-        levels = {"from": precision.level(name), "to": precision.level_above(name, modules[name])}
-        taken.append({"step": step, "module": name, **levels, **seen})
+        level, above = precision.one_up(name, modules[name])
+        taken.append({"step": step, "module": name, "from": level, "to": above, **seen})
     for change in taken[:NAMED]:
         tell(f"step {step}: precision.on_trouble: {told(change)}")
     if len(taken) > NAMED:
@@ -59,7 +61,7 @@ def escalations(
 def take_all_out(changes: list[dict[str, Any]], model: nn.Module, precision: Precision) -> bool:
     """Whether no module runs FP8 after these `escalations`."""
     out = {change["module"] for change in changes if change["to"] == "bf16"}
-    return out.issuperset(fp8_modules(model, precision).planned)
+    return out.issuperset(modules_with_operands(model, precision))
 
 
 def told(change: dict[str, Any]) -> str:

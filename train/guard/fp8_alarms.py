@@ -49,6 +49,9 @@ LARGER = "the scale is that of larger values; precision.recipe current scales ea
 OUTLIERS = (
     "a few large values took the scale; precision.recipe block has one for each 128, bf16_modules needs none"
 )
+OF_THE_HEAD = (
+    "a few large values took a scale; fp8_head_gradients false, with lm_head in bf16_modules, needs none"
+)
 # A `range` below which the scale could be so many times larger.
 FAR_BELOW = 0.25
 
@@ -138,7 +141,7 @@ def by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]
 
 def _told(gemm: str, operand: str, above: dict[str, float], fraction: float | None) -> str:
     how = ", ".join(WORDS[what].format(value) for what, value in above.items())
-    why = OUTLIERS
+    why = OF_THE_HEAD if gemm == "lm_head" else OUTLIERS
     if fraction is not None and fraction > 1.1:
         why = STALE
     elif fraction is not None and fraction < FAR_BELOW:

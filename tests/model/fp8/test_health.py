@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from model.build import build_model
 from model.fp8 import health
-from model.fp8.health import SUMS, TOTALS, HealthCheck, check_due, measure, statistics, took_replay, unwatched
+from model.fp8.health import (
+    SUMS,
+    TOTALS,
+    HealthCheck,
+    check_due,
+    measure,
+    modules_with_operands,
+    statistics,
+    took_replay,
+    unwatched,
+)
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source
 from model.fp8.recipes import PrecisionConfig
@@ -34,8 +44,10 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 UNDERFLOW, SATURATED, RANGE, ERROR, KURTOSIS = range(5)
 
 
-def model_of(variant: str, checkpointing: bool = False, **keys: Any) -> tuple[nn.Module, Precision]:
-    precision = Precision(PrecisionConfig(backend="reference", **keys))
+def model_of(
+    variant: str, checkpointing: bool = False, levels: dict[str, str] | None = None, **keys: Any
+) -> tuple[nn.Module, Precision]:
+    precision = Precision(PrecisionConfig(backend="reference", **keys), levels=levels)
     config = small_config(head_dim=64, num_hidden_layers=1, intermediate_size=160)
     model = build_model(config, variant, precision, seed=3, gradient_checkpointing=checkpointing).train()
     return model, precision
@@ -261,8 +273,33 @@ def test_modules_without_fp8_are_left_out() -> None:
     check = HealthCheck(model, precision)
     with check.watching():
         backward(model)
-    assert check.gemms == [f"model.layers.0.layernorm_mlp.{part}" for part in ("fc1", "fc2")]
+    assert check.gemms == [f"model.layers.0.layernorm_mlp.{part}" for part in ("fc1", "fc2")] + ["lm_head"]
     assert check.totals().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("levels", "off"), [({}, {}), ({"lm_head": "bf16"}, {}), ({}, {"fp8_head_gradients": False})]
+)
+def test_a_head_whose_gradients_alone_are_fp8_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, levels: dict[str, str], off: dict[str, Any]
+) -> None:
+    """At what its two products multiply: the gradient in rows, which meets the weight, and the hidden states, which
+    meet the same gradient in columns."""
+    model, precision = model_of("te_linear", levels=levels, **off)
+    seen, check = Multiplied(model, monkeypatch), HealthCheck(model, precision)
+    assert ("lm_head" in check.gemms) == (not levels and not off)
+    assert ("lm_head" in modules_with_operands(model, precision)) == ("lm_head" in check.gemms)
+    if levels or off:
+        return
+    with check.watching():
+        backward(model)
+    (gradient, weight, _), (_, hidden, _) = seen.of("nn")[0], seen.of("tn")[0]
+    made_of = seen.inputs["lm_head"], model.lm_head.weight, seen.gradients["lm_head"]
+    for row, (made, source) in enumerate(zip((hidden, weight, gradient), made_of, strict=True)):
+        found = statistics(check.totals())[check.gemms.index("lm_head"), row]
+        expected = share(*made, flat(source))
+        assert found[:KURTOSIS].tolist() == pytest.approx(expected, rel=2e-5), health.OPERANDS[row]
+        assert 0 < float(found[ERROR]) < 0.04 and found[KURTOSIS].isnan()
 
 
 def test_where_there_is_nothing_to_look_at() -> None:
@@ -280,7 +317,7 @@ def test_one_that_saw_nothing_knows_nothing() -> None:
     check = HealthCheck(model, precision)
     with check.watching(), unwatched():
         backward(model)
-    assert check.totals().isnan().all() and check.totals().shape == (4, 3, len(TOTALS))
+    assert check.totals().isnan().all() and check.totals().shape == (5, 3, len(TOTALS))
 
 
 def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: str) -> list[list[Tensor]]:

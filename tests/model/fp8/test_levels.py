@@ -155,7 +155,7 @@ def test_a_fused_mlp_has_no_such_backward_and_no_such_level() -> None:
     for name in ("model.layers.0.self_attention.proj", "model.layers.0.layernorm_mlp"):
         module, precision.levels = model.get_submodule(name), {}
         while precision.level(name) != "bf16":
-            precision.levels[name] = precision.level_above(name, module)
+            precision.levels[name] = precision.one_up(name, module)[1]
             ladder.setdefault(name.rpartition(".")[2], []).append(precision.levels[name])
     assert ladder == {"proj": list(LEVELS[1:]), "layernorm_mlp": ["current", "block", "bf16"]}
     with pytest.raises(ValueError, match="LayerNormMLP: as in Transformer Engine its backward is FP8"):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
+from model.fp8.quantizers import Source, note_operand, noted_quantizations, quantizer_slots
 from model.te_reference.quantize import quantize_blocks
 
 TE = SimpleNamespace(name="transformer_engine")
@@ -32,9 +32,11 @@ class Float8BlockwiseQTensorStorage:
     def __init__(self, x: Tensor, two: bool) -> None:
         self.codes, self.scale_inv = quantize_blocks(x, (128 if two else 1, 128), torch.float8_e4m3fn)
         self._is_2D_scaled, self._fp8_dtype = two, "e4m3"
-        self._rowwise_data = self.codes.view(torch.uint8)
+        self._rowwise_data: Tensor | None = self.codes.view(torch.uint8)
         scale_inv = self.scale_inv if two else self.scale_inv.t()
         self._rowwise_scale_inv = F.pad(scale_inv, (0, -scale_inv.shape[1] % 4), value=9.0)
+        self._columnwise_data: Tensor | None = None
+        self._columnwise_scale_inv: Tensor | None = None
 
 
 class Float8Quantizer:
@@ -179,6 +181,22 @@ def test_scales_of_tiles(kernels: ModuleType, two: bool, monkeypatch: pytest.Mon
     ((_, source, codes, scale_inv),), _ = noted(lambda: kernels.quantize(x, object()))
     assert torch.equal(value(kernels, source), x.float())
     assert torch.equal(codes.float(), made.codes.float()) and torch.equal(scale_inv, made.scale_inv)
+
+
+@pytest.mark.parametrize("two", [True, False])
+def test_columns_alone_are_rows_of_the_transpose(kernels: ModuleType, two: bool) -> None:
+    """As a module tells of them that casts for the gradients alone; to nobody where nobody looks."""
+    x, module = numbers(256, 384, 4), nn.Module()
+    made = Float8BlockwiseQTensorStorage(x.t().contiguous(), two)
+    made._columnwise_data, made._columnwise_scale_inv = made._rowwise_data, made._rowwise_scale_inv
+    made._rowwise_data = None
+    note_operand(module, 1, Source("matrix", (x,)), made)
+    ((slots, source, codes, scale_inv),), _ = noted(
+        lambda: note_operand(module, 1, Source("matrix", (x,)), made)
+    )
+    assert slots == ((id(module), 1),) and torch.equal(value(kernels, source), x.t().float())
+    assert torch.equal(codes.float(), made.codes.float()) and torch.equal(scale_inv, made.scale_inv)
+    note_operand(module, 1, Source("matrix", (x,)), made)  # no more
 
 
 def test_a_tensor_that_has_only_its_transpose(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ CASES = [
     for kind, rounded, dtype in [
         ("matrix", False, E4M3), ("matrix", False, E5M2), ("norm", False, E4M3), ("norm", True, E4M3),
         ("swiglu", False, E4M3), ("swiglu", True, E5M2), ("swiglu_gradient", False, E5M2),
-        ("swiglu_gradient", True, E4M3),
+        ("swiglu_gradient", True, E4M3), ("loss_gradient", True, E4M3),
     ]
     for tiles in ((0, 0), (1, 128), (128, 128))
 ]  # fmt: skip
@@ -54,6 +54,19 @@ def source_and_matrix(kind: str, rounded: bool, M: int, N: int, device: str) -> 
         parts = (random(M, 2 * N),)
         gate, up = parts[0].double().chunk(2, -1)
         exact = F.silu(gate) * up
+    elif kind == "loss_gradient":
+        logits, labels = (
+            (3 * random(M, N).float().clamp(-3, 3)).bfloat16(),
+            torch.randint(N, (M,), generator=generator),
+        )
+        labels[::5] = -100
+        wide = logits.double()
+        largest, counted, upstream = wide.max(1).values, (labels != -100).sum(), torch.tensor(0.125)
+        stats = torch.stack([largest, (wide - largest[:, None]).exp().sum(1)], 1).float()
+        parts = logits, labels, stats, counted, upstream
+        leaf = wide.requires_grad_()
+        loss = F.cross_entropy(leaf, labels, ignore_index=-100) * upstream
+        (exact,) = torch.autograd.grad(loss, leaf)
     else:
         parts = random(M, N), random(M, N // 2)
         leaf = parts[0].double().requires_grad_()

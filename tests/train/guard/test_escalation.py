@@ -219,6 +219,28 @@ def test_a_gradient_that_underflows_ends_in_bf16(settings: dict, monkeypatch: py
     assert active(folder)[first] == 4 and not any(active(folder)[step] for step in range(first + 1, 5))
 
 
+def sure_of_itself(model: Any, step: int) -> None:
+    """Logits so far apart that nearly all probabilities are zero in e4m3."""
+    if step == 1:
+        model.lm_head.weight *= 400
+
+
+@pytest.mark.slow
+def test_gradients_of_lm_head_that_underflow_are_computed_in_bf16(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    before_each_step(monkeypatch, sure_of_itself)
+    settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["current"], **ESCALATE}}
+    whole = run(settings)
+    out = capsys.readouterr().out
+    assert path_of(whole) == {"lm_head": [(2, "bf16")]} and active(whole)[2] == 1 and not active(whole)[3]
+    assert "lm_head goes from block to bf16: underflow of the gradient of lm_head is 0." in out
+    assert "lm_head: precision.bf16_modules has 'lm_head'; precision.on_trouble took its gradients out" in out
+    start = str(whole / "checkpoints/step-00000002")
+    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
+    assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
+
+
 @pytest.mark.slow
 def test_a_jump_of_the_rate_is_mended_by_scales_of_their_own(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,9 +332,9 @@ def test_weights_that_are_spread_over_ranks_have_every_level(
     }
     settings["model"]["variant"] = "te_linear"
     whole = run(settings)
-    assert len(path_of(whole)) == 14 and all(
-        path == [(1, "bf16_backward")] for path in path_of(whole).values()
-    )
+    up = path_of(whole)
+    assert up.pop("lm_head") == [(1, "bf16")]
+    assert len(up) == 14 and all(path == [(1, "bf16_backward")] for path in up.values())
     start = str(whole / "checkpoints/step-00000001")
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
     assert curve(again) == curve(whole)[1:] and tensors(again, 3) == tensors(whole, 3)

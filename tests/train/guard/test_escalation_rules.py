@@ -20,7 +20,7 @@ from tests.train.runs import run
 from train import loop
 from train.checkpoint.files import RunState, committed, discard_old, step_of
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.guard.escalation import escalations
+from train.guard.escalation import escalations, take_all_out
 from train.guard.fp8_alarms import FP8Alarms
 from train.loop import Loop, Step
 
@@ -89,9 +89,14 @@ def test_of_many_modules_some_are_named_the_worst_first() -> None:
 
 def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look follows that could say so."""
-    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
-    model = build_model(small_config(), "te_layer", precision)
     mlp, said = "model.layers.1.layernorm_mlp", list[str]()
+    section, taken = PrecisionConfig(backend="reference", **ESCALATE), {"module": mlp, "to": "bf16"}
+    precision = Precision(section)
+    model = build_model(small_config(), "te_layer", precision)
+    precision.levels = dict.fromkeys(gemm_modules(model, precision), "bf16") | {mlp: "block"}
+    assert not take_all_out([taken], model, precision)  # lm_head's gradients are FP8 products still
+    precision = Precision(section, levels={"lm_head": "bf16"})
+    model = build_model(small_config(), "te_layer", precision)
     precision.levels = dict.fromkeys(gemm_modules(model, precision), "bf16") | {mlp: "current"}
     trouble = look(fc1_input={"error": 0.2})
     monkeypatch.setattr(loop, "health_record", lambda *_: trouble)

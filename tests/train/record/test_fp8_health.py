@@ -177,6 +177,8 @@ def test_a_run_that_looks_has_the_numbers_of_one_that_does_not(
     run(settings, save_steps=3, logging_steps=5)
     assert health_lines(folder) == lines and curve(folder)[-1][0] == 6
     gemms = dict(lines)[4]
+    head = gemms.pop("lm_head")
+    assert {operand: len(found["error"]) for operand, found in head.items()} == dict.fromkeys(OPERANDS, 1)
     assert set(gemms) == {
         f"model.layers.*.{name}"
         for name in (
