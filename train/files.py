@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,19 @@ def blocking(folder: Path) -> Path | None:
         if os.path.lexists(place):  # a link to nothing as well
             return place
     return None
+
+
+@contextmanager
+def without_patterns(folder: Path) -> Iterator[Path]:
+    """A path to `folder` that no glob takes for a pattern, for libraries that do not escape theirs: itself, or, of
+    "run[lr=3e-4]", a link in a temporary folder."""
+    if not glob.has_magic(str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        link = Path(temporary) / "folder"
+        link.symlink_to(folder.resolve())
+        yield link
 
 
 def sha256_file(path: str | Path) -> str:

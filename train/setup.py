@@ -52,9 +52,9 @@ from train.checkpoint.load import (
 from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.checkpoint.rollback import left_out_since, past_skipped
 from train.config import msamp
-from train.config.arguments import TrainingArguments
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import differing, table
-from train.config.schedule import precisions_of, stage_text
+from train.config.schedule import order_problems, precisions_of, stage_text
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
@@ -153,7 +153,8 @@ def starting_point(
     args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream
 ) -> tuple[RunState, Path | None]:
     """Where the run begins, and the checkpoint that it goes on from, if there is one. Raises CheckpointError: the one
-    asked for is damaged, or was made by a run that this one does not continue."""
+    asked for is damaged, or was made by a run that this one does not continue; ConfigurationError: stages that do not
+    follow each other from there on."""
     state = RunState(
         step=0,
         consumed_samples=0,
@@ -171,9 +172,12 @@ def starting_point(
         say(*resume_state(state, saved, resume_from, args.allow_changes_on_resume))
         state.began_at = saved.began_at if is_of(resume_from, checkpoints) else origin(resume_from)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
+        state.precision = saved.precision
         state.escalations = saved.escalations
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
+    if problems := order_problems(args, state.step, state.consumed_tokens):
+        raise ConfigurationError("\n  ".join(problems))
     return state, resume_from
 
 

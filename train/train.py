@@ -154,6 +154,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
 
     from model.config import load_config
     from train import setup
+    from train.checkpoint.resume import begins_as
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
     from train.config.schedule import at_stage, stage_at
@@ -174,9 +175,9 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     train_stream, eval_streams = setup.streams_for(args, config)
     ds_config = resolve_ds_config(args, world)
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
-    stage = stage_at(args, state.step, state.consumed_tokens)
+    stage, levels = begins_as(args, state)
     staged = at_stage(args, stage)
-    model, precision = setup.model_for(staged, resume_from, state.levels)
+    model, precision = setup.model_for(staged, resume_from, levels)
     proven = setup.announce(args, model, precision, train_stream, state)
     planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
     engine, micro_step = setup.engine_for(

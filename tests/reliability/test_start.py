@@ -25,7 +25,11 @@ from train.engine import distributed
 from train.engine.launchers import DESCRIBED
 
 OP = "deepspeed_shm_comm"
-START = "from train.engine.distributed import init_distributed; init_distributed(); print('it has begun')"
+START = """from train.engine.distributed import init_distributed
+import torch, torch.distributed as dist
+init_distributed()
+group = dist.group.WORLD._get_backend(torch.device("cpu"))
+print(f"it has begun; ranks wait for each other for {group.options._timeout}")"""
 
 
 def start(folder: Path, ranks: int) -> subprocess.Popen[str]:
@@ -47,7 +51,10 @@ def test_a_lock_file_of_a_dead_builder_is_no_obstacle(tmp_path: Path) -> None:
     with start(tmp_path, ranks=1) as process:
         said = process.communicate(timeout=250)[0]
     # and nothing of the op, which is there
-    assert said.splitlines() == [f"removed {lock}, left by a build that was killed", "it has begun"]
+    assert said.splitlines() == [
+        f"removed {lock}, left by a build that was killed",
+        "it has begun; ranks wait for each other for 1 day, 0:00:00",
+    ]
     assert not lock.exists()
 
 

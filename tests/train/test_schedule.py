@@ -20,7 +20,7 @@ from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.schedule import escalates, precisions_of, stage_at, stage_shares
+from train.config.schedule import escalates, order_problems, precisions_of, stage_at, stage_shares
 from train.engine.zero import masters
 from train.evaluation.models import plan
 from train.record.history import read_history
@@ -236,19 +236,49 @@ def test_a_stage_has_what_it_names_and_else_what_the_section_has(settings: dict)
     assert all(p.health_steps == 5 and p.schedule is None for p in found)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "at", "problem"),
+    [
+        (
+            [{"until_share": 0.5}, {"until_tokens": 700}, {}],
+            (0, 0),
+            "until_tokens 700 is step 3, and the stage begins",
+        ),
+        ([{"until_tokens": 10**9}, {}], (0, 0), "is step 3906250, and the run has max_steps 6"),
+        # the first two steps had half as many tokens: five of today's are left to it
+        ([{"until_tokens": 1300}, {}], (2, 256), "until_tokens 1300 is step 7, and the run has max_steps 6"),
+        ([{"until_tokens": 1280}, {}], (2, 512), None),
+        # over, whenever it would end today
+        ([{"until_tokens": 1600}, {}], (4, 2048), None),
+        ([{"until_tokens": 700}, {"until_step": 3}, {}], (4, 1024), None),
+        (
+            [{"until_step": 1}, {"until_tokens": 700}, {"until_step": 4}, {}],
+            (1, 64),
+            "until_step 4 is step 4, and",
+        ),
+    ],
+)
+def test_where_a_stage_ends_by_tokens_is_known_with_the_checkpoint(
+    settings: dict, schedule: Any, at: tuple[int, int], problem: str | None
+) -> None:
+    args = arguments(settings, schedule)  # of a run that may have come to anywhere
+    found = order_problems(args, *at)
+    assert [problem in line for line in found] == [True] if problem else found == []
+
+
+def test_a_run_that_begins_with_stages_that_it_does_not_come_to_is_refused(settings: dict) -> None:
+    settings["precision"] = {"schedule": [{"until_tokens": 10**9}, {}]}
+    with pytest.raises(ConfigurationError, match="is step 3906250, and the run has max_steps 6"):
+        run(settings)
+
+
 BAD = [
     (
         [{"until_step": 2}, {"until_step": 2, "recipe": "current"}, {}],
         {},
         "[1] (stage 2 of 3): until_step 2 is step 2",
     ),
-    (
-        [{"until_share": 0.5}, {"until_tokens": 700}, {}],
-        {},
-        "until_tokens 700 is step 3, and the stage begins after",
-    ),
     ([{"until_step": 6}, {}], {}, "[0] (stage 1 of 2): until_step 6 is step 6, and the run has max_steps 6"),
-    ([{"until_tokens": 10**9}, {}], {}, "is step 3906250, and the run has max_steps 6"),
     ([{"until_share": 0.01}, {}], {}, "until_share 0.01 is step 0, and the stage begins after step 0"),
     (
         [{"compute": "bf16"}, {}],

@@ -36,6 +36,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
 from train.engine.zero import forget_moments, own_settings
+from train.files import without_patterns
 
 # Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
@@ -133,8 +134,8 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
         world,
         engine.zero_optimization_stage(),
     ):
-        with own_settings(engine):
-            loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        with own_settings(engine), without_patterns(path.parent) as root:
+            loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
         if loaded is None:
             raise CheckpointError(f"DeepSpeed found nothing to load in {path}")
     else:
@@ -189,5 +190,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         # the weights are spread over the ranks' optimizer shards, as the float32 master copy
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+        with without_patterns(path.parent) as root:
+            return get_fp32_state_dict_from_zero_checkpoint(str(root), tag=path.name)
     return torch.load(files[0], map_location="cpu", weights_only=False)["module"]

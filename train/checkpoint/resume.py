@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK
 from train.checkpoint.files import CheckpointError, RunState
 from train.config.arguments import TrainingArguments
 from train.config.differences import Difference, differences, key_of, resume_differences, why_never
+from train.config.schedule import at_stage, stage_at
 
 ALLOW = "allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
@@ -111,6 +113,17 @@ def changes(state: RunState, saved: RunState) -> list[Change]:
     return found
 
 
+def begins_as(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, str]]:
+    """(stage of precision.schedule, levels of modules) that the run begins with: its next step's. Where the evaluation
+    of the step before was left, that one's, if the configuration still has its precision: they change after it."""
+    stage = stage_at(args, state.step, state.consumed_tokens)
+    if not state.evaluation_due:
+        return stage, state.levels
+    numbers = (n for n in (stage, stage - 1) if n >= 0)
+    stage = next((n for n in numbers if at_stage(args, n).to_dict()["precision"] == state.precision), stage)
+    return stage, {c["module"]: c["to"] for c in state.escalations if c["step"] != state.step}
+
+
 def is_cut_otherwise(saved: RunState, state: RunState) -> bool:
     """Whether DeepSpeed's files of `saved` may be cut otherwise than those of `state` although ranks and stage are the
     same."""
@@ -120,9 +133,8 @@ def is_cut_otherwise(saved: RunState, state: RunState) -> bool:
 
 def at_half_the_rate(path: Path, learning_rate: float) -> str:
     """How a run goes on from its checkpoint `path` at half the rate: what to add to its command."""
-    return f"--resume_from_checkpoint {path} --learning_rate {learning_rate / 2:g} " + allowing(
-        ["learning_rate"]
-    )
+    checkpoint, rate = shlex.quote(str(path)), f"{learning_rate / 2:g}"
+    return f"--resume_from_checkpoint {checkpoint} --learning_rate {rate} " + allowing(["learning_rate"])
 
 
 def allowing(keys: Iterable[str]) -> str:

@@ -67,10 +67,13 @@ def stage_shares(args: TrainingArguments, max_steps: int) -> list[float]:
     return [*shares, (max_steps - begin) / max_steps]
 
 
-def _end_step(stage: PrecisionStage, args: TrainingArguments, max_steps: int) -> int:
-    """After how many steps of a run of resolved arguments a stage that is not the last is over."""
+def _end_step(
+    stage: PrecisionStage, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
+) -> int:
+    """After how many steps a stage that is not the last is over, of a run of resolved arguments that has come to so
+    many steps and tokens: with steps of as many tokens as today's from there on."""
     if "until_tokens" in stage:
-        return -(-stage["until_tokens"] // (args.train_batch_size_tokens or 1))
+        return step + -(-(stage["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
     return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
 
 
@@ -137,12 +140,20 @@ def _end_problems(stage: PrecisionStage, number: int, count: int) -> Iterator[st
         yield f"{name}: it {has}; give one of {', '.join(ENDS)}, as each stage but the last has"
 
 
-def order_problems(args: TrainingArguments) -> list[str]:
-    """What is wrong with the ends of the stages of resolved arguments, a line a problem."""
-    stages, begin, found = args.precision.schedule or [], 0, []
+def order_problems(args: TrainingArguments, step: int | None = None, tokens: int = 0) -> list[str]:
+    """What is wrong with the ends of the stages of resolved arguments, a line a problem, in a run that has come to so
+    many steps and tokens: a stage that is over is as it was. Where that is not known yet (None), an end by tokens is
+    not judged: steps of a resumed run may have had other sizes."""
+    stages, begin, found = args.precision.schedule or [], step or 0, []
     for number, stage in enumerate(stages[:-1]):
+        if (
+            "until_tokens" in stage
+            if step is None
+            else step and _is_over(stage, args.max_steps, step, tokens)
+        ):
+            continue
         name, (key,) = _name(number, len(stages)), [key for key in ENDS if key in stage]
-        end = _end_step(stage, args, args.max_steps)
+        end = _end_step(stage, args, args.max_steps, step or 0, tokens)
         if end >= args.max_steps:
             found.append(
                 f"{name}: {key} {stage[key]} is step {end}, and the run has max_steps {args.max_steps}; let it end "

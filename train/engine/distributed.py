@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import os
 import socket
@@ -12,11 +13,15 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
 from train.engine import launchers
 from train.files import open_files, remove_dead_buffers
+
+# How long ranks wait for each other, once they have met: for one that hashes a large checkpoint, measures or exports as
+# long as it takes. What hangs is the watchdog's (hang_timeout_s), before which DeepSpeed's 10 minutes would be over.
+WAIT = datetime.timedelta(days=1)
 
 
 def init_distributed() -> None:
@@ -54,6 +59,7 @@ def init_distributed() -> None:
             f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; give another "
             "port, the same to every rank"
         ) from error
+    distributed_c10d._set_pg_timeout(WAIT)
 
 
 def build_folder() -> Path | None:

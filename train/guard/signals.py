@@ -163,5 +163,8 @@ class StopVote:
 
 def write_stopped(output_dir: Path, stopped: Stopped) -> None:
     """Leave `stopped.json` in the run's folder; rank 0 calls it."""
-    what = {"step": stopped.step, "checkpoint": stopped.checkpoint and stopped.checkpoint.name}
-    write_durably(RunFolder(output_dir).stopped, json.dumps(what) + "\n")
+    folder, checkpoint = RunFolder(output_dir), stopped.checkpoint
+    # one that it began at is another run's
+    own = checkpoint is None or checkpoint.parent.resolve() == folder.checkpoints.resolve()
+    what = {"step": stopped.step, "checkpoint": checkpoint and (checkpoint.name if own else str(checkpoint))}
+    write_durably(folder.stopped, json.dumps(what) + "\n")

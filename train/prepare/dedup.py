@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from datatrove.data import Document
+from datatrove.io import get_datafolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup.exact_dedup import (
     ExactDedupConfig,
@@ -39,7 +40,7 @@ from datatrove.pipeline.dedup.minhash import (
 from datatrove.utils.text import simplify_text
 
 from train.data.format import DataError
-from train.files import write_durably
+from train.files import without_patterns, write_durably
 from train.prepare.ngrams import PlainWords, hash_text, split_words
 from train.prepare.output import WORK_NAME
 from train.prepare.tally import Stage, Tally
@@ -161,7 +162,9 @@ class ExactSearch(ExactFindDedups):
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         require(self.folder / "documents", "*.json", self.tasks, "tasks' signatures")
         allow_open_files(3 * self.tasks)
-        super().run(None, rank, world_size)
+        with without_patterns(self.folder / "signatures") as signatures:  # which datatrove finds by a glob
+            self.data_folder = get_datafolder(str(signatures))
+            super().run(None, rank, world_size)
         done = self.folder / "done" / f"{rank:05d}"
         done.parent.mkdir(exist_ok=True)
         done.write_bytes(b"")

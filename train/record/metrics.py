@@ -137,7 +137,7 @@ class MetricsLogger:
             discard_after(path, step)
         except OSError as error:
             self.message(f"warning: the lines after step {step} stay in {path}: {error}")
-        self._unwritten = [line for line in self._unwritten if _step_of(line.decode()) <= step]
+        self._unwritten = [line for line in self._unwritten if _record_of(line.decode())["step"] <= step]
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
         self._trackers.rewind(step)
@@ -199,8 +199,9 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
     discard: list[str] = []
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
-        made_again = _step_of(line) == step and any(f'"{key}"' in line for key in again)
-        (keep if 0 < _step_of(line) <= step and not made_again else discard).append(line)
+        record = _record_of(line)
+        made_again = record["step"] == step and not record.keys().isdisjoint(again)
+        (keep if 0 < record["step"] <= step and not made_again else discard).append(line)
     if not discard and text.endswith("\n"):
         return None
     kept_in = path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
@@ -217,13 +218,13 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
     return (kept_in, len(discard)) if discard else None
 
 
-def _step_of(line: str) -> int:
-    """The line's step; 0, which is never kept, where it cannot be read."""
+def _record_of(line: str) -> dict[str, Any]:
+    """What the line has; step 0, which is never kept, where it cannot be read."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return 0
-    return step if isinstance(step, int) else 0
+        record = json.loads(line)
+    except ValueError:
+        return {"step": 0}
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {"step": 0}
 
 
 def _brief(metrics: dict[str, Any]) -> str:

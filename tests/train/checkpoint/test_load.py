@@ -18,6 +18,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
 from tests.train.checkpoint.test_resume_changes import resumed, state_of
+from tests.train.runs import metrics, run
 from train import export
 from train.checkpoint import files, save
 from train.checkpoint import load as room
@@ -44,6 +45,16 @@ def test_fp8_state_is_gone_on_with_where_it_is_that_of_the_modules(key: str) -> 
     saved = RunState(3, 24, 0, 1, 1, {"precision": vars(PrecisionConfig(**USUAL))}, {})
     assert has_fp8_state_of(saved, now) is (key in SAME_STATE)
     assert has_fp8_state_of(replace(saved, train_config={}, precision={}), now), "before there was a choice"
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_folder_that_a_glob_takes_for_a_pattern_is_gone_on_from(settings: dict, stage: int) -> None:
+    """At ZeRO 3 exported, too."""
+    folder = Path(settings["output_dir"]).with_name("run[lr=3e-4]*")
+    settings |= {"output_dir": str(folder), "deepspeed": f"ds_config_zero{stage}.json"}
+    for steps in (2, 3):
+        run(settings, max_steps=steps, allow_changes_on_resume=["max_steps"], lr_scheduler_type="constant")
+    assert [m["step"] for m in metrics(folder)] == [1, 2, 3] and (folder / "hf/config.json").is_file()
 
 
 @pytest.mark.parametrize("size", SIZES)

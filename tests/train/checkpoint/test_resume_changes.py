@@ -2,13 +2,14 @@
 a reason. What is allowed shows in the next steps: test_resume_effects.py."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from train.checkpoint.files import CheckpointError, RunState
-from train.checkpoint.resume import is_cut_otherwise, resume_state
+from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise, resume_state
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.schema import Node, keys_of, options
 
@@ -147,6 +148,14 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
         for change in new.changes:
             line = f"{change['key']}: {json.dumps(change['old'])} -> {json.dumps(change['new'])}"
             assert line in message and f"  {line}" in said
+
+
+def test_a_command_that_is_advised_is_one_for_a_shell() -> None:
+    path = Path("my runs/it's/step-00000003")
+    words = shlex.split(at_half_the_rate(path, 3e-4))
+    assert (
+        words[:4] == ["--resume_from_checkpoint", str(path), "--learning_rate", "0.00015"] and len(words) == 6
+    )
 
 
 def test_what_a_precision_and_a_model_cannot_become() -> None:

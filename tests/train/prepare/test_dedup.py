@@ -45,6 +45,14 @@ def test_exact_does_not_depend_on_the_order_of_tasks(tmp_path: Path, tasks: int)
         assert texts == first_of(ranks)
 
 
+@pytest.mark.parametrize("dedup", ["exact", "minhash"])
+def test_a_folder_that_a_glob_takes_for_a_pattern_makes_no_difference(tmp_path: Path, dedup: str) -> None:
+    text = " ".join(map(str, range(60)))
+    for name in ("plain", "v[1]", "all*of?them"):
+        texts, removed = run(StepOptions(dedup=dedup), [["a", text], [text, "b"]], tmp_path / name)
+        assert texts == [["a", text], ["b"]] and removed.total() == 1
+
+
 def test_minhash_keeps_the_first_of_near_duplicates_and_all_different_ones(tmp_path: Path) -> None:
     rng = random.Random(1)
     base, *others = [text_of(rng) for _ in range(8)]

@@ -140,6 +140,17 @@ def test_what_a_start_notes_is_there_once(tmp_path, key):
     assert [line["step"] for line in lines(tmp_path)] == [3]
 
 
+def test_the_line_of_a_step_that_a_module_went_up_in_is_no_note_of_a_start(tmp_path):
+    """Its changes are another thing; what it has is logged once."""
+    record = {"step": 3, "loss": 1.5, "fp8_escalations": {"changes": [{"module": "lm_head"}], "count": 1}}
+    log = logger(tmp_path)
+    log.log(record)
+    log.close()
+    logger(tmp_path, start_step=3).close()
+    (line,) = lines(tmp_path)
+    assert {key: line[key] for key in record} == record
+
+
 def test_the_plot_follows_the_lines_and_is_waited_for_at_the_end(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(metrics_module.LivePlot, "update", lambda plot: done.append(len(lines(tmp_path))))
