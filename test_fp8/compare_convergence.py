@@ -17,6 +17,7 @@ is compared with the one of the same optimizer in bf16. Nothing of the models is
 
 It can be done in several calls: with --time_limit_s, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and
 the same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it takes.
+Where --work_dir is lost in between, --earlier RESULT.json takes finished rows from what --output wrote.
 
 Exit status: 0; 1 when a row misses the tolerance; 2 when the rows could not be compared (a run failed); 3 when rows are
 left to train: the table has those that are finished.
@@ -37,6 +38,7 @@ from test_fp8.common import report
 from test_fp8.common.options import Options, public
 from test_fp8.common.report import Result
 from test_fp8.convergence import durations, evidence
+from test_fp8.convergence.earlier import take_over
 from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import (
     DEFAULT_ROWS,
@@ -44,6 +46,7 @@ from test_fp8.convergence.rows import (
     MAY_DIFFER,
     PRESETS,
     Plan,
+    begun,
     comparable,
     conditions,
     make_plans,
@@ -64,6 +67,13 @@ OPTIONS.add("--max_steps", None, "of each training, in place of CONFIG's", type=
 OPTIONS.add("--logging_steps", None, "steps between points of a curve, in place of CONFIG's", type=int)
 OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)
 OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the trainings are kept", type=Path)
+OPTIONS.add(
+    "--earlier",
+    [],
+    "results of this program: rows that --work_dir has not are taken from these",
+    nargs="+",
+    type=Path,
+)
 OPTIONS.add("--at_once", 1, "rows at a time", type=between(1))
 OPTIONS.add("--time_limit_s", 0, "then stop, with checkpoints; 0: never", type=between(0, 10**6, float))
 OPTIONS.add(
@@ -121,7 +131,9 @@ def compare(
             "equal_loss_same_optimizer": evidence.equal_loss(
                 own, {p.row.name: records[p.row.name] for p in alike}
             ),
-            "health": evidence.health(own),
+            # of a row that was taken over what there is
+            "health": evidence.health(own) or (begun(plan.folder) or {}).get("health"),
+            "trained_under": under,
             "conditions_differ": [key for key in MAY_DIFFER if under[key] != now[key]],
             "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
         }
@@ -148,6 +160,7 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
         limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.time_limit_s)
         now = conditions(TrainingArguments.from_dict(plans[0].config), machine, versions)
+        take_over(plans, arguments.earlier)
         records = comparable(plans, train_all(plans, now, limits, arguments.may_differ))
         left = [plan.row.name for plan in plans if plan.row.name not in records]
         if plans[0].row.name not in records:
@@ -160,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     print_table(results, training["warmup_steps"])
     if arguments.output:
         more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
-        more |= {"trained_under": trained_under(plans[0]), "seeds": seeds, "not_finished": left}
+        more |= {"seeds": seeds, "not_finished": left}
         behind = ["--", *map(public, arguments.training)] if arguments.training else []
         report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, **more)
         drawn = plot(results, training, arguments.tolerance, arguments.output, seeds)

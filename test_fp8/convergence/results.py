@@ -15,7 +15,7 @@ from typing import Any
 from test_fp8.common import report
 from test_fp8.common.report import Result
 from test_fp8.common.rows import is_under
-from test_fp8.convergence.rows import ROW_KEYS
+from test_fp8.convergence.rows import AFTER_START, ROW_KEYS
 from train.config.differences import leaves
 from train.files import drawing
 
@@ -96,6 +96,7 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
         "smoothed_difference_percent": smoothed(raw),
         "grad_norm": [r.get("grad_norm") for r in records if r.get("loss") is not None],
         "tokens_per_second": [r.get("tokens_per_second") for r in records if r.get("loss") is not None],
+        "after_start": [r["step"] for r in records if r.get(AFTER_START)],
         "eval_step": eval_steps,
         "eval_loss": eval_losses,
         "eval_difference_percent": relative(records, baseline, "eval_loss"),

@@ -273,6 +273,8 @@ def test_a_comparison(
     # the same training, and not the same arithmetic
     assert 0 < max(map(abs, delayed["curves"]["difference_percent"])) < 2
 
+    check_what_is_taken_from_a_result(config, tmp_path, rows, extra)
+    capfd.readouterr()
     # both rows are there; the one that is added fails, and its reason is shown
     broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']
     assert program(config, work, *rows, *broken, *extra) == 2
@@ -287,6 +289,29 @@ def test_a_comparison(
     assert "missed: delayed: evaluation loss" in told.err and "missed: bf16" not in told.err
 
     check_what_is_run_again(config, work, rows, extra)
+
+
+def check_what_is_taken_from_a_result(config: Path, folder: Path, rows: list[str], extra: list[str]) -> None:
+    """Where the folder of the trainings is gone: all that they were compared by, and nothing is trained."""
+    output, again = folder / "results/compare.json", folder / "again.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convergence_trainings, "start", lambda *_: pytest.fail("it trains"))
+        options = ["--earlier", str(output), "--output", str(again)]
+        assert program(config, folder / "lost", *rows, *options, *extra) == 0
+    before, after = (json.loads(path.read_text()) for path in (output, again))
+    for one, other in zip(before["results"], after["results"], strict=True):
+        assert one == other, one.keys() | other.keys()
+    assert {key: before[key] for key in ("training", "seeds")} == {
+        key: after[key] for key in ("training", "seeds")
+    }
+    # another training is not taken for it, nor is another file
+    assert (
+        program(config, folder / "other", *rows, "--earlier", str(output), *extra, "--learning_rate", "1e-3")
+        == 2
+    )
+    assert program(config, folder / "other", *rows, "--earlier", str(config), *extra) == 2
+    assert program(config, folder / "other", *rows, "--earlier", str(folder / "none.json"), *extra) == 2
+    assert not (folder / "other/bf16").exists()
 
 
 def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: list[str]) -> None:
