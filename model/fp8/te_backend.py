@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,10 +167,16 @@ def _head_products() -> dict[str, Any]:
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     general_gemm: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
 
-    def quantizer(block_dimensions: int, rowwise: bool = False) -> Any:
+    def quantizer(block_dimensions: int) -> Any:
         return tensors.Float8BlockQuantizer(
-            kernels.DType.kFloat8E4M3, rowwise=rowwise, columnwise=True, block_scaling_dim=block_dimensions
+            kernels.DType.kFloat8E4M3, rowwise=False, columnwise=True, block_scaling_dim=block_dimensions
         )
+
+    def of_gradient() -> Any:
+        made = quantizer(1)
+        made.set_usage(rowwise=True)
+        made.force_pow_2_scales = False  # why: te_reference/gemm.py
+        return made
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return general_gemm(weight, x, layout="TN", out_dtype=x.dtype)[0]
@@ -188,7 +194,7 @@ def _head_products() -> dict[str, Any]:
 
         grad = gradient
         if not isinstance(gradient, tensors.Float8BlockwiseQTensor):
-            grad = cast(2, gradient.contiguous(), quantizer(1, rowwise=True))
+            grad = cast(2, gradient.contiguous(), of_gradient())
         of_x = general_gemm(cast(1, weight, quantizer(2)), grad, layout="NN", out_dtype=x.dtype, grad=True)[0]
         where = {"out_dtype": weight.dtype}
         if into is not None:
@@ -196,7 +202,7 @@ def _head_products() -> dict[str, Any]:
         of_weight = general_gemm(cast(0, x, quantizer(1)), grad, layout="NT", grad=True, **where)[0]
         return of_x, (of_weight if into is None else None)
 
-    cross_entropy = _fp8_cross_entropy(partial(quantizer, 1, rowwise=True))
+    cross_entropy = _fp8_cross_entropy(of_gradient)
     return {"linear": linear, "fp8_gradients": gradients, "fp8_cross_entropy": cross_entropy}
 
 

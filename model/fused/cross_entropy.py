@@ -1,9 +1,9 @@
 """The cross entropy of logits and its gradient: in their place and dtype, or cast to FP8 in blocks and transposed.
 
 The gradient is computed by a second kernel from the statistics that the first one leaves. The third writes it as FP8
-right away, bit for bit what casting the second one's makes: it is rounded to the logits' dtype before it is cast, and
-scales are powers of two. A row is read in pieces of a few thousand entries: with whole rows at a time too few programs
-share a GPU, and each waits for its memory. Shape suffixes: M tokens, V vocabulary.
+right away, bit for bit what casting the second one's makes: it is rounded to the logits' dtype before it is cast. A row
+is read in pieces of a few thousand entries: with whole rows at a time too few programs share a GPU, and each waits for
+its memory. Shape suffixes: M tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ def _gradient(logits, labels, stats, counted, upstream, V, IGNORED: tl.constexpr
 
 @triton.jit
 def _scale_of(amax, largest, E4M3_MAX: tl.constexpr):
-    """The power of two that Transformer Engine takes for a block of that largest value."""
-    scale = E4M3_MAX / amax
+    """What Transformer Engine takes for a block of that largest value, where scales need be no powers of two."""
+    scale = tl.div_rn(E4M3_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
-    scale = tl.cast(tl.cast(scale, tl.int32, bitcast=True) & 0x7F800000, tl.float32, bitcast=True)
     return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
 
 
@@ -106,14 +105,14 @@ def _gradient_in_fp8(
     scale = _scale_of(tl.max(tl.abs(gradient), axis=1), largest_of_dtype, E4M3_MAX)
     cast = tl.cast((gradient * scale[:, None]).to(tl.float8e4nv), tl.uint8, bitcast=True)
     tl.store(rows + m.to(tl.int64)[:, None] * V + v[None, :], cast, mask=inside)
-    tl.store(row_scales + square_v * row_scales_width + m, 1.0 / scale, mask=is_m)
+    tl.store(row_scales + square_v * row_scales_width + m, tl.div_rn(1.0, scale), mask=is_m)
 
     scale = _scale_of(tl.max(tl.abs(gradient), axis=0), largest_of_dtype, E4M3_MAX)
-    # a power of two times the dtype's value is one of its values: transposed in 16 bits it moves half the bytes
-    turned = tl.trans((gradient * scale[None, :]).to(dtype)).to(tl.float32)
+    # it has been rounded to the dtype: transposed in 16 bits it moves half the bytes
+    turned = tl.trans(gradient.to(dtype)).to(tl.float32) * scale[:, None]
     cast = tl.cast(turned.to(tl.float8e4nv), tl.uint8, bitcast=True)
     tl.store(columns + v.to(tl.int64)[:, None] * M + m[None, :], cast, mask=is_v[:, None] & is_m[None, :])
-    tl.store(column_scales + square_m * column_scales_width + v, 1.0 / scale, mask=is_v)
+    tl.store(column_scales + square_m * column_scales_width + v, tl.div_rn(1.0, scale), mask=is_v)
 
 
 def loss_and_statistics(

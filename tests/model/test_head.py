@@ -138,6 +138,15 @@ def test_entries_far_smaller_than_the_labels_are_kept() -> None:
     assert not of_hidden[-2:].any()
 
 
+@pytest.mark.parametrize("labels", [16 * 64, 15 * 64, 14 * 64, 12 * 64])
+def test_the_entries_of_labels_are_right_for_any_number_of_them(labels: int) -> None:
+    """Early in a training all are -1 / how many: rounded alike, gradients were 5 % too long with 15 micro-batches."""
+    hidden, weight, gradient = operands(label=-1 / labels)
+    _, of_weight = head_gradients(hidden, weight, gradient)
+    expected = gradient.float().t() @ hidden.float()
+    assert float((of_weight * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=4e-3)
+
+
 def test_the_weights_gradient_is_added_where_it_belongs() -> None:
     expected = head_gradients(*operands())[1]
     into = torch.ones(V, H, device=expected.device)
@@ -164,7 +173,8 @@ def cast_on_the_cpu(*matrices: torch.Tensor) -> list[list[float]]:
     """The same of hidden states, weight and gradient, by the reference."""
     found = []
     for matrix, block in zip(matrices, ((128, 1), (128, 128), (1, 128)), strict=True):
-        codes, scale_inv = quantize_blocks(matrix.cpu(), block, torch.float8_e4m3fn)
+        power_2 = block != (1, 128)  # of the gradient the largest of a block is not rounded
+        codes, scale_inv = quantize_blocks(matrix.cpu(), block, torch.float8_e4m3fn, power_2_scale=power_2)
         totals = measure(Source("matrix", (matrix.cpu(),)), codes, scale_inv, False)
         found.append(statistics(totals)[:4].tolist())
     return found
@@ -295,7 +305,10 @@ def test_one_kernel_writes_what_casting_the_gradient_makes(
     ]
     fused.gradient_in_fp8(logits, statistics, upstream, *made)
     gradient = fused.gradient_in_place(logits.clone(), statistics, upstream)
-    of_rows, of_columns = (quantize_blocks(gradient, b, torch.float8_e4m3fn) for b in ((1, 128), (128, 1)))
+    of_rows, of_columns = (
+        quantize_blocks(gradient, block, torch.float8_e4m3fn, power_2_scale=False)
+        for block in ((1, 128), (128, 1))
+    )
     rows, row_scales, columns, column_scales = made
     assert torch.equal(rows, of_rows[0].view(torch.uint8)) and torch.equal(row_scales, of_rows[1].t())
     assert torch.equal(columns, of_columns[0].t().view(torch.uint8))
