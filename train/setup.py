@@ -152,9 +152,8 @@ def streams_for(
 def starting_point(
     args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream
 ) -> tuple[RunState, Path | None]:
-    """Where the run begins, and the checkpoint that it goes on from, if there is one. Raises CheckpointError: the one
-    asked for is damaged, or was made by a run that this one does not continue; ConfigurationError: stages that do not
-    follow each other from there on."""
+    """Where the run begins, and the checkpoint that it goes on from, if any. Raises CheckpointError: it is damaged, or of
+    a run that this one does not continue; ConfigurationError: stages do not follow each other from there on."""
     state = RunState(
         step=0,
         consumed_samples=0,
