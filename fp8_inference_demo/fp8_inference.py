@@ -30,12 +30,17 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between
+
+CHECKPOINT = re.compile(r"step-(\d{8,})")
+MANIFEST = "manifest.json"  # written last: a save that was killed has none, and is no checkpoint
 
 
 def find_model_folder(given: Path) -> Path:
@@ -48,16 +53,40 @@ def find_model_folder(given: Path) -> Path:
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():
             return folder
-    steps = [given] if given.name.startswith("step-") else sorted(given.glob("**/step-*"))
-    if steps:
-        out = given.with_name(f"{given.name}-hf") if steps == [given] else given / "hf"
+    if CHECKPOINT.fullmatch(given.name):
+        if not (given / MANIFEST).is_file():
+            raise ValueError(
+                f"--model {given}: no {MANIFEST} in it: this checkpoint was never finished; give the run's output_dir"
+            )
+        newest: Path | None = given
+        out = given.with_name(f"{given.name}-hf")
+    else:
+        newest = newest_checkpoint(given)
+        out = (given.parent if given.name == "checkpoints" else given) / "hf"
+    if newest is not None:
         raise ValueError(
             f"--model {given}: checkpoints, and no exported model yet; export the one you want: "
-            f"python train/export.py {steps[-1]} {out}"
+            f"{export_command(newest, out)}"
         )
     raise ValueError(
         f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir"
     )
+
+
+def newest_checkpoint(given: Path) -> Path | None:
+    """The newest finished checkpoint in `given`, a run or its checkpoints/; None without any. What the run has set
+    aside, checkpoints.discarded-*, is no more of it."""
+    root = given / "checkpoints"
+    steps = {
+        int(match[1]): path
+        for path in (root if root.is_dir() else given).glob("step-*")
+        if (match := CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    }
+    return steps[max(steps)] if steps else None
+
+
+def export_command(checkpoint: Path, out: Path) -> str:
+    return shlex.join(["python", "train/export.py", str(checkpoint), str(out)])
 
 
 def temperature(text: str) -> float:

@@ -171,11 +171,32 @@ def test_folders_that_will_not_do(tmp_path: Path, demo: Demo, capsys: Captured) 
         fp8_inference.find_model_folder(tmp_path)
     step = tmp_path / "run" / "checkpoints" / "step-00000010"
     step.mkdir(parents=True)
+    with pytest.raises(ValueError, match="never finished"):
+        fp8_inference.find_model_folder(step)
+    (step / "manifest.json").touch()
     for given in (tmp_path / "run", step):
         with pytest.raises(ValueError, match=r"python train/export\.py \S*step-00000010"):
             fp8_inference.find_model_folder(given)
     assert demo("--model", tmp_path / "nowhere", "--prompt", "x") == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_the_newest_finished_checkpoint_of_the_run_is_the_one_to_export(tmp_path: Path) -> None:
+    """Neither one that another run of the folder left, which was set aside, nor one whose save was killed."""
+    run, steps = tmp_path / "my run", (100_000_000, 12, 9)
+    (run / "checkpoints.discarded-20260101" / "step-00000020").mkdir(parents=True)
+    (run / "checkpoints.discarded-20260101" / "step-00000020" / "manifest.json").touch()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        fp8_inference.find_model_folder(run)
+    for step in steps:
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    for step in steps[:0:-1]:
+        (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").touch()
+        for given in (run, run / "checkpoints"):
+            with pytest.raises(ValueError) as raised:
+                fp8_inference.find_model_folder(given)
+            command = f"python train/export.py '{run}/checkpoints/step-{step:08d}' '{run}/hf'"
+            assert str(raised.value).endswith(f"export the one you want: {command}")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "incomplete", "misspelt", "other"])
