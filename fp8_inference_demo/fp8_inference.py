@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import shlex
@@ -41,6 +42,7 @@ from model.keys import between
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"  # written last: a save that was killed has none, and is no checkpoint
+EXPORTED_FROM = "exported_from.json"  # in an export: which checkpoint it was made from
 
 
 def find_model_folder(given: Path) -> Path:
@@ -53,7 +55,7 @@ def find_model_folder(given: Path) -> Path:
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():
             return folder
-    if CHECKPOINT.fullmatch(given.name):
+    if _step(given):
         if not (given / MANIFEST).is_file():
             raise ValueError(
                 f"--model {given}: no {MANIFEST} in it: this checkpoint was never finished; give the run's output_dir"
@@ -77,16 +79,43 @@ def newest_checkpoint(given: Path) -> Path | None:
     """The newest finished checkpoint in `given`, a run or its checkpoints/; None without any. What the run has set
     aside, checkpoints.discarded-*, is no more of it."""
     root = given / "checkpoints"
-    steps = {
-        int(match[1]): path
-        for path in (root if root.is_dir() else given).glob("step-*")
-        if (match := CHECKPOINT.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    }
-    return steps[max(steps)] if steps else None
+    steps = (root if root.is_dir() else given).glob("step-*")
+    return max(
+        (path for path in steps if _step(path) and (path / MANIFEST).is_file()), key=_step, default=None
+    )
 
 
 def export_command(checkpoint: Path, out: Path) -> str:
     return shlex.join(["python", "train/export.py", str(checkpoint), str(out)])
+
+
+def older_than_its_run(given: Path, folder: Path) -> str:
+    """What to say where `folder` is the export of the run `given`, which has trained on since; "" where there is
+    nothing."""
+    newest = None if folder == given else newest_checkpoint(given)
+    if newest is None or not (exported := _exported_step(folder)):
+        return ""
+    step = _step(newest)
+    if step <= exported:
+        return ""
+    return (
+        f"note: {folder} is the model of step {exported}, and the run has a newer checkpoint, of step {step}; to take "
+        f"that: {export_command(newest, folder)}"
+    )
+
+
+def _exported_step(folder: Path) -> int:
+    """The step of the checkpoint that the export in `folder` was made from; 0: it does not say."""
+    try:
+        return _step(Path(json.loads((folder / EXPORTED_FROM).read_text(encoding="utf-8"))["checkpoint"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _step(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint; 0 of another name."""
+    match = CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def temperature(text: str) -> float:
@@ -255,7 +284,10 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 shows what it can
         sys.stdout.reconfigure(errors="replace")
     try:
-        return run(arguments, find_model_folder(arguments.model))
+        folder = find_model_folder(arguments.model)
+        if note := older_than_its_run(arguments.model, folder):
+            print(note, file=sys.stderr)
+        return run(arguments, folder)
     except BrokenPipeError:  # who read standard output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,6 +198,32 @@ def test_the_newest_finished_checkpoint_of_the_run_is_the_one_to_export(tmp_path
                 fp8_inference.find_model_folder(given)
             command = f"python train/export.py '{run}/checkpoints/step-{step:08d}' '{run}/hf'"
             assert str(raised.value).endswith(f"export the one you want: {command}")
+
+
+def test_an_export_that_its_run_has_gone_on_from_is_told(
+    folder: Path, tmp_path: Path, demo: Demo, capsys: Captured
+) -> None:
+    """Once, before anything takes time; train/evaluate.py would take the newer checkpoint."""
+    run = tmp_path / "run"
+    shutil.copytree(folder, run / "hf")
+    for step in (20, 56):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000020" / "manifest.json").touch()
+
+    def told(given: Path) -> str:
+        assert demo("--model", given, "--prompt", "x", "--max_length", 10**6) == 2
+        return capsys.readouterr().err.partition("error: ")[0]
+
+    origin = run / "hf" / "exported_from.json"
+    origin.write_text('{"checkpoint": "step-00000020", "manifest_sha256": "12"}')
+    assert told(run) == "", "it is of the newest one"
+    (run / "checkpoints" / "step-00000056" / "manifest.json").touch()
+    note = told(run)
+    assert note.startswith(f"note: {run}/hf is the model of step 20, and") and note.count("\n") == 1
+    assert note.endswith(f": python train/export.py {run}/checkpoints/step-00000056 {run}/hf\n")
+    assert told(run / "hf") == "", "where just this was asked for"
+    origin.write_text("[]")
+    assert told(run) == "", "nobody says what it is of"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "incomplete", "misspelt", "other"])
