@@ -267,7 +267,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         elif prompt is not None:
             session.answer_one(name, prompt)
         elif arguments.interactive:
-            converse(session)
+            failed = converse(session)
         else:
             failed = answer_lines(session)
     except (MemoryError, RuntimeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,25 +13,34 @@ from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import decoded
 
 PROMPT = "> "
+# What Python makes of bytes that are not text (PEP 383): U+DC00 and the byte.
+SURROGATES = range(0xDC80, 0xDD00)
 
 
-def piped_prompts() -> Iterator[str]:
-    """The lines of standard input that are not blank, as they come. Raises ValueError: not UTF-8, with the line."""
+def piped_prompts() -> Iterator[str | ValueError]:
+    """The lines of standard input that are not blank, as they come; in the place of one that is not UTF-8 the error
+    that names it."""
     for number, line in enumerate(sys.stdin.buffer, 1):
-        text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
+        try:
+            text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
+        except ValueError as error:
+            yield error
+            continue
         text = text.removeprefix("\ufeff") if number == 1 else text
         if text.strip():
             yield text
 
 
-def typed_prompts() -> Iterator[str]:
-    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line. From a
-    pipe: `piped_prompts`."""
+def typed_prompts() -> Iterator[str | ValueError]:
+    """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line, and one
+    that is not text is asked for again. From a pipe: `piped_prompts`."""
     if not sys.stdin.isatty():
         yield from piped_prompts()
         return
     import readline  # noqa: F401  input() edits lines with it
 
+    if isinstance(sys.stdin, io.TextIOWrapper):  # where it is strict, it would raise
+        sys.stdin.reconfigure(errors="surrogateescape")
     print("an empty line or Ctrl-D ends, Ctrl-C ends an answer", file=sys.stderr, flush=True)
     while True:
         try:
@@ -43,6 +53,14 @@ def typed_prompts() -> Iterator[str]:
             continue
         if not line.strip():
             return
+        if wrong := [ord(character) for character in line if ord(character) in SURROGATES]:
+            print(
+                f"error: the byte 0x{wrong[0] - 0xDC00:02x} is not {sys.stdin.encoding.upper()}, as this terminal's "
+                "text should be; the line is left out, type it again",
+                file=sys.stderr,
+                flush=True,
+            )
+            continue
         yield line
 
 
@@ -95,6 +113,8 @@ def answer_lines(session: Session) -> int:
     for number, line in enumerate(piped_prompts()):
         name = f"prompt {number + 1}"
         try:
+            if isinstance(line, ValueError):
+                raise line
             ids = session.encode(line, name)
             session.check_length(ids, name, session.engine.max_length)
             session.answer(name, number, ids, echo=line)
@@ -105,14 +125,19 @@ def answer_lines(session: Session) -> int:
     return failed
 
 
-def converse(session: Session) -> None:
-    """Answer what is typed. The model continues a text: all that was typed and answered so far, a line typed beginning
-    a line of its own. Where that outgrows the context, its beginning is left out."""
+def converse(session: Session) -> int:
+    """Answer what is typed; how many lines of a pipe could not be answered. The model continues a text: all that was
+    typed and answered so far, a line typed beginning a line of its own. Where that outgrows the context, its beginning
+    is left out."""
     session.load(None, 1)
     length = session.engine.max_length
     most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
-    text, interruption = "", Interruption()
+    text, interruption, failed = "", Interruption(), 0
     for number, line in enumerate(typed_prompts()):
+        if isinstance(line, ValueError):
+            failed += 1
+            print(f"error: {line}", file=sys.stderr)
+            continue
         text += ("\n" if text and not text.endswith("\n") else "") + line
         whole = session.encode(text, f"prompt {number + 1}")
         ids = cut_left(whole, most, session.tokenizer.bos_token_id)
@@ -124,3 +149,4 @@ def converse(session: Session) -> None:
             )
         text += answers[0].text
     session.tell()
+    return failed

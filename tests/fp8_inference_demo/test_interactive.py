@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.interactive import cut_left
+from fp8_inference_demo.interactive import cut_left, typed_prompts
 from tests.fp8_inference_demo.conftest import Demo
 
 
@@ -112,6 +112,23 @@ def test_a_terminal_is_a_conversation_to_an_empty_line_or_ctrl_d(
         say(b"", "--num_samples", 2)
 
 
+def test_a_typed_line_that_is_no_text_is_asked_for_again(
+    say: Demo, prompts: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The conversation goes on as if it had not been typed, on a terminal of whatever encoding."""
+    monkeypatch.setattr(io, "TextIOWrapper", Terminal)
+    type_lines(monkeypatch, "caf\udce9", "def main", EOFError)
+    assert say(b"") == 0
+    assert prompts == ["<s>def main"]
+    assert "error: the byte 0xe9 is not UTF-8" in capsys.readouterr().err
+
+
+def test_bytes_of_a_terminal_that_are_no_text_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Python itself would refuse them (LANG=en_US.UTF-8)."""
+    monkeypatch.setattr(sys, "stdin", Terminal(io.BytesIO(b"caf\xe9\ndef main\n"), "utf-8", "strict"))
+    assert list(typed_prompts()) == ["def main"]
+
+
 def test_a_conversation_beyond_the_context_loses_its_beginning(
     say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,5 +185,8 @@ def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(
     assert say(b"x y " * 300 + b"\ndef main\n") == 1
     assert prompts == ["<s>def main"]
     assert "prompt 1 has" in capsys.readouterr().err
-    assert say(b"def main\ncaf\xe9\n") == 2
-    assert "standard input, line 2: byte 4 (0xe9) is not UTF-8" in capsys.readouterr().err
+    for options in ((), ("--interactive",)):
+        prompts.clear()
+        assert say(b"\ncaf\xe9\ndef main\n", *options) == 1
+        assert prompts == ["<s>def main"]
+        assert "standard input, line 2: byte 4 (0xe9) is not UTF-8" in capsys.readouterr().err
