@@ -31,8 +31,8 @@ from train.checkpoint.files import (
     rank_file,
     read_state,
 )
-from train.data.encoder import TOKENIZER_FILES, TextEncoder
-from train.data.format import TOKENIZER_FOLDER, DataError
+from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
+from train.data.format import DataError
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM
 
@@ -183,14 +183,19 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
     parser.add_argument("--format", choices=FORMATS, default="hf", help="hf-fp8: weights in FP8; default: hf")
-    parser.add_argument("--tokenizer", type=Path, help="folder of another one; default: the training data's")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="folder of another one; default: the training data's, else that of the run's hf/",
+    )
     arguments = parser.parse_args()
     try:
         path = checkpoint_of(arguments.checkpoint)
         import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
 
         state = read_state(path)
-        tokenizer = arguments.tokenizer or tokenizer_of(state.train_config["data"]["sources"])
+        sources, own = state.train_config["data"]["sources"], path.absolute().parent.parent / "hf"
+        tokenizer = arguments.tokenizer or tokenizer_of(sources, own)
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
         lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
     except (CheckpointError, DataError, ValueError, OSError) as error:
@@ -227,11 +232,6 @@ def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> No
             f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
             "that tokenizer as --tokenizer DIR"
         )
-
-
-def tokenizer_of(sources: dict[str, str]) -> Path:
-    """The tokenizer that prepare_data.py left with the data; that of all sources is the same."""
-    return Path(next(iter(sources.values()))) / TOKENIZER_FOLDER
 
 
 if __name__ == "__main__":

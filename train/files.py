@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+REPOSITORY = Path(__file__).resolve().parent.parent
+
 
 def write_durably(path: Path, text: str) -> None:
     """Write `text` beside `path`, flush it to the disk and rename it there: `path` is whole or absent."""
@@ -40,6 +42,12 @@ def blocking(folder: Path) -> Path | None:
         if os.path.lexists(place):  # a link to nothing as well
             return place
     return None
+
+
+def data_folder(name: str) -> str:
+    """The folder that a configuration names so: relative to here, else, where there is none, to the repository."""
+    elsewhere = REPOSITORY / name
+    return str(elsewhere) if not Path(name).exists() and elsewhere.exists() else name
 
 
 @contextmanager

@@ -304,7 +304,8 @@ def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> It
 def export_last(run: Run, last: Path | None) -> None:
     """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there."""
     from train.checkpoint.files import identity
-    from train.export import export, tokenizer_of
+    from train.data.encoder import tokenizer_of
+    from train.export import export
 
     folder = run.folder
     if last is None:

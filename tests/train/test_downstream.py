@@ -30,7 +30,8 @@ from model.config import load_config
 from model.fp8.hf_fp8 import Quantized, read_quantized
 from tests.conftest import random_ids
 from tests.train.runs import run
-from train.export import export, tokenizer_of
+from train.data.encoder import tokenizer_of
+from train.export import export
 
 pytestmark = [pytest.mark.downstream, pytest.mark.interpreter]
 

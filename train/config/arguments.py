@@ -25,9 +25,8 @@ from train.config import command_line, msamp
 from train.config.schedule import order_problems, precisions_of, stage_problems
 from train.config.schema import parse, read_json, unchangeable
 from train.data.mixture import MixtureStage, weight_problems
-from train.files import blocking
+from train.files import REPOSITORY, blocking, data_folder
 
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
@@ -444,6 +443,5 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
     for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
         for name, folder in folders.items():
-            if not Path(folder).exists() and (REPOSITORY / folder).exists():
-                folders[name] = str(REPOSITORY / folder)
+            folders[name] = data_folder(folder)
     return arguments

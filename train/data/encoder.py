@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.format import DataError
-from train.files import sha256_file
+from train.data.format import TOKENIZER_FOLDER, DataError
+from train.files import data_folder, sha256_file
 
 # What a tokenizer consists of; the first that is there defines the ids.
 TOKENIZER_FILES = (
@@ -128,6 +128,20 @@ class TextEncoder:
                 if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
                     return token_id
         raise DataError(f"{self.folder} names no {key} in tokenizer_config.json; documents need BOS and EOS")
+
+
+def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:
+    """The folder of a training's tokenizer: prepare_data.py left it with the data `sources`, that of all is the same.
+    Where the data are gone, `export`, the Hugging Face folder of the run, if it has one. Raises DataError: none there.
+    """
+    folders = [Path(data_folder(folder)) / TOKENIZER_FOLDER for folder in sources.values()]
+    for folder in [*folders, *([export] if export else [])]:
+        if any((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
+            return folder
+    nor = f", nor in {export}" if export else ""
+    raise DataError(
+        f"there is no tokenizer in {folders[0]}, where the training had its own{nor}; give it as --tokenizer DIR"
+    )
 
 
 def _sentencepiece_bytes(model: Any, i: int) -> int:

@@ -22,9 +22,8 @@ from train.checkpoint.files import (
     rank_file,
     read_state,
 )
-from train.data.encoder import TOKENIZER_FILES, TextEncoder
-from train.data.format import TOKENIZER_FOLDER
-from train.files import sha256_file
+from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
+from train.files import data_folder, sha256_file
 from train.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -89,17 +88,17 @@ class Plan:
 
     def sources(self) -> dict[str, str]:
         """The data folders that a checkpoint was trained on, by name; {} of a Hugging Face folder."""
-        return {} if self.state is None else self.state.train_config["data"]["sources"]
+        trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
+        return {name: data_folder(folder) for name, folder in trained_on.items()}
 
     def tokenizer_folder(self, given: Path | None) -> Path:
         """Where the model's tokenizer is: `given`, the Hugging Face folder, or with the data of the training, else
-        with the run's export."""
+        with the run's export. Raises DataError: in none of these."""
         if given is not None:
             return given
         if self.state is None:
             return self.path
-        folders = [Path(folder) / TOKENIZER_FOLDER for folder in self.sources().values()]
-        return next(filter(Path.is_dir, [*folders, self.path.parent.parent / "hf"]), folders[0])
+        return tokenizer_of(self.sources(), self.path.absolute().parent.parent / "hf")
 
     def tokenizers(self, given: Path | None) -> set[str]:
         """The sha256 of the tokenizer that the model has: of the file that defines its ids; of a Hugging Face folder

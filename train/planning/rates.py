@@ -17,8 +17,9 @@ from typing import Any
 from model.config import attention_pairs, load_sizes
 from model.variants import VARIANTS
 from train.config import command_line
-from train.config.arguments import REPOSITORY, TrainingArguments
+from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.files import REPOSITORY
 from train.planning.memory import WORKSPACES_GIB, head_bytes, saved_by_layer
 from train.planning.setting import Setting
 

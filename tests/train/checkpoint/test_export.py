@@ -188,6 +188,31 @@ def test_a_tokenizer_of_another_model_is_refused(
     assert f"{tmp_path} exists and is no export" in capsys.readouterr().err
 
 
+def test_without_an_option_the_runs_own_tokenizer_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of its data, found from another folder too, else of its hf/; of none, no option is spoken of as given."""
+    path = tmp_path / "run/checkpoints/step-00000003"
+    state = SimpleNamespace(train_config={"data": {"sources": {"text": "data/mine"}}})
+    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
+    monkeypatch.setattr(export, "read_state", lambda path: state)
+    taken: list[Path] = []
+    monkeypatch.setattr(export, "check_tokenizer", lambda folder, *_: taken.append(folder))
+    monkeypatch.setattr(export, "export", lambda *_: [])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("train.files.REPOSITORY", tmp_path)
+    message = refusal(monkeypatch, capsys, path)
+    assert message.startswith(
+        "error: there is no tokenizer in data/mine/tokenizer, where the training had its own"
+    )
+    for folder in (tmp_path / "run/hf", tmp_path / "data/mine/tokenizer"):
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").touch()
+        export.main()
+        assert taken.pop() == folder
+
+
 @pytest.mark.interpreter
 def test_libraries_do_not_talk_over_the_answer(tmp_path: Path) -> None:
     """transformers imports torchao, which warns on a machine without its CUDA libraries."""

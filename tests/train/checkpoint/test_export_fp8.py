@@ -18,6 +18,7 @@ from tests.conftest import random_ids
 from tests.train.runs import run
 from train import export
 from train.checkpoint.files import CheckpointError
+from train.data.encoder import tokenizer_of
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
             "quantize",
             lambda self, weights, _: serving.by_row(weights, self.names),
         )
-        other, tokenizer = tmp_path / "other", export.tokenizer_of(settings["data"]["sources"])
+        other, tokenizer = tmp_path / "other", tokenizer_of(settings["data"]["sources"])
         with pytest.raises(CheckpointError, match="11 of 11 weights of .* a fault of this program"):
             export.export(checkpoint, other, tokenizer, "hf-fp8")
         assert not other.exists()

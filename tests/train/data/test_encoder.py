@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from tests.fixtures import corpus_texts
-from train.data.encoder import SPACE, UNKNOWN, TextEncoder
+from train.data.encoder import SPACE, UNKNOWN, TextEncoder, tokenizer_of
+from train.data.format import DataError
 from train.prepare.tokenizer import HARD_STRINGS
 
 # to sentencepiece the sign for a space is one
@@ -102,3 +103,24 @@ def test_a_vocabulary_with_unused_ids_reaches_to_its_largest(
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 7}, unk_token="a"))
     encoder = TextEncoder(folder_of(tokenizer))
     assert encoder.encode_batch(["a"]) == [[7]] and encoder.vocab_size == 8
+
+
+def test_the_tokenizer_of_a_training_is_with_its_data_else_in_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of data whose relative folder is in the repository, and not where we are."""
+    here, repository, export = (tmp_path / name for name in ("here", "repository", "run/hf"))
+    monkeypatch.setattr("train.files.REPOSITORY", repository)
+    for folder in (here, repository / "data/mine", export):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    sources = {"gone": "data/gone", "mine": "data/mine"}
+    with pytest.raises(DataError, match=r"no tokenizer in data/gone/tokenizer, .*own, nor in .*run/hf; give"):
+        tokenizer_of(sources, export)
+    with pytest.raises(DataError, match="where the training had its own; give it as --tokenizer DIR"):
+        tokenizer_of(sources)
+    (export / "tokenizer.json").touch()
+    assert tokenizer_of(sources, export) == export
+    (repository / "data/mine/tokenizer").mkdir()
+    (repository / "data/mine/tokenizer/tokenizer.model").touch()
+    assert tokenizer_of(sources, export) == repository / "data/mine/tokenizer"

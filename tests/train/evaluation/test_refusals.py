@@ -20,7 +20,7 @@ from tests.fixtures import write_jsonl
 from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.evaluation import scores, texts
-from train.evaluation.models import Plan
+from train.evaluation.models import Plan, plan
 from train.files import sha256_file
 
 
@@ -273,6 +273,19 @@ def test_bytes_of_text_are_those_of_all_batches_that_are_encoded(
     documents = texts.Documents(length=16, size=1, stride=None)
     documents.add_text(str(path), TextEncoder(tokenizer_dir), "text", None, 0, told.append)
     assert documents.sources[0].text_bytes == sum(len(text.encode()) for text in written)
+
+
+def test_the_data_of_a_training_are_found_from_another_folder(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As training finds them: in the repository, where a relative folder is not here."""
+    model = plan(trained / "checkpoints/step-00000006", None)
+    assert model.state is not None
+    model.state.train_config["data"]["sources"] = {"text": data.name, "gone": "gone"}
+    monkeypatch.setattr("train.files.REPOSITORY", data.parent)
+    monkeypatch.chdir(tmp_path)
+    assert model.sources() == {"text": str(data), "gone": "gone"}
+    assert model.encoder(None).folder == data / "tokenizer"
 
 
 def test_data_may_be_made_by_either_tokenizer_of_a_folder(tokenizer_dir: Path) -> None:
