@@ -74,7 +74,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         for file in files:
             shutil.copy2(file, partial / file.name)
         state = read_state(path)
-        write_card(partial, out, path, state.train_config, state.step, state.consumed_tokens)
+        config, changes = state.train_config, state.changes
+        write_card(partial, out, path, config, state.step, state.consumed_tokens, changes)
         for file in partial.iterdir():  # safetensors' are for their owner alone: a server may be another user
             shutil.copymode(partial / "config.json", file)
         origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}

@@ -55,7 +55,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     old_length, new_length = (int(s.train_config["max_seq_length"]) for s in (saved, state))
     state.consumed_samples = -(-saved.consumed_samples * old_length // new_length)
     state.changes = [*saved.changes, *({"step": saved.step, **vars(c.what)} for c in found)]
-    said = _redistribution(saved, state)
+    said = _weights_begun_with(saved, state, path) + _redistribution(saved, state)
     if not found:
         return said
     said += [f"{ALLOW}: from step {saved.step + 1} on, of {path}:", *(f"  {change}" for change in found)]
@@ -170,6 +170,16 @@ def _remedy(saved: RunState, state: RunState, refused: list[Change], found: list
     if saved.world_size != state.world_size and any(c.key == "train_batch_size_tokens" for c in found):
         remedy = f"{_batch_remedy(saved, state)}; {remedy}"
     return remedy
+
+
+def _weights_begun_with(saved: RunState, state: RunState, path: Path) -> list[str]:
+    """model.init_from stays in `state` what the run began with, which exports tell. For the log: that another one has
+    no effect."""
+    given, began = (s.train_config["model"].get("init_from") for s in (state, saved))
+    state.train_config["model"]["init_from"] = began
+    if given in (None, began):
+        return []
+    return [f"model.init_from {given} has no effect: the run goes on with the weights of {path}"]
 
 
 def _redistribution(saved: RunState, state: RunState) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,25 @@ from train.record.history import EVALUATION, History, HistoryError, read_history
 MARK = "<!-- written by train/export.py from the run's files; without this line an export leaves the card as it is -->"
 
 
+# Keys that resumes may change, and that have rows of their own.
+TOLD = ("precision.compute", "precision.recipe", "precision.schedule", "max_seq_length", "data.sources")
+HASH = 64  # characters of a sha256
+
+
 def write_card(
-    out: Path, former: Path, checkpoint: Path, trained: dict[str, Any], step: int, tokens: int
+    out: Path,
+    former: Path,
+    checkpoint: Path,
+    trained: dict[str, Any],
+    step: int,
+    tokens: int,
+    changes: Sequence[dict[str, Any]],
 ) -> None:
     """README.md in `out`, for the export that `former` is replaced by: a card there that is the user's own stays.
 
-    checkpoint: RUN/checkpoints/step-NNNNNNNN, of `step` steps and `tokens`; trained: the configuration it has. Files of
-    the run that are not there are not spoken of."""
+    checkpoint: RUN/checkpoints/step-NNNNNNNN, of `step` steps and `tokens`; trained: the configuration it has; changes:
+    what resumes had otherwise before, {"step", "key", "old", "new"}, oldest first. Files of the run that are not there
+    are not spoken of."""
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
         shutil.copy2(old, out / "README.md")
@@ -27,7 +42,7 @@ def write_card(
         history: History | None = read_history(checkpoint.parent.parent)
     except HistoryError:
         history = None
-    facts = _facts(trained, step, tokens, history)
+    facts = _facts(trained, step, tokens, history, changes)
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)
     name = checkpoint.resolve().parent.parent.name
     text = f"{MARK}\n\n# {name}\n\nA Mistral model, pretrained from {_begin(trained)}.\n\n| | |\n|---|---|\n{rows}\n"
@@ -36,15 +51,22 @@ def write_card(
     )
 
 
-def _facts(trained: dict[str, Any], step: int, tokens: int, history: History | None) -> dict[str, str]:
-    stages = [trained["precision"] | stage for stage in trained["precision"].get("schedule") or [{}]]
-    hows = (s["compute"] + (f", {s['recipe']} scaling" if s["compute"] == "fp8" else "") for s in stages)
+def _facts(
+    trained: dict[str, Any],
+    step: int,
+    tokens: int,
+    history: History | None,
+    changes: Sequence[dict[str, Any]],
+) -> dict[str, str]:
+    now, before = _configured(trained), _before(trained, changes)
+    told = {name: _since(now[name], [(until, values[name]) for until, values in before]) for name in now}
     facts = {
         "model": f"{Path(trained['model']['config']).name}, trained as {trained['model']['variant']}",
-        "data": ", ".join(trained["data"]["sources"]),
+        "data": told["data"],
         "steps, tokens": f"{step:,}, {tokens:,}",
-        "sequence length": f"{trained['max_seq_length']:,}",
-        "precision": "; then ".join(hows),
+        "sequence length": told["sequence length"],
+        "precision": told["precision"],
+        "also changed": _other_changes(changes),
     }
     if history is None:
         return facts
@@ -72,6 +94,60 @@ def _facts(trained: dict[str, Any], step: int, tokens: int, history: History | N
         facts["commit"] = ", ".join(dict.fromkeys(str(start.get("commit", "unknown")) for start in starts))
         facts["starts"] = f"{len(starts)}" if len(starts) > 1 else ""
     return facts
+
+
+def _configured(config: dict[str, Any]) -> dict[str, str]:
+    """What of a configuration has a row of its own, and a resume may change."""
+    stages = [config["precision"] | stage for stage in config["precision"].get("schedule") or [{}]]
+    hows = (s["compute"] + (f", {s['recipe']} scaling" if s["compute"] == "fp8" else "") for s in stages)
+    return {
+        "data": ", ".join(config["data"]["sources"]),
+        "sequence length": f"{config['max_seq_length']:,}",
+        "precision": "; then ".join(hows),
+    }
+
+
+def _before(trained: dict[str, Any], changes: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
+    """(step, `_configured` until then) of each step from which on a resume had something otherwise, oldest first."""
+    found: list[tuple[int, dict[str, str]]] = []
+    config = copy.deepcopy(trained)
+    for step in sorted({change["step"] for change in changes}, reverse=True):
+        for change in reversed(changes):
+            if change["step"] == step and change["key"] in TOLD:
+                section, _, name = change["key"].rpartition(".")
+                (config[section] if section else config)[name] = change["old"]
+        found.insert(0, (step, _configured(config)))
+    return found
+
+
+def _other_changes(changes: Sequence[dict[str, Any]]) -> str:
+    """Those of keys that have no row of their own."""
+    last: dict[str, str] = {}
+    formers: dict[str, list[tuple[int, str]]] = {}
+    for change in changes:
+        key, old, new = change["key"], change["old"], change["new"]
+        of_a_source = key.startswith("data.sources.") and (old is None or new is None)
+        if key not in TOLD and not of_a_source:  # that one came or went is in the row of the data
+            formers.setdefault(key, []).append((change["step"], _short(old)))
+            last[key] = _short(new)
+    return "; ".join(_since(f"{key} {last[key]}", formers[key]) for key in last)
+
+
+def _since(now: str, formers: list[tuple[int, str]]) -> str:
+    """`now`, and what was before: (step until which, what), oldest first; what stayed so is told once."""
+    following = [*(what for _, what in formers), now][1:]
+    told = [
+        f"until step {step:,}: {what}"
+        for (step, what), then in zip(formers, following, strict=True)
+        if what != then
+    ]
+    return f"{now} ({'; '.join(told)})" if told else now
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str) and len(value) == HASH:
+        return f"{value[:12]}..."
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _begin(trained: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -95,9 +96,17 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     monkeypatch.setattr(export, "_write_model", write_model)
     monkeypatch.setattr(export, "identity", lambda path: "identity")
     monkeypatch.setattr(
-        export, "read_state", lambda path: SimpleNamespace(train_config={}, step=1, consumed_tokens=1)
+        export,
+        "read_state",
+        lambda path: SimpleNamespace(train_config={}, step=1, consumed_tokens=1, changes=["of a resume"]),
     )
-    monkeypatch.setattr(export, "write_card", lambda out, *_: (out / "README.md").write_text("ours"))
+    told: list[Any] = []
+
+    def write_card(out: Path, *facts: Any) -> None:
+        told.extend(facts)
+        (out / "README.md").write_text("ours")
+
+    monkeypatch.setattr(export, "write_card", write_card)
     model, out = tmp_path / "model", tmp_path / "out"
     (model / "notes").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "exported_from.json", "README.md", "onnx"):
@@ -108,7 +117,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
         export.export(tmp_path, out, model)
     (model / "tokenizer.json").write_text("theirs")
     (model / "chat_template.jinja").write_text("theirs")
-    assert export.export(tmp_path, out, model) == ["hf"]
+    assert export.export(tmp_path, out, model) == ["hf"] and told[-1] == ["of a resume"]
     assert {path.name: path.read_text() for path in out.iterdir() if path.name != "exported_from.json"} == {
         "config.json": "ours",
         "model.safetensors": "ours",

@@ -122,7 +122,8 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
     names = BY.get(key, [key])
     if key in FREE:
         assert new.train_config != saved.train_config
-        assert resumed(new, saved, False) == [] and new.changes == []
+        said = resumed(new, saved, False)
+        assert bool(said) == (key == "model.init_from") and new.changes == []
         return
     with pytest.raises(CheckpointError) as refused:
         resumed(new, saved, False)
@@ -148,6 +149,24 @@ def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
         for change in new.changes:
             line = f"{change['key']}: {json.dumps(change['old'])} -> {json.dumps(change['new'])}"
             assert line in message and f"  {line}" in said
+
+
+def test_weights_to_begin_with_are_those_of_the_begin() -> None:
+    """What a resume names besides has no effect: it is told, and exports do not speak of it."""
+    for began, given, told in (
+        ("base", "other", 1),
+        (None, "other", 1),
+        ("base", None, 0),
+        ("base", "base", 0),
+    ):
+        new = state_of({"model.init_from": given})
+        said = resumed(new, state_of({"model.init_from": began}), False)
+        assert new.train_config["model"]["init_from"] == began
+        assert (
+            said
+            == [f"model.init_from {given} has no effect: the run goes on with the weights of {CHECKPOINT}"]
+            * told
+        )
 
 
 def test_a_command_that_is_advised_is_one_for_a_shell() -> None:

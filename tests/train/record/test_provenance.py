@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -174,7 +176,7 @@ TRAINED = {
 }
 
 
-def card(tmp_path: Path, former: str | None = None, step: int = 2) -> str:
+def card(tmp_path: Path, former: str | None = None, step: int = 2, changes: Sequence[dict] = ()) -> str:
     """Of the export of a checkpoint of `step`, where a card `former` may be already."""
     out, old = tmp_path / "out", tmp_path / "old"
     for folder in (out, old):
@@ -182,7 +184,7 @@ def card(tmp_path: Path, former: str | None = None, step: int = 2) -> str:
         folder.mkdir()
     if former is not None:
         (old / "README.md").write_text(former)
-    write_card(out, old, tmp_path / "my run/checkpoints/step-00000002", TRAINED, step, 64 * step)
+    write_card(out, old, tmp_path / "my run/checkpoints/step-00000002", TRAINED, step, 64 * step, changes)
     return (out / "README.md").read_text()
 
 
@@ -221,6 +223,38 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
     assert "| evaluation loss | 4.5000 nats a token |" in last and "| starts | 2 |" in last
     monkeypatch.setitem(TRAINED["model"], "init_from", None)
     assert "pretrained from random weights." in card(tmp_path)
+
+
+def test_a_model_card_tells_what_was_otherwise_before_a_resume(tmp_path):
+    """Where a change is back again, where several are of one key, and of what has no row of its own."""
+    source = {"shards_sha256": "1234", "tokens": 5}
+    rows = [
+        (20, "data.sources", ["mine", "wiki"], ["other"]),
+        (20, "precision.compute", "fp8", "bf16"),
+        (20, "precision.recipe", "current", "delayed"),
+        (20, "learning_rate", 0.002, 0.001),
+        (20, "data.sources.mine", source, None),
+        (20, "data.sources.other", None, source),
+        (40, "precision.compute", "bf16", "fp8"),
+        (40, "data.sources", ["other"], ["text"]),
+        (60, "max_seq_length", 32, 64),
+        (60, "learning_rate", 0.001, 1e-05),
+        (60, "data.sources.text.shards_sha256", "a" * 64, "b" * 64),
+        (60, "deepspeed.zero_optimization.offload_param", None, True),
+    ]
+    changes = [dict(zip(("step", "key", "old", "new"), row, strict=True)) for row in rows]
+    trained = json.dumps(TRAINED)
+    assert card(tmp_path, step=70, changes=changes).split("\n\n")[-2].splitlines()[2:] == [
+        "| model | my.json, trained as te_layer |",
+        "| data | text (until step 20: mine, wiki; until step 40: other) |",
+        "| steps, tokens | 70, 4,480 |",
+        "| sequence length | 64 (until step 60: 32) |",
+        "| precision | fp8, delayed scaling (until step 20: fp8, current scaling; until step 40: bf16) |",
+        "| also changed | learning_rate 1e-05 (until step 20: 0.002; until step 60: 0.001); "
+        "data.sources.text.shards_sha256 bbbbbbbbbbbb... (until step 60: aaaaaaaaaaaa...); "
+        "deepspeed.zero_optimization.offload_param true (until step 60: null) |",
+    ]
+    assert json.dumps(TRAINED) == trained
 
 
 def test_a_model_card_of_the_user_stays_and_our_own_is_written_anew(tmp_path):
