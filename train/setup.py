@@ -152,8 +152,8 @@ def streams_for(
 def starting_point(
     args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream
 ) -> tuple[RunState, Path | None]:
-    """Where the run begins, and the checkpoint that it goes on from, if any. Raises CheckpointError: it is damaged, or of
-    a run that this one does not continue; ConfigurationError: stages do not follow each other from there on."""
+    """Where the run begins, and the checkpoint that it goes on from. Raises CheckpointError: it is damaged, or of a
+    run that this one does not continue; ConfigurationError: stages do not follow each other from there on."""
     state = RunState(
         step=0,
         consumed_samples=0,

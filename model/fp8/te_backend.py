@@ -182,11 +182,7 @@ def _head_products() -> dict[str, Any]:
         return general_gemm(weight, x, layout="TN", out_dtype=x.dtype)[0]
 
     def gradients(
-        gradient: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        into: torch.Tensor | None,
-        note: Callable[[int, torch.Tensor, Any], None] = lambda *_: None,
+        gradient: Any, x: torch.Tensor, weight: torch.Tensor, into: Any, note: Any = lambda *_: None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         def cast(operand: int, matrix: torch.Tensor, by: Any) -> Any:
             note(operand, matrix, made := by(matrix))
