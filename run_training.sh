@@ -2,7 +2,7 @@
 # The main job: sets up what is missing, prepares the embedded corpus if it is used and not there, trains, and
 # generates a few lines from the result.
 #
-#   ./run_training.sh                                            a tiny model on the embedded corpus
+#   ./run_training.sh                                            a tiny model on the embedded corpus, two GPUs at most
 #   ./run_training.sh train_args/train_config_fp8.json           all GPUs of this machine
 #   ./run_training.sh CONFIG --learning_rate 1e-4 --max_steps 500    any key of CONFIG; relative paths: from here
 #
@@ -52,14 +52,9 @@ case "${1:-}" in
     exit 0
     ;;
   "" | --*)
-    CONFIG="$ROOT/train_args/train_config_tiny.json"
     cd "$ROOT"
-    ;;
-  *)
-    CONFIG="$1"
-    shift
     ;;
 esac
 setup_env
 # in this process: the signals of Slurm's --signal=B: are for it
-exec "$PY" -u "$ROOT/train/job.py" "$CONFIG" "$@"
+exec "$PY" -u "$ROOT/train/job.py" "$@"

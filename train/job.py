@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """All that run_training.sh does once the environment is set up; its head has the usage, settings and exit statuses.
 
-    python train/job.py CONFIG [--key value]...                    the command line of train/train.py
+    python train/job.py [CONFIG] [--key value]...      the command line of train/train.py; without CONFIG: TINY
 
 prepare the embedded corpus, if it is used and not there -> train: start, start again after a crash, requeue the Slurm
 job that was asked to stop -> generate a few lines from the result
@@ -44,6 +44,8 @@ from train.record.run_folder import RunFolder
 
 # Before a start that came no further is repeated: for a port, a file system or a node to be well again.
 PAUSE_S = 30.0
+# What trains without CONFIG, on two ranks at most: its batch has tokens for no more.
+TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
 EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
@@ -70,7 +72,8 @@ class Job:
     """One start of run_training.sh with the command line `argv` of train.py."""
 
     def __init__(self, argv: list[str]):
-        self.argv = list(argv)
+        self.is_named = bool(argv) and not argv[0].startswith("--")
+        self.argv = [*argv] if self.is_named else [str(TINY), *argv]
         self.max_restarts = whole_number("MAX_RESTARTS", "3", least=0)
         self.slurm_job = setting("SLURM_JOB_ID")
         try:
@@ -91,10 +94,12 @@ class Job:
         self.folder = RunFolder(self.arguments.output_dir)
         if self.slurm_job and not self.arguments.dry_run:
             self.go_on_if_requeued()
-        processes = processes_per_node()
+        processes = processes_per_node(math.inf if self.is_named else TINY_RANKS)
         set_environment(processes)
-        if (corpus := missing_corpus(self.arguments)) and (status := self.prepare(corpus)):
-            return self.ended(status)
+        if corpus := missing_corpus(self.arguments):  # a batch that so many cannot share is told before
+            self.arguments.resolve(processes * whole_number("NNODES", setting("SLURM_NNODES", "1"), least=1))
+            if status := self.prepare(corpus):
+                return self.ended(status)
         if self.arguments.dry_run:
             return self.call([*launch_command(processes), str(ROOT / "train/train.py"), *self.argv])
         state, checkpoint = run_state(self.arguments)
@@ -352,8 +357,8 @@ def in_container(launch: list[str]) -> tuple[list[str], list[str]]:
     return [f"--container-{name}={value}" for name, value in options.items()], command
 
 
-def processes_per_node() -> int:
-    """NPROC, or the GPUs that torch sees, or 2."""
+def processes_per_node(most: float = math.inf) -> int:
+    """NPROC, or the GPUs that torch sees, but not more than `most`, or 2."""
     if setting("NPROC"):
         return whole_number("NPROC", "", least=1)
     if setting("HAS_GPU") != "1":
@@ -362,7 +367,9 @@ def processes_per_node() -> int:
     if not count or int(count) == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         raise JobError(f"there is a GPU, but torch sees none (CUDA_VISIBLE_DEVICES={visible})")
-    return int(count)
+    if int(count) > most:
+        tell(f"training: without CONFIG on {most} of {int(count)} GPUs; a configuration takes all")
+    return int(min(int(count), most))
 
 
 def set_environment(processes: int) -> None:

@@ -113,6 +113,15 @@ def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
     assert [path.name for path in (script.folder / "run").iterdir()] == ["stopped.json"]
 
 
+def test_without_a_configuration_the_tiny_one_from_the_root(script: Script) -> None:
+    script.plan('echo "$OLDPWD" > from.txt; exit 9')
+    options = ("--data.sources", '{"x": "x"}', "--output_dir", str(script.folder / "run"), "--dry_run")
+    assert script.run(*options).returncode == 9
+    assert (script.folder / "from.txt").read_text() == f"{ROOT}\n"
+    (start,) = script.starts()
+    assert f"--nproc 2 {ROOT}/train/train.py {ROOT}/train_args/train_config_tiny.json --data" in start
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_signal_of_a_slurm_job_reaches_the_launcher(script: Script, number: signal.Signals) -> None:
     """Slurm sends it to the process that run_training.sh began as; its end is waited for, and the job requeued."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.train.runs import ROOT
 from train import job
+from train.config.arguments import ConfigurationError
 
 NAMES = (
     "MAX_RESTARTS NPROC HAS_GPU NNODES NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NNODES "
@@ -28,6 +29,45 @@ def test_an_empty_setting_counts_as_not_set(monkeypatch: pytest.MonkeyPatch, emp
     of_job = job.Job([])
     assert (of_job.max_restarts, of_job.slurm_job, of_job.first_node) == (3, "", True)
     assert job.processes_per_node() == 2 and job.launch_command(2) == LAUNCH
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(8, 2), (1, 1)])
+def test_without_a_configuration_two_gpus_at_most(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, gpus: int, processes: int
+) -> None:
+    """More cannot share its batch. A number that is asked for is taken."""
+    for name in NAMES:
+        monkeypatch.setenv(name, {"HAS_GPU": "1"}.get(name, ""))
+    monkeypatch.setattr(job, "output_of", lambda command: f"{gpus}\n")
+    monkeypatch.setattr(job, "set_environment", stop_with)
+    monkeypatch.setattr(job, "run_state", lambda arguments: ("new", ""))
+    few = "training: without CONFIG on 2 of 8 GPUs; a configuration takes all\n"
+    for argv, wanted, said in (([], processes, few * (gpus == 8)), ([str(job.TINY)], gpus, "")):
+        with pytest.raises(StopIteration, match=f"^{wanted}$"):
+            job.Job(argv).run()
+        assert capsys.readouterr().out == said
+    monkeypatch.setenv("NPROC", "8")
+    with pytest.raises(StopIteration, match="^8$"):
+        job.Job([]).run()
+
+
+def stop_with(processes: int) -> None:
+    raise StopIteration(processes)
+
+
+@pytest.mark.parametrize("ranks", [{"NPROC": "8"}, {"NPROC": "2", "NNODES": "2"}, {"SLURM_NNODES": "4"}])
+def test_a_batch_that_so_many_cannot_share_is_refused_before_the_corpus_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: dict[str, str]
+) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, ranks.get(name, ""))
+    monkeypatch.setattr(job, "set_environment", lambda processes: None)
+    monkeypatch.setattr(job.Job, "prepare", lambda self, corpus: pytest.fail("prepares the corpus"))
+    argv = [str(job.TINY), "--data.sources.python-stdlib", str(tmp_path / job.EMBEDDED_CORPUS)]
+    with pytest.raises(
+        ConfigurationError, match="train_batch_size_tokens: 4096 is not divisible by .* ranks"
+    ):
+        job.Job(argv).run()
 
 
 def test_a_slurm_job_without_its_nodes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
