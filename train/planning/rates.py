@@ -256,7 +256,8 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
         # transformers' own recomputation has hooks of its own, that gather once more
         return s.accumulation * passes * e * (4 if s.recompute and not s.te else 3)
     if s.zero_stage == 2:
-        return s.accumulation * passes * e + passes * e
+        # each rank keeps its share, and yet each bucket is all-reduced (use_multi_rank_bucket_allreduce)
+        return s.accumulation * passes * 2 * e + passes * e
     return passes * (2 * e + (e if s.zero_stage else 0))
 
 

@@ -36,7 +36,7 @@ def usual() -> Setting:
     [
         (0, 4, False, 2 * 2),  # an all-reduce of gradients in 16 bits passes them twice
         (1, 4, False, 3 * 2),  # and the new weights are gathered
-        (2, 4, False, 4 * 2 + 2),  # each micro-batch's gradients go to their ranks
+        (2, 4, False, 4 * 2 * 2 + 2),  # an all-reduce for each micro-batch, of which a rank keeps its share
         (3, 4, False, 4 * 3 * 2),  # weights are gathered for the forward and for the backward
         (3, 4, True, 4 * 3 * 2),  # where the forward runs again, too
     ],

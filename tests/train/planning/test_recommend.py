@@ -152,16 +152,17 @@ def test_or_where_they_are_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_configured_packed_stays_where_it_is_as_fast_and_goes_with_another_stage() -> None:
-    s = setting(
-        ranks=8,
-        gradient_accumulation_steps=16,
-        per_device_train_batch_size=16,
-        precision__optimizer_states="int8",
-    )
+    packed = {"per_device_train_batch_size": 16, "precision__optimizer_states": "int8"}
+    s = setting(ranks=8, gradient_accumulation_steps=16, **packed)
     assert recommended(s, "h100").setting == s and "int8, 0.5 GiB a GPU" in recommended(s, "h100").states
     assert recommended(s, "h100").states.endswith(": as configured")
-    other = recommended(s, "h100", 512).setting
-    assert other.zero_stage == 2 and other.optimizer_states == "fp32"
+    other = recommended(large(8, **packed), "h100").setting
+    assert other.zero_stage == 3 and other.optimizer_states == "fp32"
+
+
+def test_zero_2_is_not_recommended_where_it_moves_no_fewer_bytes() -> None:
+    """One micro-batch a step: an all-reduce of its gradients, as at ZeRO 1."""
+    assert recommended(setting(ranks=64, per_device_train_batch_size=1), "h200").setting.zero_stage == 1
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_plan_in_words_has_the_figures_of_its_json(
     one, two, largest = (" ".join(rows[gpus]) for gpus in ("1", "2", "1024"))
     assert (gpu == "h200") == one.startswith("1 bf16_remainder no ") == two.startswith("1 fp32 no ")
     assert (gpu == "h100") == (one == "does not fit") == two.startswith("3 fp32 yes ")
-    assert largest.startswith("2 fp32 no 1 1 2,097,152 ")
+    assert largest.startswith("1 fp32 no 1 1 2,097,152 ")
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
