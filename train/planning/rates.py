@@ -251,14 +251,16 @@ def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
     if s.ranks > GPUS_OF_A_NODE:
         link = min(link, GPUS_OF_A_NODE * network_gbit_s / 8 * 1e9)
     passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of a byte a parameter
-    e = s.element  # DeepSpeed reduces gradients in this type, however they were accumulated
+    e = s.element
+    # DeepSpeed reduces gradients in the type of the weights unless another is asked for, however they were accumulated
+    g = 4 if s.reduces_in_float32 else e
     if s.zero_stage == 3:
         # transformers' own recomputation has hooks of its own, that gather once more
-        return s.accumulation * passes * e * (4 if s.recompute and not s.te else 3)
+        return s.accumulation * passes * (g + e * (3 if s.recompute and not s.te else 2))
     if s.zero_stage == 2:
         # each rank keeps its share, and yet each bucket is all-reduced (use_multi_rank_bucket_allreduce)
-        return s.accumulation * passes * 2 * e + passes * e
-    return passes * (2 * e + (e if s.zero_stage else 0))
+        return s.accumulation * passes * 2 * g + passes * e
+    return passes * (2 * g + (e if s.zero_stage else 0))
 
 
 def _modelled_s(s: Setting, gpu: Gpu) -> float:

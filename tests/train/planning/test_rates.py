@@ -31,21 +31,31 @@ def usual() -> Setting:
 # ---------------------------------------------------------------- between GPUs
 
 
+@pytest.mark.parametrize("in_float32", [False, True])
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "recompute", "bytes_"),
+    ("stage", "accumulation", "recompute", "gradients", "weights"),
     [
-        (0, 4, False, 2 * 2),  # an all-reduce of gradients in 16 bits passes them twice
-        (1, 4, False, 3 * 2),  # and the new weights are gathered
-        (2, 4, False, 4 * 2 * 2 + 2),  # an all-reduce for each micro-batch, of which a rank keeps its share
-        (3, 4, False, 4 * 3 * 2),  # weights are gathered for the forward and for the backward
-        (3, 4, True, 4 * 3 * 2),  # where the forward runs again, too
+        (0, 4, False, 2, 0),  # an all-reduce of gradients passes them twice
+        (1, 4, False, 2, 1),  # and the new weights are gathered
+        (2, 4, False, 4 * 2, 1),  # an all-reduce for each micro-batch, of which a rank keeps its share
+        (3, 4, False, 4, 4 * 2),  # weights are gathered for the forward and for the backward
+        (3, 4, True, 4, 4 * 2),  # where the forward runs again, too
     ],
 )
 def test_what_goes_through_a_link_in_a_step(
-    usual: Setting, stage: int, accumulation: int, recompute: bool, bytes_: int
+    usual: Setting,
+    stage: int,
+    accumulation: int,
+    recompute: bool,
+    gradients: int,
+    weights: int,
+    in_float32: bool,
 ) -> None:
-    """Of 16 ranks each sends 15 sixteenths of a pass. Eight cards of 50 Gbit/s are 50 GB/s of a node."""
+    """Of 16 ranks each sends 15 sixteenths of a pass. Eight cards of 50 Gbit/s are 50 GB/s of a node. Weights are in 16
+    bits, and gradients unless precision.gradient_communication is fp32."""
     s = replace(usual, ranks=16, zero_stage=stage, accumulation=accumulation, recompute=recompute)
+    s = replace(s, reduces_in_float32=in_float32)
+    bytes_ = (4 if in_float32 else 2) * gradients + 2 * weights
     slow, fast = (estimate(s, H200, network_gbit_s=n).step_s for n in (50, 100))
     sent = bytes_ * s.parameters * 15 / 16
     assert slow - fast == pytest.approx(sent / (0.5 * 50e9) - sent / (0.5 * 100e9))
