@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 import time
@@ -74,6 +75,7 @@ def test_a_stopped_process_is_named(hung: dict[tuple[str, int], str], rank: int)
     """Rank 0 keeps the store through which the ranks tell each other where they are."""
     output = hung["stopped", rank]
     assert f"rank {rank} does not answer: its process is stopped" in output
+    assert output.count("no step was finished") == 1, "told once"
     assert "launch: rank" in output
 
 
@@ -236,6 +238,42 @@ def test_the_verdict_has_the_time_the_place_and_one_of_those_who_wait() -> None:
         "error: no step was finished for 0.5 s (hang_timeout_s) and all 2 ranks answer; where they are: rank 0: step "
         "0, File 0; rank 1: step 1, File 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "answer_too", "says", "waits_s"),
+    [
+        (1, 1, [], True, []),
+        (8, 0, [], True, [8.0]),  # rank 1 may be gone with its node, too
+        (2, 2, [], True, [16.0]),
+        (2, 2, [0, 3], False, []),  # rank 0 does
+        (2, 2, [3], True, []),
+    ],
+)
+def test_one_gives_the_verdict_though_rank_0_keeps_the_store_and_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    local: int,
+    answer_too: list[int],
+    says: bool,
+    waits_s: list[float],
+) -> None:
+    """Then no rank hears another, and the launcher ends the others before they speak, too."""
+    slept, said = list[float](), io.StringIO()
+    watches = Watchdog(0)
+    watches._main, watches._stderr = threading.get_ident(), said
+
+    def gather(self: Watchdog, found: dict, world: int) -> None:
+        found.update({other: found[rank] for other in answer_too})
+
+    monkeypatch.setattr(Watchdog, "_gather", gather)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 16)
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    watches._report()
+    assert ("no step was finished" in said.getvalue()) == says and slept == [*waits_s, 1.0]
+    assert says or said.getvalue() == "", "not even an empty line"
 
 
 def test_a_thread_beside_counts_only_while_the_main_thread_waits_for_it() -> None:

@@ -29,6 +29,10 @@ HUNG = 1  # as any other crash: worth another start from the last checkpoint
 # In the first step there are compilation, captured graphs and NCCL's connections.
 FIRST_STEP_S = 1800.0
 GATHER_S = 3.0  # how long the others may take to say where they are
+# Without rank 0, which keeps the store, no rank hears another, and each would give the verdict. Rank 1 does; should it
+# be gone, too, the first of each node, so much later, and the rest later again: after the first that does and ends, the
+# launcher ends its other ranks within six seconds.
+LATER_S = 8.0
 # Python cannot run while C code holds its lock: then faulthandler's own thread writes the stacks, this much later,
 # and the other ranks end the job.
 WITHOUT_PYTHON_S = 2.0
@@ -119,12 +123,15 @@ class Watchdog:
         gather.join(GATHER_S)
         found = dict(found)
         blamed = blame(found, world)
+        if blamed == [0] and set(found) == {rank} and rank > 1:
+            time.sleep(LATER_S if os.environ.get("LOCAL_RANK") == "0" else 2 * LATER_S)
         lines = []
         if rank in blamed or not blamed:
             lines += [f"rank {rank}: where its threads are:", stack]
         if rank == min(set(found) - set(blamed), default=rank):
             lines += [verdict(found, blamed, world, self.timeout_s)]
-        print("\n".join(lines), file=self._stderr, flush=True)
+        if lines:
+            print("\n".join(lines), file=self._stderr, flush=True)
         if rank not in blamed or rank == 0:
             # A launcher ends all when the first rank ends: the one to blame is to have its say. And with rank 0 goes
             # the store, from which the others may still read.
