@@ -70,7 +70,7 @@ def check_ranks(args: TrainingArguments) -> Found:
     dist.all_gather_object(every, mine)
     found = judge(args, every)
     links = measure_links([rank.host for rank in every])
-    judge_links(links, names_of(every), found)
+    judge_links(links, names_of(every), found, on_gpus=all(rank.capability for rank in every))
     if len(every) > 1:
         found.lines.append(f"all-reduce of all ranks: {all_reduce_gb_s():,.1f} GB/s through each rank's link")
     return found
@@ -300,14 +300,15 @@ def _wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def judge_links(links: list[Link], where: list[str], found: Found) -> None:
+def judge_links(links: list[Link], where: list[str], found: Found, on_gpus: bool) -> None:
+    """Slow ones are named between GPUs alone: ranks that share cores wait for their turns, not for a link."""
     for kind in dict.fromkeys(link.kind for link in links):
         figures = {
             " and ".join(where[r] for r in link.ranks): link.gb_s for link in links if link.kind == kind
         }
         low, high = min(figures.values()), max(figures.values())
         found.lines.append(f"links {kind}: {low:,.1f} to {high:,.1f} GB/s each way, of {len(figures)} pairs")
-        for pair, usual in slow(figures, SLOW_LINK).items():
+        for pair, usual in slow(figures, SLOW_LINK).items() if on_gpus else ():
             found.warnings.append(
                 f"the link {kind} between {pair} has {figures[pair]:,.1f} GB/s, and the others {usual:,.1f}: all wait "
                 "for it. NCCL_DEBUG=INFO says which way NCCL takes (nvidia-smi topo -m, nvidia-smi nvlink -s; between "

@@ -249,7 +249,7 @@ def test_the_slow_link_is_named_among_its_kind() -> None:
     links = [Link("within a node", pair, 200.0) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]]
     links += [Link("within a node", (5, 6), 20.0), Link("between nodes", (0, 4), 22.0)]
     found = Found()
-    judge_links(links, where, found)
+    judge_links(links, where, found, on_gpus=True)
     (warning,) = found.warnings
     assert warning.startswith(
         "the link within a node between rank 5 (b) and rank 6 (b) has 20.0 GB/s, and the others 200.0"
@@ -258,6 +258,9 @@ def test_the_slow_link_is_named_among_its_kind() -> None:
         "links within a node: 20.0 to 200.0 GB/s each way, of 5 pairs",
         "links between nodes: 22.0 to 22.0 GB/s each way, of 1 pairs",
     ]
+    on_cpus = Found()
+    judge_links(links, where, on_cpus, on_gpus=False)
+    assert on_cpus.lines == found.lines and not on_cpus.warnings, "they share cores"
     assert ranks.slow({"a": 100.0, "b": 67.1, "c": 101.0}, ranks.SLOW_LINK) == {}
     assert ranks.slow({"a": 100.0, "b": 66.9, "c": 101.0}, ranks.SLOW_LINK) == {"b": 100.5}
 
