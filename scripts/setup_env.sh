@@ -94,6 +94,14 @@ need_python_headers() {
     die "Python's headers are missing ($include/Python.h), DeepSpeed's build needs them: apt-get install python3-dev"
 }
 
+# torch's builder of extensions does not quote the folder of torch's libraries: the compiler would get it in pieces, and
+# that only after minutes of installing.
+need_path_without_space() {
+  [[ "$1" != *[[:space:]]* ]] ||
+    die "$1 has white space in its path, at which torch cuts it where extensions are compiled. Activate an environment" \
+      "in a path without (python3 -m venv /path/to/env; . /path/to/env/bin/activate)$2, and run again"
+}
+
 need_disk() {
   local need_gib="$1" free_kib
   free_kib="$(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }')"
@@ -165,6 +173,17 @@ install_torch() {
   pip_install "torch==$TORCH_CPU" ${index:+--extra-index-url "$index"}
 }
 
+make_venv() {
+  need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
+  local site=()
+  if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
+  say "set-up: making .venv with $("$PY" --version)"
+  { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
+    rm -rf "$ROOT/.venv"
+    die "$PY could not make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
+  }
+}
+
 # Sets PY, and EXACT (--exact: in a .venv of our own the tested versions, else what is compatible); makes .venv if that
 # is where things go.
 choose_environment() {
@@ -174,6 +193,7 @@ choose_environment() {
   if [[ -n "$PY" ]]; then
     python_is_new_enough "$PY" ||
       die "the active environment has $("$PY" --version 2>&1 || true); Python >= $MIN_PYTHON is needed"
+    need_path_without_space "$(dirname "$(dirname "$PY")")" ""
     return
   fi
   if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
@@ -181,15 +201,9 @@ choose_environment() {
     if has_torch "$PY" && [[ -z "$(missing_requirements "${files[@]}" 2>/dev/null)" ]]; then
       return # an image or a node that comes with everything
     fi
-    need_disk "$((HAS_GPU ? DISK_GPU_GIB : DISK_CPU_GIB))"
-    local site=()
-    if has_cuda_torch "$PY"; then site=(--system-site-packages); fi # keep the image's torch
-    say "set-up: making .venv with $("$PY" --version)"
-    { "$PY" -m venv "${site[@]}" "$ROOT/.venv" >&2; } | news || {
-      rm -rf "$ROOT/.venv"
-      die "$PY could not make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)"
-    }
   fi
+  need_path_without_space "$ROOT/.venv" ", or clone the repository into such a path"
+  [[ -x "$ROOT/.venv/bin/python" ]] || make_venv
   PY="$ROOT/.venv/bin/python"
   python_is_new_enough "$PY" || die ".venv is broken or has a Python below $MIN_PYTHON; remove the folder and run again"
   if ! grep -q 'include-system-site-packages = true' "$ROOT/.venv/pyvenv.cfg"; then EXACT="--exact"; fi

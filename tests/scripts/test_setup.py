@@ -169,6 +169,30 @@ def test_set_up_says_what_is_missing(
     assert run.stderr.splitlines()[-1].startswith("set-up: ")
 
 
+@pytest.mark.parametrize("clone", ["user one", "user"])
+@pytest.mark.parametrize("venv", ["venv", "my venv", None])
+def test_an_environment_in_a_path_with_a_space_is_refused_before_anything_is_installed(
+    machine: dict[str, str], tmp_path: Path, clone: str, venv: str | None
+) -> None:
+    """torch passes it to the compiler unquoted. A clone there is fine with an environment elsewhere."""
+    if venv is None:
+        break_disk(machine, tmp_path)  # what comes next
+    else:
+        machine["VIRTUAL_ENV"] = str((tmp_path / "venv").rename(tmp_path / venv))
+    run = set_up(machine, tmp_path / clone)
+    if venv == "venv":
+        assert run.returncode == 0, run.stderr
+    elif venv is None and clone == "user":
+        assert "free disk" in run.stderr
+    else:
+        folder = tmp_path / venv if venv else tmp_path / clone / "root/.venv"
+        assert run.returncode == 1 and run.stdout == ""
+        assert run.stderr.startswith(f"set-up: {folder} has white space in its path")
+        assert "Activate an environment in a path without" in run.stderr
+        assert ("or clone the repository" in run.stderr) == (venv is None)
+    assert not (tmp_path / clone / "root/.venv").exists()
+
+
 REQUIREMENTS = """
 # a comment
 exact==1.2.3
