@@ -7,10 +7,12 @@ word `python-stdlib` stands for the standard library sources of the running Pyth
 """
 
 import argparse
+import errno
 import importlib.util
 import json
 import math
 import os
+import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,8 @@ ALLOWED = (
     f"{' and '.join(NAMED_ONLY)} files by their names, in a folder they are left out), "
     f"a folder of datasets' save_to_disk, {HUB}NAME[:CONFIG[:SPLIT]], or the word {STDLIB}"
 )
+# What the user has to mend; any other error of the system is its own, and another start may do.
+USERS_TO_MEND = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM)
 # Tests and tools repeat each other and hold deliberately broken files; _sysconfigdata names the build machine.
 STDLIB_SKIPPED = "site-packages dist-packages test tests idle_test idlelib lib2to3".split()
 
@@ -82,8 +86,8 @@ class Source:
 
     @classmethod
     def at(cls, path: Path, kind: str) -> "Source":
-        stat = path.stat()
-        return cls(str(path.absolute()), kind, stat.st_size, stat.st_mtime_ns)
+        found = path.stat()
+        return cls(str(path.absolute()), kind, found.st_size, found.st_mtime_ns)
 
     @property
     def is_text(self) -> bool:
@@ -104,12 +108,13 @@ def list_sources(
     """The files behind `inputs` in the order in which they are read: arguments as given, folders sorted by path.
 
     Files of other kinds inside a folder are left out, which `tell` is told, as are hidden ones, which it is not; a file
-    named itself must be of a known kind.
+    named itself must be of a known kind. What cannot be listed or opened is an error: nobody could tell what is lost.
 
     Raises:
-        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, a
-            dataset of several splits without one of them named, or a package that an input needs is not installed;
-            or there is no .txt for `split_on`.
+        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or
+            something that cannot be read, a dataset of several splits without one of them named, or a package that an
+            input needs is not installed; or there is no .txt for `split_on`.
+        OSError: the system cannot read a folder, for a reason that is not the user's to mend.
     """
     files: list[tuple[Path, str]] = []
     for name in inputs:
@@ -119,7 +124,7 @@ def list_sources(
             raise ValueError(
                 f"input {name!r}: its name is not UTF-8, which a manifest is; rename it"
             ) from error
-        found, left_out = _files_of(name)
+        found, left_out = _readable_files_of(name)
         if not found:
             others = f", but {_in_words(left_out)}" if left_out else ""
             raise ValueError(f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}")
@@ -134,6 +139,31 @@ def list_sources(
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
         raise ValueError("--split_on splits .txt, and there is none among the inputs; leave it out")
     return [Source.at(file, kind) for file, kind in files]
+
+
+def _readable_files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
+    """As `_files_of`, with a ValueError for what is missing, or closed to this user."""
+    try:
+        if os.path.isdir(name):
+            _check_access(name, os.R_OK | os.X_OK)
+        found, left_out = _files_of(name)
+        for file, _ in found:
+            _check_access(file, os.R_OK)  # now, not when a task comes to it
+    except OSError as error:
+        if error.errno not in USERS_TO_MEND:
+            raise
+        path = str(error.filename)
+        link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
+        raise ValueError(
+            f"input {name}: {path}{link} cannot be read ({error.strerror}); give the user who runs this access to it, "
+            "mend it, or take it out"
+        ) from error
+    return found, left_out
+
+
+def _check_access(path: str | Path, mode: int) -> None:
+    if not os.access(path, mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
@@ -297,15 +327,25 @@ def _unpacked(name: str) -> str:
 
 
 def _walk(folder: Path) -> list[Path]:
+    """All files but hidden ones. Raises OSError for a folder that cannot be listed, and for a link to nothing."""
     files, visited = [], set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         if (real := os.path.realpath(parent)) in visited:  # a link back to a folder above
             folders.clear()
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in files if file.is_file())
+    for file in files:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(
+                f"{file} is neither a file nor a folder (a pipe, a socket or a device); take it out"
+            )
+    return sorted(files)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 @cache

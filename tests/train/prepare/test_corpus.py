@@ -1,6 +1,7 @@
 """Shares of files: the shares of all tasks are what one task reads, in every format, wherever they are cut."""
 
 import codecs
+import errno
 import gzip
 import json
 import os
@@ -68,13 +69,62 @@ def test_a_link_to_an_input_is_the_same_input(tmp_path):
             list_sources(map(str, inputs))
 
 
-def test_a_folder_is_read_through_links_once_and_without_what_is_no_file(tmp_path):
+def test_a_folder_is_read_through_links_once(tmp_path):
     inputs, elsewhere = tmp_path / "inputs", tmp_path / "elsewhere"
     inputs.mkdir(), elsewhere.mkdir()
     write_lines(inputs / "a.jsonl", ["here"]), write_lines(elsewhere / "b.jsonl", ["there"])
     (inputs / "link").symlink_to(elsewhere), (elsewhere / "back").symlink_to(inputs)
-    (inputs / "c.jsonl").symlink_to("nowhere")
+    (inputs / ".c.jsonl").symlink_to("nowhere")  # hidden, as a lock of Emacs
     assert texts_of(read_documents([str(inputs)])) == ["here", "there"]
+
+
+UNREADABLE = {
+    "a link to nothing": (
+        lambda path: path.symlink_to("nowhere"),
+        "b.txt, a link to nowhere, cannot be read",
+    ),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "b.txt, a link to b.txt, cannot be read"),
+    "a pipe": (os.mkfifo, "b.txt is neither a file nor a folder"),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_a_folder_has_that_is_no_file_is_an_error(tmp_path, what):
+    """It is not left out in silence: it may be most of the corpus."""
+    make, message = UNREADABLE[what]
+    write_lines(tmp_path / "a.jsonl", ["here"])
+    (tmp_path / "sub").mkdir()
+    make(tmp_path / "sub" / "b.txt")
+    with pytest.raises(ValueError, match=message):
+        list_sources([str(tmp_path)])
+
+
+def test_what_the_user_may_not_read_is_an_error_before_anything_is_read(tmp_path, monkeypatch):
+    """By stand-ins for the system's calls, as root may read everything."""
+    (tmp_path / "sub").mkdir()
+    closed = write_lines(tmp_path / "sub" / "a.jsonl", ["here"])
+    write_lines(tmp_path / "b.jsonl", ["there"])
+    for name in (tmp_path, closed, closed.parent):
+        hidden = closed if name == tmp_path else name
+        monkeypatch.setattr(os, "access", lambda path, mode, hidden=hidden: Path(path) != hidden)
+        with pytest.raises(
+            ValueError, match=rf"{hidden} cannot be read \(Permission denied\); give the user"
+        ):
+            list_sources([str(name)])
+    monkeypatch.undo()
+    scandir, number = os.scandir, errno.EACCES
+
+    def scan(path):
+        if Path(path).name == "sub":
+            raise OSError(number, os.strerror(number), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(ValueError, match=r"input .*: .*/sub cannot be read \(Permission denied\)"):
+        list_sources([str(tmp_path)])
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):  # no mistake of the user's: status 1
+        list_sources([str(tmp_path)])
 
 
 def test_a_large_file_is_split_evenly_and_beyond_its_lines_some_shares_are_empty(tmp_path):
