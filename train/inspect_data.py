@@ -29,8 +29,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("folder", metavar="DIR", help="a folder of prepared or imported data")
     add("--verify", action="store_true", help="recompute every hash, check every token id")
     add("--samples", type=between(0), default=2, help="random samples to print (2)")
-    add("--split", choices=("train", "eval"), default="train", help="the split to take them from (train)")
-    add("--seq_length", type=between(1), default=2048, help="tokens a sample (2048)")
+    add(
+        "--split",
+        choices=("train", "eval"),
+        default="train",
+        help="the split to take them from, if it holds any (train)",
+    )
+    add("--seq_length", type=between(1), default=2048, help="tokens a sample, if there are so many (2048)")
     add("--seed", type=int, default=0, help="chooses the samples (0)")
     cores = min(os.cpu_count() or 1, 16)
     add("--workers", type=between(1), default=cores, help="threads (one a core, at most 16)")

@@ -121,12 +121,31 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
     return lines
 
 
-def print_samples(folder: Path, split: str, number: int, seq_length: int, seed: int) -> None:
+def print_samples(
+    folder: Path, manifest: Manifest, split: str, number: int, seq_length: int, seed: int
+) -> None:
     """Print `number` different windows of a split, chosen by `seed`; all of them where there are no more.
 
+    Data without a fault may be small, or for evaluation alone: in place of an empty split it is the other one, and of a
+    short one a shorter window, with a line that says so.
+
     Raises:
-        DataError: the split is shorter than one sample, or the tokenizer in the folder is not that of the data.
+        DataError: the tokenizer in the folder is not that of the data.
     """
+    # the one that was asked for comes first
+    tokens = {name: manifest.split_tokens(name) for name in (split, *SPLITS)}
+    held = next((name for name, count in tokens.items() if count > 1), None)
+    if held is None:
+        print("\nno samples: no split has two tokens")
+        return
+    if held != split:
+        print(f"\nthe {split} split has {tokens[split]} tokens: samples of the {held} split")
+    split, most = held, tokens[held] - 1  # a window's labels are one token ahead
+    if seq_length > most:
+        print(
+            f"\nthe {split} split has {most + 1:,} tokens: a sample of {most:,}, not of {seq_length:,} (--seq_length)"
+        )
+        seq_length = most
     source = TokenSource("inspected", folder, split, seq_length)
     encoder = TextEncoder(folder / TOKENIZER_FOLDER)
     windows = random.Random(seed).sample(range(source.num_windows), min(number, source.num_windows))
@@ -162,5 +181,5 @@ def inspect_folder(args: argparse.Namespace) -> list[str]:
     if args.samples and problems:
         print("\nno samples of damaged data")
     elif args.samples:
-        print_samples(folder, args.split, args.samples, args.seq_length, args.seed)
+        print_samples(folder, manifest, args.split, args.samples, args.seq_length, args.seed)
     return problems
