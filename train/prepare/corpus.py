@@ -21,13 +21,15 @@ from pathlib import Path
 
 from model.keys import unicode
 from train.prepare.readers import (
+    BAD_UTF8,
     BLANK_LINE,
     PACKED,
+    Dropped,
     Items,
     Place,
+    check_text,
     read_arrow,
     read_parquet,
-    read_stdlib,
     read_stream,
 )
 
@@ -281,7 +283,7 @@ def read_share(
         elif source.kind == ".arrow":
             yield from read_arrow(path, text_key, start, stop)
         elif source.kind == "stdlib":
-            yield from read_stdlib(path)
+            yield from _read_stdlib(path)
         else:
             yield from read_stream(path, source.kind, text_key, split_on, start, stop, place)
         place.done += size
@@ -359,3 +361,13 @@ def _stdlib_files() -> list[Path]:
         for file in files
         if not file.name.startswith("_sysconfigdata") and file.stat().st_size  # an empty file is no document
     )
+
+
+def _read_stdlib(path: Path) -> Items:
+    """A file of Python's own sources, which may name another encoding in its first lines, as one document."""
+    try:
+        text = importlib.util.decode_source(path.read_bytes())
+    except UnicodeDecodeError as error:
+        yield Dropped(BAD_UTF8, str(path), str(error))
+        return
+    yield check_text(text, str(path))

@@ -8,12 +8,11 @@ or a cut file, these skip with a warning.
 import codecs
 import csv
 import gzip
-import importlib.util
 import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +24,7 @@ PACKED = (".gz", ".zst")
 BLANK_LINE = "blank_line"  # the word for --split_on
 
 BAD_UTF8 = "bad UTF-8"
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 UTF16 = "; it is UTF-16: iconv -f UTF-16 -t UTF-8"  # as some programs of Windows write text
 INVALID_JSON = "invalid JSON"
 INVALID_CSV = "invalid CSV"
@@ -78,16 +78,6 @@ def check_text(text: Any, where: str) -> Text | Dropped:
     if size > MAX_DOCUMENT_BYTES:
         return Dropped(TOO_LONG, where, f"{size} bytes; {SHORTER}")
     return Text(text, where)
-
-
-def read_stdlib(path: Path) -> Items:
-    """A file of Python's own sources, which may name another encoding in its first lines, as one document."""
-    try:
-        text = importlib.util.decode_source(path.read_bytes())
-    except UnicodeDecodeError as error:
-        yield Dropped(BAD_UTF8, str(path), str(error))
-        return
-    yield check_text(text, str(path))
 
 
 class Lines:
@@ -207,8 +197,7 @@ def _decoded(data: bytes, where: str) -> Text | Dropped:
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> Dropped:
-    other = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return Dropped(BAD_UTF8, where, f"{error}{UTF16 if other else ''}")
+    return Dropped(BAD_UTF8, where, f"{error}{UTF16 if error.object.startswith(UTF16_MARKS) else ''}")
 
 
 def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
@@ -264,7 +253,7 @@ def _read_json(lines: Lines, text_key: str) -> Items:
     for line in lines:
         if not line.strip():
             continue
-        if line.lstrip().startswith(b"{") and _is_json(line):
+        if line.lstrip().startswith(b"{") and not isinstance(_parse(line, ""), Dropped):
             yield _parse_line(line, lines.where, text_key)
             yield from _read_jsonl(lines, text_key, math.inf)
             return
@@ -283,23 +272,18 @@ def _read_json(lines: Lines, text_key: str) -> Items:
             yield Dropped(EMPTY, where, "an empty array")
 
 
-def _is_json(line: bytes) -> bool:
-    return not isinstance(_parse(line, ""), Dropped)
-
-
 def _read_csv(lines: Lines, text_key: str) -> Items:
     """The rows under a header, fields between commas and quoted as RFC 4180 has it."""
     path = lines.path
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    # what is not UTF-8 becomes lone surrogates, which check_text finds in the row that has them
-    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), strict=True)
+    rows = csv.reader(_decoded_lines(lines), strict=True)
     row = 0
     try:
         header = next(rows, [])
         if header and text_key not in header:
             first = next(rows, [])
             longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
-            detail = f"no column {text_key!r} among {', '.join(header[:8])}"
+            detail = f"no column {text_key!r} among {_listed(header)}"
             count = bool(first) + sum(map(bool, rows))
             keys = tuple(key for key, _ in longest)
             yield Dropped(MISSING_KEY, str(path), detail, max(count, 1), keys)
@@ -315,6 +299,21 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
         yield Dropped(INVALID_CSV, f"{path}:{row + 1}", str(error))
+    except UnicodeDecodeError as error:
+        yield _not_utf8(error, str(path))
+
+
+def _decoded_lines(lines: Lines) -> Iterator[str]:
+    """What is not UTF-8 becomes lone surrogates, which check_text finds in the row that has them; but all is in UTF-16
+    if the beginning is."""
+    for line in lines:
+        is_utf16 = lines.number == 1 and line.startswith(UTF16_MARKS)
+        yield line.decode("utf-8", "strict" if is_utf16 else "surrogateescape")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names; escaped where a terminal would obey them, or could not show them."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
 
 
 def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
@@ -338,7 +337,7 @@ def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
     if text_key not in record:
         strings = [key for key in record if isinstance(record[key], str)]
         longest = tuple(sorted(strings, key=lambda key: -len(record[key])))
-        detail = f"no {text_key!r} among {', '.join(sorted(record)[:8])}"
+        detail = f"no {text_key!r} among {_listed(sorted(record))}"
         return Dropped(MISSING_KEY, where, detail, text_keys=longest)
     return check_text(record[text_key], where)
 
@@ -418,7 +417,7 @@ def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
     if rows == 0:
         return Dropped(EMPTY, str(path), "an empty file")
     text_keys = tuple(column.name for column in schema if _holds_strings(column.type))
-    detail = f"no column {text_key!r} among {', '.join(schema.names[:8])}"
+    detail = f"no column {text_key!r} among {_listed(schema.names)}"
     return Dropped(MISSING_KEY, str(path), detail, rows, text_keys)
 
 

@@ -125,6 +125,7 @@ BAD = {
     "utf8.txt": (b"caf\xe9", "bad UTF-8", "utf8.txt"),
     "utf16.txt": ("caf\xe9".encode("utf-16"), "bad UTF-8", "utf16.txt"),
     "utf16.json": ('[{"text": "caf\xe9"}]'.encode("utf-16"), "bad UTF-8", "utf16.json"),
+    "utf16.csv": ("id,text\r\n1,caf\xe9\r\n".encode("utf-16"), "bad UTF-8", "utf16.csv"),
     "utf8.jsonl": (GOOD + b'{"text": "\xff"}\n', "bad UTF-8", "utf8.jsonl:2"),
     "surrogate.jsonl": (GOOD + b'{"text": "\\ud800"}\n', "bad UTF-8", "surrogate.jsonl:2"),
     "json.jsonl": (GOOD + b'{"text": \n', "invalid JSON", "json.jsonl:2"),

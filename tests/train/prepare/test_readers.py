@@ -160,6 +160,30 @@ def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
     assert (item.count, item.text_keys) == (2, ("content", "id"))
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+def test_a_table_in_utf_16_is_no_table_without_the_column(tmp_path, name, mark):
+    """With its mark it is named; without, the names that are none are shown so that a terminal shows them, too."""
+    for encoding in ("utf-16-le", "utf-16-be"):
+        path = write(tmp_path / name, f"{mark}text,id\none,1\ntwo,2\n".encode(encoding))
+        (item,) = read_documents([str(path)])
+        assert (item.reason, item.where) == (readers.BAD_UTF8 if mark else readers.MISSING_KEY, f"{path}"), (
+            item
+        )
+        assert (
+            item.detail.endswith(readers.UTF16)
+            if mark
+            else r"'t\x00e\x00" in item.detail.replace(r"'\x00", "'")
+        )
+        assert str(item).isprintable()
+
+
+def test_names_that_a_terminal_would_obey_are_escaped(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'{"\\u001b[31m": 1, "plain name": 2, "\\udcff": 3}')
+    (item,) = read_documents([str(path)])
+    assert item.detail == r"no 'text' among '\x1b[31m', plain name, '\udcff'"
+
+
 def test_a_json_array_that_is_too_large_says_how_to_give_it(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_JSON_BYTES", 20)
     path = write(tmp_path / "a.json", b'[{"text": "one"}, {"text": "two"}]')
