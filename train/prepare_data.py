@@ -4,7 +4,7 @@
 A document becomes BOS + its tokens + EOS; text never yields special ids, so a literal "</s>" in it stays text. A
 document goes to the eval split by a hash of its text: equal texts stay on one side. A single text file, such as an
 input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it. Documents
-that cannot be read are counted by reason, and more of them than --max_dropped end the run with status 1 and no
+that cannot be read are counted by reason, and more of them than --max_dropped end the run with status 2 and no
 manifest.
 
 The work is split into tasks, which datatrove runs on this machine, as Slurm jobs or on a Ray cluster (--executor). The

@@ -167,6 +167,16 @@ def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypa
     assert decoded(tmp_path / "out")[-len(TEXTS) :] == TEXTS
 
 
+def test_the_help_names_the_status_of_too_many_dropped(tmp_path, prepare, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b"not JSON\n" + GOOD)
+    status = prepare(tmp_path / "out", tmp_path / "a.jsonl")
+    assert "--max_dropped allows 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"more of them than --max_dropped end the run with status {status} and no manifest" in said
+
+
 def test_bad_parquet_columns(tmp_path, prepare, capsys):
     write_parquet(tmp_path / "key.parquet", ["a", "b"], key="content")
     write_parquet(tmp_path / "null.parquet", ["a", None])
