@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 import statistics
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,25 @@ def test_commands_have_options_that_their_programs_know(page: Path) -> None:
             check_options(program, rest, line)
         for rest in COMMAND_OF_A_RUN.findall(line):
             check_options("train/train.py", rest, line)
+
+
+def test_statements_to_paste_are_whole_with_and_without_a_pages_indent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the file or as a browser shows it: to Python an indent is something, to the shell nothing."""
+    shutil.copytree(ROOT / "model/configs", tmp_path / "model/configs")
+    monkeypatch.chdir(tmp_path)
+    for page in PAGES:
+        for text in (text_of(page), re.sub("^    ", "", text_of(page), flags=re.M)):
+            # a shell takes the end of a line behind a backslash away, in quotes too
+            for code in re.findall(r'python -c "([^"]*)"', text.replace("\\\n", "")):
+                compiled = compile(code, page.name, "exec")
+                if "my_model.json" in code:
+                    Path("my_model.json").unlink(missing_ok=True)
+                    exec(compiled, {})
+                    model = json.loads(text_of(Path("my_model.json")))
+                    assert f"--vocab_size {model['vocab_size']} " in text and model["num_hidden_layers"] == 6
+    assert Path("my_model.json").exists()
 
 
 def test_the_plans_of_the_clusters_page_can_be_made(
