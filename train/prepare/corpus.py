@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import os
-import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,7 +328,7 @@ def _unpacked(name: str) -> str:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files but hidden ones. Raises OSError for a folder that cannot be listed, and for a link to nothing."""
+    """All files but hidden ones. Raises OSError for a folder that cannot be listed, ValueError for links to nothing."""
     files, visited = [], set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         if (real := os.path.realpath(parent)) in visited:  # a link back to a folder above
@@ -338,12 +337,22 @@ def _walk(folder: Path) -> list[Path]:
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    for file in files:
-        if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError(
-                f"{file} is neither a file nor a folder (a pipe, a socket or a device); take it out"
-            )
+    # a link to nothing may stand for a folder, too; of another suffix it would be left out whatever it led to
+    broken = sorted(f for f in files if (_kind(f) or not f.suffix) and not f.is_file())
+    if broken:
+        raise ValueError(_broken(broken))
     return sorted(files)
+
+
+def _broken(files: list[Path]) -> str:
+    shown = [
+        f"{f}, a link to {os.readlink(f)}" if f.is_symlink() else f"{f}, a pipe or device" for f in files[:3]
+    ]
+    more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+    return (
+        f"{'; '.join(shown)}{more}: no file or folder that can be read is there; mend what should be, and take out "
+        "the others"
+    )
 
 
 def _raise(error: OSError) -> None:

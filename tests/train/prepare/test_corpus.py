@@ -81,10 +81,10 @@ def test_a_folder_is_read_through_links_once(tmp_path):
 UNREADABLE = {
     "a link to nothing": (
         lambda path: path.symlink_to("nowhere"),
-        "b.txt, a link to nowhere, cannot be read",
+        "b.txt, a link to nowhere: no file",
     ),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "b.txt, a link to b.txt, cannot be read"),
-    "a pipe": (os.mkfifo, "b.txt is neither a file nor a folder"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "b.txt, a link to b.txt: no file"),
+    "a pipe": (os.mkfifo, "b.txt, a pipe or device: no file"),
 }
 
 
@@ -96,6 +96,17 @@ def test_what_a_folder_has_that_is_no_file_is_an_error(tmp_path, what):
     (tmp_path / "sub").mkdir()
     make(tmp_path / "sub" / "b.txt")
     with pytest.raises(ValueError, match=message):
+        list_sources([str(tmp_path)])
+
+
+def test_broken_links_are_told_together_and_those_that_would_be_left_out_are_left_out(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ["here"])
+    told = []
+    (tmp_path / "picture.png").symlink_to("nowhere")
+    assert len(list_sources([str(tmp_path)], tell=told.append)) == 1 and "1 .png" in told[0]
+    for number in range(5):  # of which some may be folders
+        (tmp_path / f"link{number}").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"link0, a link to nowhere; .*link2, .* and 2 more: no file"):
         list_sources([str(tmp_path)])
 
 
