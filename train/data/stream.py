@@ -9,7 +9,7 @@ seq_length, weights, position); the state of a run is the number of samples it h
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from model.documents import Documents
 from train.data.format import DataError, verify_shard
 from train.data.mixture import Weights, mix
-from train.data.order import Mixture, permutation_key, permute
+from train.data.order import MAX_PERIOD, Mixture, permutation_key, permute
 from train.data.source import TokenSource, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # what the loss ignores
@@ -66,6 +66,20 @@ class Batch(NamedTuple):
         return (self.labels != NO_LABEL).float().mean()
 
 
+def _by_tokens(sources: Sequence[TokenSource]) -> Mixture:
+    """Raises DataError: a source is too small beside the others."""
+    windows = [source.num_windows for source in sources]
+    try:
+        return Mixture(windows)
+    except ValueError as error:
+        least = min(sources, key=lambda source: source.num_windows)
+        raise DataError(
+            f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, less than "
+            f"one in {MAX_PERIOD:,}: mixed by tokens it cannot be. Give data.weights, which say how much of each there "
+            "is, or prepare it together with another, or leave it out"
+        ) from error
+
+
 class SampleStream:
     """All samples of one split of one or several sources, in one global order without end.
 
@@ -99,7 +113,7 @@ class SampleStream:
         if self.split == "eval":
             self._mixture = Mixture(windows, max_period=sum(windows))
         elif weights is None:
-            self._mixture = Mixture(windows)
+            self._mixture = _by_tokens(self.sources)
         else:
             self._mixture = mix(weights, [source.name for source in self.sources], seq_length=self.seq_length)
         self.vocab_size = self.sources[0].manifest.vocab_size

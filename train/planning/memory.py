@@ -217,18 +217,19 @@ def _memory_of(s: Setting) -> Memory:
 
 
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
-    """Samples that fit into a GPU; 0 where not even one does."""
+    """Samples that fit into a GPU; 0 where not even the fewest do that FP8 takes, one as a rule."""
 
-    def fits(samples: int) -> bool:
-        return memory_of(replace(s, micro_batch=samples)).needed_gib(s.ranks) <= device_gib
+    def fits(units: int) -> bool:
+        return memory_of(replace(s, micro_batch=units * unit)).needed_gib(s.ranks) <= device_gib
 
+    unit = s.micro_batch_unit
     if not fits(1):
         return 0
-    low, high = 1, MOST_MICRO_BATCH
+    low, high = 1, MOST_MICRO_BATCH // unit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return low * unit
 
 
 def least_memory_gib(s: Setting) -> float:

@@ -149,7 +149,9 @@ def _fastest(
         if stage == 3 and s.compiled:  # DeepSpeed cannot
             continue
         for recompute in (False, True):
-            for micro_batch in range(1, min(samples, MOST_RECOMMENDED) + 1):
+            for micro_batch in range(
+                s.micro_batch_unit, min(samples, MOST_RECOMMENDED) + 1, s.micro_batch_unit
+            ):
                 if samples % micro_batch:
                     continue
                 setting = at(s, ranks, micro_batch, stage, recompute, batch_tokens, states)
@@ -188,7 +190,7 @@ def _memory_of_each(p: Planned) -> str:
 def least_gib(s: Setting, batch_tokens: int) -> tuple[float, str]:
     """(GiB of a GPU that is needed at least, with which settings)."""
     settings = [
-        at(s, s.ranks, 1, stage, True, batch_tokens, states)
+        at(s, s.ranks, s.micro_batch_unit, stage, True, batch_tokens, states)
         for states in states_of(s)
         for stage in (s.zero_stages if states == FLOAT32_STATES else (1,))
         if not (stage == 3 and s.compiled)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import gcd
 from typing import Any
 
 from model.config import head_dim, num_parameters
-from model.fp8.recipes import FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, FULL_STATES, PrecisionConfig, bytes_of_states, fits_fp8
 from model.variants import FLASH_HEAD_DIMS, VARIANTS
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of, stage_shares
@@ -127,6 +128,11 @@ class Setting:
     @property
     def fp8(self) -> bool:
         return self.compute == "fp8"
+
+    @property
+    def micro_batch_unit(self) -> int:
+        """Samples of a micro-batch come in multiples of it: FP8 takes FP8_TRAIN_ROW_MULTIPLE tokens or more of them."""
+        return FP8_TRAIN_ROW_MULTIPLE // gcd(FP8_TRAIN_ROW_MULTIPLE, self.seq_length) if self.fp8 else 1
 
     @property
     def precision(self) -> str:

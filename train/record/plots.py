@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def _draw_run(axes: Any, history: History, color: str, prefix: str) -> None:
     loss = axes[0][0]
     tokens, values = history.series("loss")
     if tokens:
-        loss.plot(tokens, values, color=color, alpha=0.3, linewidth=0.8)
-        loss.plot(tokens, smoothed(values), color=color, linewidth=1.4, label=f"{prefix}training")
+        loss.plot(tokens, values, _point(values), color=color, alpha=0.3, linewidth=0.8)
+        loss.plot(
+            tokens, smoothed(values), _point(values), color=color, linewidth=1.4, label=f"{prefix}training"
+        )
     for number, key in enumerate(history.evaluations()):
         of_set = "" if key == EVALUATION else f", {_plain(key.removeprefix(SET_LOSS))}"
         # one run: a color for each set; several: the run's color, a marker for each set
@@ -73,7 +76,13 @@ def _draw_run(axes: Any, history: History, color: str, prefix: str) -> None:
             **style,
         )
     for key, row in (("learning_rate", axes[1]), ("grad_norm", axes[2]), ("tokens_per_second", axes[3])):
-        row[0].plot(*history.series(key), color=color, linewidth=1)
+        tokens, values = history.series(key)
+        row[0].plot(tokens, values, _point(values), color=color, linewidth=1)
+
+
+def _point(values: Sequence[float]) -> str:
+    """The format of a curve: one of a single point is a point."""
+    return "." if len(values) == 1 else "-"
 
 
 def _draw_marks(axes: Any, marks: list[Mark]) -> None:

@@ -13,7 +13,7 @@ from tests.train.runs import metrics, run
 from train.data import format
 from train.data.format import DataError, read_manifest, verify_shard
 from train.data.source import TokenSource, check_fit
-from train.data.stream import open_stream
+from train.data.stream import SampleStream, open_stream
 from train.files import sha256_file
 
 T = 32
@@ -37,6 +37,19 @@ def refused(folder: Path, verify: bool = False) -> str:
         assert verify
         stream.verify()
     return str(error.value)
+
+
+def test_a_source_too_small_to_be_mixed_by_tokens_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the way out: no weights were given that could be raised."""
+    small = make_folder(folder.parent / "small", {"train": [tokens(40)], "eval": [tokens(40)]})
+    sources = [TokenSource(name, path, "train", T) for name, path in (("large", folder), ("small", small))]
+    sources[0].num_tokens, sources[0].num_windows = 10**12, 10**12 // T
+    with pytest.raises(
+        DataError, match=r"source small has 40 of 1,000,000,000,040 tokens.* Give data\.weights"
+    ):
+        SampleStream(sources, None, seed=1)
 
 
 @pytest.mark.parametrize("name", ["train_00001.ds", "train_00001.ds.index"])

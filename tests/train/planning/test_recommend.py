@@ -9,7 +9,7 @@ import pytest
 from model.config import load_sizes
 from tests.train.planning.settings import setting
 from train.planning import recommend as room
-from train.planning.memory import memory_of
+from train.planning.memory import largest_micro_batch, memory_of
 from train.planning.rates import GPUS, estimate
 from train.planning.recommend import FLOAT32_STATES, Planned, at, least_gib, recommend, states_of
 from train.planning.setting import Setting
@@ -32,6 +32,23 @@ def test_what_is_recommended_fits_and_is_not_slower() -> None:
     compiled = setting(model__variant="hf", model__compile=True, precision__compute="bf16")
     alone = recommend(replace(compiled, sizes=large.sizes), GPUS["h100"], 2, s.step_tokens, 400)
     assert alone is None  # torch.compile goes with no ZeRO 3
+
+
+@pytest.mark.parametrize(("compute", "unit"), [("fp8", 2), ("bf16", 1)])
+def test_micro_batches_are_those_that_fp8_takes(compute: str, unit: int) -> None:
+    """Of samples of 2,056 tokens an even number."""
+    keys = {"max_seq_length": 2056, "precision__compute": compute, "gradient_accumulation_steps": 1}
+    s = setting(per_device_train_batch_size=18, **keys)
+    assert s.micro_batch_unit == unit
+    best = recommend(s, GPUS["h200"], 2, s.step_tokens, 400)  # nine samples a rank
+    assert (best is None) == (compute == "fp8")
+    best = recommend(s, GPUS["h200"], 3, s.step_tokens, 400)
+    assert best is not None and best.setting.micro_batch % unit == 0
+    most = largest_micro_batch(s, GPUS["h200"].memory_gib)
+    assert most % unit == 0 and most > 18
+    assert largest_micro_batch(s, memory_of(replace(s, micro_batch=1)).needed_gib(1)) == (
+        0 if unit == 2 else 1
+    )
 
 
 @pytest.mark.parametrize(

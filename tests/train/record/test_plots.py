@@ -93,7 +93,7 @@ def test_each_figure_has_its_panel(tmp_path, monkeypatch):
     @contextmanager
     def drawing(path, rows, **options):
         drawn.append(pyplot.subplots(rows, 1, squeeze=False)[1])
-        yield Figure(), drawn[0]
+        yield Figure(), drawn[-1]
 
     monkeypatch.setattr("train.record.plots.drawing", drawing)
     records = [{"step": n, "tokens": 64 * n, "loss": 6.0 - n, "learning_rate": 0.1 * n} for n in (1, 2)]
@@ -109,6 +109,12 @@ def test_each_figure_has_its_panel(tmp_path, monkeypatch):
     names = ["loss (nats a token)", "learning rate", "gradient norm", "tokens/s"]
     assert [axis.get_ylabel() for axis in panels] == names
     assert [axis.get_yscale() for axis in panels] == ["linear", "linear", "log", "linear"]
+    (folder / "metrics.jsonl").write_text(json.dumps(records[0]) + "\n")  # whose line would be of no length
+    draw([read_history(folder)], tmp_path / "x.png")
+    styles = [
+        [(row[0].lines[0].get_marker(), row[0].lines[0].get_linestyle()) for row in rows] for rows in drawn
+    ]
+    assert styles == [[("None", "-")] * 4, [(".", "None")] * 4]
     pyplot.close("all")
 
 
