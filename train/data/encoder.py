@@ -1,5 +1,6 @@
 """The tokenizer as preparation uses it: text <-> ids, without special ids, from sentencepiece or tokenizers."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -42,9 +43,9 @@ UNKNOWN = -1
 class TextEncoder:
     """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
 
-    Attributes: `vocab_size`, `bos_id`, `eos_id`, and `files`, the tokenizer's files with the defining one first;
-    `encode_batch` texts -> ids, without BOS and EOS, and `decode` ids (without these) -> text. What the ids stand for:
-    `pieces()`.
+    Attributes: `vocab_size`, `bos_id`, `eos_id`, `files`, the tokenizer's files with the defining one first, and
+    `loaded_sha256`, the hash of that one as it was loaded; `encode_batch` texts -> ids, without BOS and EOS, and
+    `decode` ids (without these) -> text. What the ids stand for: `pieces()`.
 
     Raises:
         DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
@@ -64,20 +65,22 @@ class TextEncoder:
         path = self.folder / self.files[0]
         load = self._load_sentencepiece if path.name == "tokenizer.model" else self._load_tokenizers
         try:
-            load(path)
+            data = path.read_bytes()
+            self.loaded_sha256 = hashlib.sha256(data).hexdigest()
+            load(path, data)
         except DataError:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
             raise DataError(f"{path} cannot be read: {error}") from error
 
     def sha256(self) -> str:
-        """The hash of the defining file."""
+        """The hash of the defining file as it is now."""
         return sha256_file(self.folder / self.files[0])
 
-    def _load_sentencepiece(self, path: Path) -> None:
+    def _load_sentencepiece(self, path: Path, data: bytes) -> None:
         import sentencepiece
 
-        model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        model = sentencepiece.SentencePieceProcessor(model_proto=data)
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(f"{path} has no BOS or no EOS; documents need both")
@@ -90,10 +93,10 @@ class TextEncoder:
         self.pieces = pieces
         self.encode_batch = lambda texts: model.encode(texts, num_threads=1)
 
-    def _load_tokenizers(self, path: Path) -> None:
+    def _load_tokenizers(self, path: Path, data: bytes) -> None:
         import tokenizers
 
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
         tokenizer.encode_special_tokens = True  # a literal "</s>" in text is text
         tokenizer.no_truncation()
         tokenizer.no_padding()

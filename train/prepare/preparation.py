@@ -14,6 +14,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
+from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest
 from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
@@ -37,12 +38,14 @@ class Preparation:
     """What is prepared from what, and how. The same one gives the same bytes, however its tasks are run.
 
     `inputs` as they were given; `sources`, the files behind them. max_bytes: of text, over all tasks. eval_by:
-    "position", or None for the hash of a document. split_on: of .txt, or None.
+    "position", or None for the hash of a document. split_on: of .txt, or None. tokenizer_is: what the ids depend on,
+    see `_what_is`.
     """
 
     inputs: tuple[str, ...]
     sources: tuple[Source, ...]
     tokenizer: Path
+    tokenizer_is: tuple[str, int, int]
     output: Path
     text_key: str
     eval_fraction: float
@@ -62,7 +65,7 @@ class Preparation:
             ValueError: inputs, tokenizer or options that cannot be meant.
         """
         tokenizer = Path(args.tokenizer).absolute()
-        encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
+        encoder = encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
         steps = options_of(args, _tell)
         sources = list_sources(args.input, args.split_on, _tell)
         eval_by = args.eval_by if args.eval_fraction < 1 else "hash"  # of all there is no end to cut off
@@ -75,6 +78,7 @@ class Preparation:
             inputs=tuple(args.input),
             sources=tuple(sources),
             tokenizer=tokenizer,
+            tokenizer_is=_what_is(encoder),
             output=Path(args.output).absolute(),
             tasks=args.tasks or min(max(math.ceil(size / TASK_BYTES), 1), MOST_TASKS),
             steps=steps,
@@ -91,10 +95,26 @@ class Preparation:
 
     def identity(self) -> dict[str, Any]:
         """Everything that the output depends on, as JSON values."""
-        encoder = encoder_of(str(self.tokenizer))
-        values = asdict(self) | {"tokenizer": [encoder.sha256(), encoder.bos_id, encoder.eos_id]}
+        values = asdict(self)
+        values["tokenizer"] = values.pop("tokenizer_is")
         del values["output"]
         return json.loads(json.dumps(values))
+
+    def check_tokenizer(self, encoder: TextEncoder) -> None:
+        """That `encoder` gives the ids of the tokenizer that the preparation was begun with: each task loads its own.
+
+        Raises:
+            DataError: the tokenizer was replaced meanwhile.
+        """
+        if _what_is(encoder) != self.tokenizer_is:
+            raise DataError(self._tokenizer_replaced())
+
+    def _tokenizer_replaced(self) -> str:
+        return (
+            f"the tokenizer in {self.tokenizer} was replaced since this preparation was begun, and ids of two must not "
+            "be mixed: put the former one back and run the same command again to go on, or prepare with the new one "
+            "into another --output"
+        )
 
     def _splitting(self) -> dict[str, str]:
         """What the manifest has of it, where it is not the usual one."""
@@ -138,15 +158,19 @@ class Preparation:
         """Commit what all tasks left. What was dropped and removed is told on stderr first.
 
         Raises:
-            DataError: an input has changed meanwhile, more documents were dropped than allowed, or all, or a split is
-                empty.
+            DataError: an input or the tokenizer has changed meanwhile, more documents were dropped than allowed, or
+                all, or a split is empty.
         """
+        encoder = output.encoder
+        self.check_tokenizer(encoder)
+        if encoder.sha256() != encoder.loaded_sha256:  # the file goes with the data
+            raise DataError(self._tokenizer_replaced())
         if changed := [source.path for source in self.sources if source.is_changed()]:
             raise DataError(
                 f"{len(changed)} input files changed while they were read, the first is {changed[0]}; prepare them "
                 "with --overwrite when they are what they shall be"
             )
-        tally, shards, counts = read_results(self.work("results"), self.tasks, output.encoder.vocab_size)
+        tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step:
             print(tally.table(), file=sys.stderr, flush=True)
@@ -167,6 +191,11 @@ class Preparation:
             text_bytes=tally.text_bytes,
             steps=asdict(self.steps) | report(self.steps, self.work("scratch")) | self._splitting(),
         )
+
+
+def _what_is(encoder: TextEncoder) -> tuple[str, int, int]:
+    """What its ids depend on: the defining file as it was loaded, and the special ids, which another file chooses."""
+    return encoder.loaded_sha256, encoder.bos_id, encoder.eos_id
 
 
 def _tell(line: str) -> None:

@@ -12,11 +12,11 @@ from tests import programs
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import GOOD, TEXTS, contents, decoded
 from train.data.encoder import TextEncoder
-from train.data.format import DataError, Shard
+from train.data.format import DataError, Manifest, Shard
 from train.data.stream import open_stream
 from train.prepare.blocks import encoder_of
 from train.prepare.corpus import read_share
-from train.prepare.output import WORK_NAME, SplitWriter
+from train.prepare.output import WORK_NAME, OutputFolder, SplitWriter
 from train.prepare.preparation import Preparation
 from train.prepare_data import parse_arguments
 
@@ -256,6 +256,70 @@ def test_another_tokenizer_is_another_preparation(
     assert old in content and TextEncoder(tokenizer).vocab_size == TextEncoder(tokenizer_dir).vocab_size
     assert prepare(tmp_path / "out", corpus, bad, tokenizer=tokenizer, max_dropped=1) == 2
     assert "unfinished preparation of another kind:\n  tokenizer: [" in capsys.readouterr().err
+
+
+@pytest.fixture
+def replaced(tmp_path, tokenizer_dir) -> tuple[Path, bytes]:
+    """A tokenizer in a folder of its own, and the file of another one with as many ids."""
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    former = (tokenizer_dir / "tokenizer.model").read_bytes()
+    (folder / "tokenizer.model").write_bytes(former)
+    return folder, former.replace(b"\xe2\x96\x81the", b"\xe2\x96\x81eht")
+
+
+def test_tasks_do_not_start_with_another_tokenizer(tmp_path, prepare, corpus, capsys, monkeypatch, replaced):
+    """Each loads the one that is there: the folder had ids of two."""
+    tokenizer, other = replaced
+    former, file = (tokenizer / "tokenizer.model").read_bytes(), tokenizer / "tokenizer.model"
+    assert other != former
+
+    def begin_and_replace(*arguments: object) -> None:
+        before(*arguments)
+        file.write_bytes(other)
+        encoder_of.cache_clear()  # a task in a process of its own
+
+    before = Preparation.begin
+    with monkeypatch.context() as patch:
+        patch.setattr(Preparation, "begin", begin_and_replace)
+        assert prepare(tmp_path / "out", corpus, tasks=2, tokenizer=tokenizer) == 2
+    error = capsys.readouterr().err
+    assert f"the tokenizer in {tokenizer} was replaced since this preparation was begun" in error
+    assert "put the former one back" in error and "another --output" in error
+    assert not list((tmp_path / "out" / WORK_NAME).glob("results/*.json"))
+    file.write_bytes(former)
+    encoder_of.cache_clear()
+    assert prepare(tmp_path / "out", corpus, tasks=2, tokenizer=tokenizer) == 0
+    assert prepare(tmp_path / "whole", corpus, tasks=2, tokenizer=tokenizer) == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("loads", ["former", "new"])
+def test_data_of_a_tokenizer_that_was_replaced_are_not_committed(
+    tmp_path, prepare, corpus, capsys, monkeypatch, replaced, loads
+):
+    """Neither by the process that has the former one, beside whose ids it would copy the new file, nor by a job."""
+    tokenizer, other = replaced
+    former, file = (tokenizer / "tokenizer.model").read_bytes(), tokenizer / "tokenizer.model"
+
+    def close_and_replace(writer: SplitWriter) -> list[Shard]:
+        file.write_bytes(other)
+        return before(writer)
+
+    def finish(preparation: Preparation, output: OutputFolder, max_dropped: int) -> Manifest:
+        output.encoder = TextEncoder(tokenizer) if loads == "new" else output.encoder
+        return before_finish(preparation, output, max_dropped)
+
+    before, before_finish = SplitWriter.close, Preparation.finish
+    with monkeypatch.context() as patch:
+        patch.setattr(SplitWriter, "close", close_and_replace)
+        patch.setattr(Preparation, "finish", finish)
+        assert prepare(tmp_path / "out", corpus, tokenizer=tokenizer) == 2
+    assert f"the tokenizer in {tokenizer} was replaced since" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    file.write_bytes(former)
+    monkeypatch.setattr("train.prepare.blocks.read_share", None)  # nothing is read again
+    assert prepare(tmp_path / "out", corpus, tokenizer=tokenizer) == 0
 
 
 def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, capsys, monkeypatch):

@@ -319,7 +319,7 @@ def test_each_task_shuffles_by_a_seed_of_its_own(tmp_path, tokenizer_dir):
     """Else files of as many documents would have the same places in all shards. Without a seed nothing moves."""
     (tmp_path / "new").mkdir()
     what = SimpleNamespace(work=lambda name: tmp_path / name, tokenizer=tokenizer_dir, eval_fraction=0.1,
-                           shard_tokens=1 << 20, shuffle_seed=None)  # fmt: skip
+                           shard_tokens=1 << 20, shuffle_seed=None, check_tokenizer=lambda encoder: None)  # fmt: skip
 
     def shard(rank: int) -> list[str]:
         documents = [Document(text=f"{n:02d}", id="", metadata={"split": "train"}) for n in range(20)]
