@@ -157,20 +157,35 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
             ray.shutdown()
 
 
+def need_slurm() -> None:
+    """That there are the commands which submit jobs and tell of them.
+
+    Raises:
+        DataError: there is no sbatch, or no squeue.
+    """
+    for command in ("sbatch", "squeue"):
+        if shutil.which(command) is None:
+            raise DataError(
+                f"--executor slurm: there is no {command} on the PATH; run this on a login node of the cluster"
+            )
+
+
 def submit_slurm(
-    stages: list[tuple[Stage, Path]], workers: int, partition: str, time: str, sbatch: dict[str, str]
+    stages: list[tuple[Stage, Path]],
+    workers: int,
+    partition: str,
+    time: str,
+    sbatch: dict[str, str],
+    ids: Path,
 ) -> list[str]:
     """Submit each stage as a job array that waits for the one before; returns the ids of the jobs.
 
-    The scripts are left in the stages' folders as launch_script.slurm, Slurm's output in slurm_logs beside them.
+    Each is also appended to the file `ids` at once: those before a stage that is refused are in the queue. The scripts
+    are left in the stages' folders as launch_script.slurm, Slurm's output in slurm_logs beside them.
 
     Raises:
-        DataError: there is no sbatch, or it refuses a job.
+        DataError: sbatch refuses a job.
     """
-    if shutil.which("sbatch") is None:
-        raise DataError(
-            "--executor slurm: there is no sbatch on the PATH; run this on a login node of the cluster"
-        )
     logger.remove()  # datatrove's lines about itself
     environment = f"export PYTHONPATH={_python_path()}\nexport PATH={Path(sys.executable).parent}:$PATH"
     jobs: list[str] = []
@@ -191,24 +206,52 @@ def submit_slurm(
             with_srun=False,  # a task is one process
         )
         try:
-            executor.launch_job()
+            _launch(executor, ids)
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
                 f"sbatch refused stage {stage.name} ({error}); its script is "
-                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args"
+                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args{_queued(ids)}"
             ) from error
         if executor.job_id != -1:  # -1: all its tasks are completed
             jobs.append(str(executor.job_id))
     return jobs
 
 
+def _launch(executor: SlurmPipelineExecutor, ids: Path) -> None:
+    try:
+        executor.launch_job()
+    finally:  # the array may be in the queue when the job behind it, which sums up datatrove's statistics, is refused
+        if executor.job_id not in (None, -1):
+            with open(ids, "a", encoding="utf-8") as file:
+                file.write(f"{executor.job_id}\n")
+
+
+def _queued(ids: Path) -> str:
+    """What else is to be said where a later job is refused."""
+    if not ids.exists():
+        return ""
+    jobs = ", ".join(ids.read_text(encoding="utf-8").split())
+    return f". In the queue already: {jobs}; let them end, or scancel them, and run the same command again to go on"
+
+
 def running_slurm(jobs: list[str]) -> list[str]:
-    """Which of the jobs still wait or run; none where Slurm does not know them any more."""
+    """Which of the jobs still wait or run; none where Slurm does not know them any more.
+
+    Raises:
+        RuntimeError: squeue fails, so that nobody knows.
+    """
     if not jobs or shutil.which("squeue") is None:
         return []
     listed = subprocess.run(
         ["squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}"], capture_output=True, text=True
     )
+    # an id is invalid to it when its job ended long ago
+    if listed.returncode and "Invalid job id" not in listed.stderr:
+        said = listed.stderr.strip() or f"it ended with status {listed.returncode}"
+        raise RuntimeError(
+            f"squeue does not tell whether the jobs {', '.join(jobs)} of an earlier call still wait or run: {said}. "
+            "Nothing was changed or submitted; try again when Slurm answers"
+        )
     return sorted(set(listed.stdout.split()) & set(jobs))
 
 

@@ -19,7 +19,7 @@ from train.data.format import DataError, Manifest
 from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
-from train.prepare.executors import run_local, run_ray, running_slurm, submit_slurm
+from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
 from train.prepare.output import IDENTITY_NAME, WORK_NAME, OutputFolder
 from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
@@ -207,7 +207,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
 
     Raises:
         ValueError: bad inputs, tokenizer, output folder (DataError), or more documents dropped than allowed.
-        RuntimeError: a worker died, or tasks failed.
+        RuntimeError: a worker died, tasks failed, or Slurm does not tell whether it is at work.
     """
     preparation = Preparation.of(args)
     if _is_on_its_way(preparation):
@@ -321,7 +321,8 @@ def _is_on_its_way(preparation: Preparation) -> bool:
 
 
 def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Submit the stages, the last of which writes the manifest."""
+    """Submit the stages, the last of which writes the manifest. No job of an earlier call waits or runs."""
+    need_slurm()  # where it is not, nothing is known of earlier jobs, and their records stay
     records = preparation.output / SLURM_NAME
     shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
     records.mkdir()
@@ -329,8 +330,12 @@ def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
     # the last one removes the work folder: its own records cannot be in there
     stages.append((Stage("finish", [Finish(preparation, args.max_dropped)], 1), records))
     jobs = submit_slurm(
-        stages, args.workers or -1, args.slurm_partition, args.slurm_time, dict(args.slurm_args)
+        stages,
+        args.workers or -1,
+        args.slurm_partition,
+        args.slurm_time,
+        dict(args.slurm_args),
+        records / JOBS_NAME,
     )
-    (records / JOBS_NAME).write_text("\n".join([*jobs, ""]), encoding="utf-8")
     print(f"submitted {len(jobs)} jobs: {', '.join(jobs)}. {preparation.output / 'manifest.json'} is there when the "
           "last has ended; the same command again shows how far it is, and after a failure goes on")  # fmt: skip

@@ -169,7 +169,11 @@ if failed:
 print("Submitted batch job", job)
 """
 TASK = "from datatrove.tools.launch_pickled_pipeline import main; main()"
-TOOLS = {"scontrol": "echo node", "squeue": "cat {folder}/queue 2>/dev/null"}
+UNKNOWN = "slurm_load_jobs error: Invalid job id specified"  # what squeue says of a job that ended long ago
+TOOLS = {
+    "scontrol": "echo node",
+    "squeue": f"cat {{folder}}/queue 2>/dev/null || {{{{ echo {UNKNOWN} >&2; exit 1; }}}}",
+}
 
 
 @pytest.fixture
@@ -275,7 +279,7 @@ def test_slurm_waits_for_no_stage_that_is_completed(tmp_path, slurm):
     for _, done in stages[:2]:
         (done / "completions").mkdir(parents=True)
         (done / "completions/00000").touch()
-    assert submit_slurm(stages, -1, "cpu", "1:00:00", {}) == ["7"]
+    assert submit_slurm(stages, -1, "cpu", "1:00:00", {}, tmp_path / "ids") == ["7"]
     assert "dependency" not in (folder / "calls").read_text().splitlines()[0]
 
 
@@ -288,7 +292,8 @@ def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_p
     stages = [(Stage(name, [], 9), tmp_path / name) for name in ("first", "second", "third")]
     options = {"qos": "high", "kill-on-invalid-dep": "no"}
     # each has another one behind it, which sums up datatrove's statistics
-    assert submit_slurm(stages, 5, "cpu", "1:00:00", options) == ["1", "3", "5"]
+    assert submit_slurm(stages, 5, "cpu", "1:00:00", options, tmp_path / "ids") == ["1", "3", "5"]
+    assert (tmp_path / "ids").read_text().split() == ["1", "3", "5"]
     scripts = [(where / "launch_script.slurm").read_text() for _, where in stages]
     calls = (folder / "calls").read_text().splitlines()[::2]
     assert [re.findall(r"--dependency=afterok:(\d+)", call) for call in calls] == [[], ["1"], ["3"]]
@@ -296,6 +301,64 @@ def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_p
         for line in ("array=0-8%5", "qos=high", "partition=cpu", "time=1:00:00", "kill-on-invalid-dep=no"):
             assert f"#SBATCH --{line}\n" in script
         assert f"export PYTHONPATH={ROOT}:theirs\n" in script
+
+
+# Accepts as many jobs as the file "most" says, as a cluster with a limit of them does
+LIMITED = """#!/bin/sh
+[ $(cat {folder}/calls 2>/dev/null | wc -l) -lt $(cat {folder}/most) ] || exit 1
+echo $@ >> {folder}/calls
+echo Submitted batch job $(wc -l < {folder}/calls)
+"""
+
+
+@pytest.mark.parametrize(("most", "refused"), [(1, "tokenize"), (2, "finish")])
+def test_an_array_in_the_queue_is_not_submitted_again(
+    tmp_path, prepare, corpus, slurm, capsys, most, refused
+):
+    """When Slurm has refused what was to come behind it: the job that sums it up, or a later stage."""
+    folder, out = slurm(), tmp_path / "out"
+    (folder / "sbatch").write_text(LIMITED.format(folder=folder))
+    (folder / "most").write_text(str(most))
+    (folder / "queue").write_text("1\n")
+    assert prepare(out, corpus, **SLURM) == 2
+    error = capsys.readouterr().err
+    assert f"sbatch refused stage {refused}" in error and "In the queue already: 1; let them end" in error
+    (folder / "most").write_text("9")
+    assert prepare(out, corpus, **SLURM) == 0
+    assert "on its way: 1 jobs wait or run (1)" in capsys.readouterr().out
+    assert len((folder / "calls").read_text().splitlines()) == most
+    (folder / "queue").unlink()
+    assert prepare(out, corpus, **SLURM) == 0
+    assert "submitted 2 jobs" in capsys.readouterr().out
+
+
+def test_nothing_is_submitted_or_removed_while_squeue_fails(
+    tmp_path, prepare, corpus, slurm, capsys, monkeypatch
+):
+    """Its jobs may wait still, and the last needs what is in their records."""
+    folder, out = slurm(), tmp_path / "out"
+    (folder / "sbatch").write_text(LIMITED.format(folder=folder))
+    (folder / "most").write_text("9")
+    assert prepare(out, corpus, **SLURM) == 0
+    calls, before, squeue = (folder / "calls").read_text(), contents(out), (folder / "squeue").read_text()
+    for does, says in (("echo the controller timed out >&2; exit 1", "the controller timed out"),
+                       ("exit 7", "it ended with status 7")):  # fmt: skip
+        (folder / "squeue").write_text(f"#!/bin/sh\n{does}\n")
+        for more in ({}, {"overwrite": True}, {"executor": "local"}):
+            assert prepare(out, corpus, **{**SLURM, **more}) == 1
+            error = capsys.readouterr().err
+            assert "whether the jobs 1, 3 of an earlier call" in error and f"run: {says}" in error
+            assert "try again when Slurm answers" in error
+    (folder / "squeue").unlink()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(folder))
+        assert prepare(out, corpus, **SLURM) == 2
+    assert "there is no squeue on the PATH" in capsys.readouterr().err
+    assert (folder / "calls").read_text() == calls and contents(out) == before
+    (folder / "squeue").write_text(squeue)
+    (folder / "squeue").chmod(0o755)
+    assert prepare(out, corpus, **SLURM) == 0
+    assert "submitted 2 jobs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("options", "workers"), [({}, -1), ({"workers": 7}, 7)])
@@ -312,7 +375,7 @@ def test_what_slurm_is_given_is_what_was_asked_for(
     _, _, *line = command(tmp_path / "out", corpus, **SLURM, **asked)
     *line, _, _ = line  # without --workers
     assert main([*line, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]) == 0
-    (last, _), *given = submitted
+    (last, _), *given, _ = submitted
     assert given == [workers, "cpu", "01:00:00", {"account": "team"}]
     (finish,) = last.pipeline
     assert (last.name, last.tasks, finish.max_dropped) == ("finish", 1, 2)
