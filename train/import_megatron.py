@@ -51,7 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        print("stopped; --output is as it was", file=sys.stderr)
+        from train.prepare.output import is_being_exchanged
+
+        how = "--output is as it was"
+        if is_being_exchanged(Path(args.output)):
+            how = "the new data were being put in the place of the old; run the same command again, which finishes that"
+        print(f"stopped; {how}", file=sys.stderr)
         return 130
     counts = manifest.documents
     for name in ("bos", "eos"):

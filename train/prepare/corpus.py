@@ -238,6 +238,12 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
 
     dataset, _, rest = name.removeprefix(HUB).partition(":")
     config, _, split = rest.partition(":")
+    if "[" in split:
+        raise ValueError(
+            f"input {name}: the files of a split hold all of it, not the part {split[split.index('[') :]}. Name the "
+            "split alone, of which --eval_fraction holds a part out, or save the part with datasets' save_to_disk and "
+            "name that folder"
+        )
     try:
         loaded = datasets.load_dataset(dataset, config or None, split=split or "train")
     except Exception as error:  # datasets raises many kinds: no such set, configuration or split, no network

@@ -188,6 +188,11 @@ def take_lock(path: Path) -> TextIO:
     return lock
 
 
+def is_being_exchanged(folder: Path) -> bool:
+    """Whether a run was interrupted while it put new data in the place of what `folder` had: the next one goes on."""
+    return (folder / WORK_NAME / "new" / MANIFEST_NAME).exists()
+
+
 class OutputFolder:
     """Context of one preparation: takes the folder, and puts new data in the place of what it has at `commit`.
 
@@ -211,7 +216,7 @@ class OutputFolder:
 
     def __enter__(self) -> "OutputFolder":
         self._lock = take_lock(self.folder / LOCK_NAME)
-        if (self.new / MANIFEST_NAME).exists():  # an exchange was interrupted
+        if is_being_exchanged(self.folder):
             self._exchange()
         is_begun = (self.work / IDENTITY_NAME).exists()
         if problem := self._problem(is_begun):
@@ -287,6 +292,9 @@ class OutputFolder:
         for name in encoder.files:
             shutil.copyfile(encoder.folder / name, self.new / TOKENIZER_FOLDER / name)
         write_manifest(self.new, manifest)
+        self._keep = (
+            True  # what is new is whole: an exchange that is interrupted is for the next run to finish
+        )
         self._exchange()
         self._keep = False
         return manifest

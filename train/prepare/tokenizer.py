@@ -247,10 +247,16 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """
     output = Path(args.output)
     work = output / ".unfinished"  # of a run that was killed, if it is there
-    has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)
-    if has_tokenizer and not (args.overwrite or work.exists()):
-        raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
-                         "prepared with the old one will not fit the new one)")  # fmt: skip
+
+    def check() -> None:
+        # of one whose exchange was interrupted the model is gone, and what is left is nobody's
+        is_left = work.exists() and not (output / MODEL_NAME).exists()
+        has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)
+        if has_tokenizer and not (args.overwrite or is_left):
+            raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
+                             "prepared with the old one will not fit the new one)")  # fmt: skip
+
+    check()
     start = time.monotonic()
     reading = _Reading(args)
     texts = sample_texts(reading, args.max_bytes)
@@ -263,6 +269,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
     with take_lock(output / "train_tokenizer.lock") as lock:
         try:
+            check()  # reading takes minutes, in which another run may have written one
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
             data = train_model(texts, args.vocab_size, args.character_coverage)

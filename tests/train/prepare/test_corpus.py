@@ -222,6 +222,8 @@ def test_datasets_by_name(tmp_path, monkeypatch):
     write_lines(tmp_path / "set" / "test.jsonl", ["held out"])
     assert texts_of(read_documents([f"hf:{tmp_path / 'set'}"])) == TEXTS
     assert texts_of(read_documents([f"hf:{tmp_path / 'set'}::test"])) == ["held out"]
+    with pytest.raises(ValueError, match=r"hold all of it, not the part \[:90%\]\. Name the split alone"):
+        list_sources([f"hf:{tmp_path / 'set'}::train[:90%]"])
     with pytest.raises(ValueError, match=r"input hf:.*:nosplit: datasets cannot load it"):
         list_sources([f"hf:{tmp_path / 'set'}::nosplit"])
 

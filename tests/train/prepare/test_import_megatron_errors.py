@@ -201,6 +201,29 @@ def test_ctrl_c_leaves_what_was_there(tmp_path, run_import, monkeypatch):
     assert content_of(tmp_path / "out") == before
 
 
+def test_ctrl_c_while_the_new_data_take_the_place_of_the_old(tmp_path, run_import, monkeypatch):
+    """Neither is lost: the next run finishes it."""
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    old, new = (write_dataset(tmp_path / str(n), random_documents(60, seed=n)) for n in range(2))
+    assert run_import(out, old, shard_tokens=300)[0] == run_import(fresh, new, shard_tokens=400)[0] == 0
+    replace, moved = os.replace, []
+
+    def stopped(source, target):
+        moved.append(target)
+        if len(moved) == 4:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.prepare.output.os.replace", stopped)
+        status, _, errors = run_import(out, new, shard_tokens=400, overwrite=True)
+    assert status == 130 and errors.endswith("run the same command again, which finishes that\n")
+    assert not (out / "manifest.json").exists()
+    status, _, errors = run_import(out, new, shard_tokens=400)
+    assert status == 2 and "already holds prepared data" in errors
+    assert content_of(out) == content_of(fresh)
+
+
 def test_no_document_for_the_train_split(tmp_path, run_import):
     prefix = write_dataset(tmp_path / "a", [[[EOS]], [[BOS, EOS]]])
     status, _, errors = run_import(tmp_path / "out", prefix)

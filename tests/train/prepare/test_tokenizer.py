@@ -180,6 +180,27 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     }
 
 
+def test_what_a_killed_run_left_beside_a_tokenizer_is_no_leave_to_replace_it(tmp_path, corpus, capsys):
+    (tmp_path / "tokenizer.model").write_text("mine")
+    (tmp_path / ".unfinished").mkdir()  # of one that was killed while it trained, with --overwrite
+    assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 2
+    assert "already holds a tokenizer" in capsys.readouterr().err
+    assert (tmp_path / "tokenizer.model").read_text() == "mine"
+
+
+def test_of_two_first_runs_the_second_replaces_nothing(tmp_path, corpus, capsys, monkeypatch):
+    """The other one ends while this one reads its texts."""
+
+    def sampled(reading, max_bytes):
+        (tmp_path / "tokenizer.model").write_text("theirs")
+        return ["a text"]
+
+    monkeypatch.setattr("train.prepare.tokenizer.sample_texts", sampled)
+    assert main(["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]) == 2
+    assert "already holds a tokenizer" in capsys.readouterr().err
+    assert (tmp_path / "tokenizer.model").read_text() == "theirs"
+
+
 def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, capsys, monkeypatch):
     (tmp_path / "tokenizer.model").write_text("mine")
 
