@@ -266,13 +266,16 @@ setup_env() {
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
-  # Several nodes or terminals may start on one shared folder: one makes the environment, the others wait.
-  local lock=""
+  # Several nodes or terminals may start on one shared folder: one makes the environment, the others wait. Who may not
+  # write there makes nothing there, and waits only for who does, or for nobody where there is no file to lock.
+  local lock="" kind=-x
   if command -v flock >/dev/null 2>&1; then
-    exec {lock}>"$ROOT/.setup.lock"
-    flock -n "$lock" || {
+    { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""
+  fi
+  if [[ -n "$lock" ]]; then
+    flock -n "$kind" "$lock" || {
       say "set-up: another set-up is under way in $ROOT; waiting for it"
-      flock "$lock"
+      flock "$kind" "$lock"
     }
   fi
   choose_environment "${files[@]}"

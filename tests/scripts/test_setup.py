@@ -116,6 +116,24 @@ def test_a_second_set_up_says_that_it_waits(machine: dict[str, str], tmp_path: P
     assert "another set-up is under way" in run.stdout and "PY=" in run.stdout
 
 
+# As root nothing is refused: a folder is opened for reading alone, a link into nowhere not at all.
+@pytest.mark.parametrize(
+    "before", [": >.setup.lock; chmod a-w .setup.lock", "mkdir .setup.lock", "ln -s nowhere/lock .setup.lock"]
+)
+def test_set_up_in_the_checkout_of_another_user(machine: dict[str, str], tmp_path: Path, before: str) -> None:
+    run = set_up(machine, tmp_path, before=before)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == f"PY={tmp_path}/venv/bin/python\n" and run.stderr == ""
+
+
+def test_who_may_not_write_waits_for_who_does_alone(machine: dict[str, str], tmp_path: Path) -> None:
+    for kind, waits in (("-x", True), ("-s", False)):
+        lock = f"mkdir .setup.lock; exec 8<.setup.lock; flock {kind} 8; (sleep 0.5; exec 8>&-) & exec 8>&-"
+        run = set_up(machine, tmp_path / kind, before=lock)
+        assert run.returncode == 0, run.stderr
+        assert ("another set-up is under way" in run.stdout) == waits and "PY=" in run.stdout
+
+
 def break_compiler(machine: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "tools" / "c++").unlink()
 
