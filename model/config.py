@@ -43,6 +43,7 @@ POSITIVE = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings".split()
 )
+WINDOW = "sliding_window"  # of which 0 is a window to transformers, in which a token sees nothing
 # Keys of a config.json that MistralConfig takes besides its fields (older names, options of transformers), and keys of
 # other tools and models that resemble a field's name and change nothing here.
 LEGACY_KEYS = frozenset("rope_theta rope_scaling torch_dtype".split())
@@ -163,8 +164,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"model.config: {path} has the model_type {values['model_type']!r}; only mistral is supported"
         )
     if problems := [
-        f"{key}: {values[key]} must be positive"
-        for key in POSITIVE
+        f"{key}: {values[key]} must be positive{', or null for none' if key == WINDOW else ''}"
+        for key in (*POSITIVE, WINDOW)
         if isinstance(values.get(key), int) and values[key] < 1
     ]:
         raise ValueError(f"model.config: {path}: " + "; ".join(problems))
@@ -201,7 +202,8 @@ def check_config(config: MistralConfig) -> None:
         problems.append(f"attention_dropout {config.attention_dropout}: only 0")
     if head_dim(config) % 8:
         problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
-    if (rope_type := _rope_parameters(config).get("rope_type", "default")) != "default":
+    rope = _rope_parameters(config)
+    if (rope_type := rope.get("rope_type") or rope.get("type") or "default") != "default":  # the older name
         problems.append(
             f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
         )

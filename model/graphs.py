@@ -85,6 +85,9 @@ class _Captured:
         check: HealthCheck | None = None,
     ):
         self.parameters = list(passes.parameters.values())
+        self.angles = (
+            passes.model._rope_freqs
+        )  # which the graph reads; a longer sequence makes the model others
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
         watching = check.watching if check else nullcontext

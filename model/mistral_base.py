@@ -219,7 +219,8 @@ class MistralBase(nn.Module):
             rope = self.precision.te.RotaryPositionEmbedding(
                 head_dim(self.config), rotary_base=rope_theta(self.config)
             )
-            cached = self._rope_freqs = rope.to(device)(length)
+            with torch.inference_mode(False):  # else no later pass could be trained with them
+                cached = self._rope_freqs = rope.to(device)(length)
         return cached[:length]
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:

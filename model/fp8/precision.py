@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -196,9 +197,14 @@ class Precision:
             for name in fnmatch.filter(names, pattern):
                 run_under(model.get_submodule(name), self.te, None)
         for name, module in gemm_modules(model, self).items():
-            level = self.level(name)
-            if level != self.config.recipe and not bf16_pattern(name, self.config.bf16_modules):
-                run_under(module, self.te, self.make_recipe(level))
+            if bf16_pattern(name, self.config.bf16_modules):
+                continue
+            level, recipe = self.level(name), self.make_recipe(self.level(name))
+            own_scales = name == "lm_head" and _rounds_scales_of_gradients(recipe)
+            if own_scales:  # why: te_reference/gemm.py
+                recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
+            if own_scales or level != self.config.recipe:
+                run_under(module, self.te, recipe)
 
     def check(self, model: nn.Module) -> list[str]:
         """The names of the modules of `model` that would run FP8. Nothing is changed.
@@ -228,3 +234,9 @@ class Precision:
                         f"{name!r} to precision.bf16_modules"
                     )
         return report.planned
+
+
+def _rounds_scales_of_gradients(recipe: Any) -> bool:
+    """Whether scales of gradients are powers of two."""
+    parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
+    return parameters is not None and parameters.power_2_scale

@@ -33,6 +33,9 @@ def gradients(
     model = build_model(
         config, "te_layer", precision, seed=42, init_from=str(init_from) if init_from else None
     )
+    with torch.no_grad():
+        for parameter in model.parameters():  # as the other rows have them, of float32, too
+            parameter.copy_(parameter.bfloat16())
     model.train()
     on_device = [batch.to(precision.device) for batch in batches]
     calibrate(model, precision, on_device[0].input_ids, on_device[0].labels, len(on_device))

@@ -114,6 +114,11 @@ def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) 
         ({"num_hiden_layers": 3}, "did you mean num_hidden_layers"),
         ({"hidden_size": "128"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0 must be positive"),
+        ({"sliding_window": 0}, "sliding_window: 0 must be positive, or null for none"),
+        (
+            {"rope_parameters": {"type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+            "rope_type 'linear': only",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"model_type": "llama"}, "only mistral"),

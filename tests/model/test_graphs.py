@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -256,3 +257,22 @@ def test_graphs_of_gradients_without_fp8_are_found(monkeypatch: pytest.MonkeyPat
     with count_gemms(model, model.precision) as gemms:
         model(inputs[:2], labels=labels[:2], is_first_microbatch=True).loss.backward()
     assert gemms.problem().startswith("FP8 was asked for and no module ran FP8")
+
+
+@on_tapes
+def test_the_angles_that_a_graph_reads_stay_when_a_longer_sequence_comes() -> None:
+    """Their memory would be another tensor's at the next replay."""
+    model, inputs, labels = model_and_batches("te_linear", compute="bf16")
+    use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], False)
+    angles = weakref.ref(model._rope_freqs)
+    with torch.no_grad():
+        model(torch.cat([inputs[:2], inputs[:2]], 1))
+    gc.collect()
+    assert angles() is not None and angles() is not model._rope_freqs
+
+
+def test_angles_that_inference_made_are_trained_with() -> None:
+    model, inputs, labels = model_and_batches("te_linear", compute="bf16")
+    with torch.inference_mode():
+        model(inputs[:2])
+    model(inputs[:2], labels=labels[:2]).loss.backward()

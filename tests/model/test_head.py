@@ -147,6 +147,22 @@ def test_the_entries_of_labels_are_right_for_any_number_of_them(labels: int) -> 
     assert float((of_weight * expected).sum() / expected.square().sum()) == pytest.approx(1, abs=4e-3)
 
 
+@pytest.mark.parametrize("keys", [{"recipe": "block"}, {"recipe": "current", "power_2_scales": True}])
+def test_they_are_in_a_head_that_is_fp8_as_a_whole(keys: dict[str, Any]) -> None:
+    """Of 112 labels the entries are -1 / 112 (1 - 1 / 4096), which e4m3 with powers of two rounds by -1.5 %."""
+    found = []
+    for how in ({**keys, "bf16_modules": []}, {"compute": "bf16"}):
+        precision = Precision(PrecisionConfig(**how))
+        model = build_model(
+            small_config(head_dim=64, vocab_size=4096), "te_linear", precision, seed=3
+        ).train()
+        ids = random_ids(model.config, 2, 57).to(precision.device)
+        model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
+        found.append(model.lm_head.weight.grad.double())
+    fp8, exact = found
+    assert float((fp8 * exact).sum() / exact.square().sum()) == pytest.approx(1, abs=6e-3)
+
+
 def test_the_weights_gradient_is_added_where_it_belongs() -> None:
     expected = head_gradients(*operands())[1]
     into = torch.ones(V, H, device=expected.device)
