@@ -85,9 +85,8 @@ class _Captured:
         check: HealthCheck | None = None,
     ):
         self.parameters = list(passes.parameters.values())
-        self.angles = (
-            passes.model._rope_freqs
-        )  # which the graph reads; a longer sequence makes the model others
+        # which the graph reads, and in whose place a longer sequence puts others
+        self.angles = passes.model._rope_freqs
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # thread_local: other threads (data, NCCL's watchdog) may go on calling CUDA
         watching = check.watching if check else nullcontext
