@@ -4,6 +4,7 @@ gone: a result has what a comparison needs of them."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,18 @@ def _write(plan: Plan, row: Result, name: str) -> None:
         records.setdefault(step, {"step": step, "tokens": step * batch})["eval_loss"] = loss
     last = records[max(records)]
     last |= {"skipped_steps": row["skipped_steps"], "memory_gib": row["memory_gib"]}
-    plan.folder.mkdir(parents=True)
+    # whole or not there: a folder without its conditions would be taken for somebody's own
+    folder = plan.folder.with_name(f"{plan.row.name}.taken")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     lines = (json.dumps(records[step]) + "\n" for step in sorted(records))
-    RunFolder(plan.folder).metrics.write_text("".join(lines), encoding="utf-8")
-    (plan.folder / LOG).write_text(f"taken from {name}\n{row['fp8'] or ''}\n", encoding="utf-8")
+    RunFolder(folder).metrics.write_text("".join(lines), encoding="utf-8")
+    (folder / LOG).write_text(f"taken from {name}\n{row['fp8'] or ''}\n", encoding="utf-8")
     done = {
         "finished": True,
         "config": plan.config,
         "conditions": row["trained_under"],
         "health": row["health"],
     }
-    write_durably(plan.folder / CONDITIONS, json.dumps(done, indent=1) + "\n")
+    write_durably(folder / CONDITIONS, json.dumps(done, indent=1) + "\n")
+    folder.rename(plan.folder)

@@ -146,11 +146,8 @@ def order_problems(args: TrainingArguments, step: int | None = None, tokens: int
     not judged: steps of a resumed run may have had other sizes."""
     stages, begin, found = args.precision.schedule or [], step or 0, []
     for number, stage in enumerate(stages[:-1]):
-        if (
-            "until_tokens" in stage
-            if step is None
-            else step and _is_over(stage, args.max_steps, step, tokens)
-        ):
+        is_open = step is None and "until_tokens" in stage
+        if is_open or (step and _is_over(stage, args.max_steps, step, tokens)):
             continue
         name, (key,) = _name(number, len(stages)), [key for key in ENDS if key in stage]
         end = _end_step(stage, args, args.max_steps, step or 0, tokens)
