@@ -256,7 +256,9 @@ def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
     finished, has_checkpoint = was["finished"], any(plan.folder.glob("checkpoints/step-*"))
     here = {"config": dict.fromkeys(KEPT_KEYS)}
     changed = differences(leaves(was["config"] | here["config"]), leaves(plan.config | here["config"]))
-    changed += differences(leaves(was["conditions"]), leaves(now))
+    # transformers writes its version into every model's configuration; `versions` has it
+    under = differences(leaves(was["conditions"]), leaves(now))
+    changed += [change for change in under if change.key != "model.transformers_version"]
     differ = tuple(key for key in may_differ if any(is_under(change.key, [key]) for change in changed))
     if changed := [change for change in changed if not is_under(change.key, differ)]:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""

@@ -237,6 +237,10 @@ def test_what_may_differ_is_said(tmp_path: Path) -> None:
     assert "machine.gpu" in (state_of(plan, now, ["sources"]).why or "")
     state = state_of(plan, now, ["sources", "machine"])
     assert state.why is None and state.differ == ("sources", "machine")
+    written = row_in(tmp_path / "written", model={"hidden_size": 8, "transformers_version": "5.17.0"})
+    later = now | {"model": {"hidden_size": 8, "transformers_version": "5.23.0"}}
+    assert state_of(written, later).why is None, "one of the versions, as every model has it"
+    assert "hidden_size" in (state_of(written, later | {"model": {"hidden_size": 16}}).why or "")
     other = row_in(tmp_path / "other", data={"x": 1})
     assert "data.x" in (state_of(other, now, ["sources", "machine", "versions"]).why or "")
     plan.config["save_steps"] = 5
