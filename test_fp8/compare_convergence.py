@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Does FP8 train as well as bf16? The same training in bf16 and with each FP8 recipe, and how far they come apart.
 
-    python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...] [--noise_seed 43]
-        [--row NAME key=value ...]... [--max_steps N] [--output FILE.json] [-- --key value ...]
+    python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
+        [--noise_seed 43 ... [--noise_rows delayed ...]] [--row NAME key=value ...]... [--max_steps N]
+        [--output FILE.json] [-- --key value ...]
 
 Each row is a real run of train/train.py with CONFIG, the keys after -- and the row's own, from the same seed on the
 same samples in the same order. --row adds rows, for instance
@@ -14,6 +15,10 @@ same samples in the same order. --row adds rows, for instance
 A row may change how a step is computed and nothing else; that is checked. But for the optimizer: such a row (muon_*)
 is compared with the one of the same optimizer in bf16. Nothing of the models is kept. A row that is finished in
 --work_dir, with the same configuration, data, machine, versions and sources, is not run again: rows can be added later.
+
+Two seeds of the same training end as far apart as its chaos takes them. --noise_seed trains the baseline with others,
+too, and draws their band; a row of --noise_rows is trained with each of them, and is held to the mean of its
+differences from the baseline of the same seed, told with its standard error.
 
 It can be done in several calls: with --time_limit_s, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and
 the same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it takes.
@@ -49,6 +54,7 @@ from test_fp8.convergence.rows import (
     begun,
     comparable,
     conditions,
+    is_twin,
     make_plans,
     reference_of,
     trained_under,
@@ -61,7 +67,12 @@ OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", met
 OPTIONS.add("--rows", DEFAULT_ROWS, "which of these", nargs="*", choices=list(PRESETS))
 OPTIONS.add_rows()
 OPTIONS.add("--baseline", "bf16", "the row that the others are compared with")
-OPTIONS.add("--noise_seed", None, "also train the baseline with this seed, as a yardstick", type=int)
+OPTIONS.add(
+    "--noise_seed", [], "also train the baseline with these seeds, as a yardstick", nargs="+", type=int
+)
+OPTIONS.add(
+    "--noise_rows", [], "and these rows: a difference is the mean over the seeds", nargs="+", metavar="ROW"
+)
 OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float))
 OPTIONS.add("--max_steps", None, "of each training, in place of CONFIG's", type=int)
 OPTIONS.add("--logging_steps", None, "steps between points of a curve, in place of CONFIG's", type=int)
@@ -94,51 +105,67 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def compare(
-    plans: Sequence[Plan], records: dict[str, list[Result]], now: Result, tolerance: float
+    plans: Sequence[Plan], records: dict[str, list[Result]], of: Result, tolerance: float
 ) -> tuple[list[Result], Result | None]:
     """One result a row of `records` (`comparable`), the baseline's first; and the band of the baseline's seeds, None of
-    one. now: `conditions`."""
+    one. of: the `conditions` of the report, from which a row's may differ."""
     base = plans[0]
     plans = [plan for plan in plans if plan.row.name in records]
-    seeds = [records[base.row.name], *(records[plan.row.name] for plan in plans if plan.measures_noise)]
+    seeds = [records[plan.row.name] for plan in plans if plan is base or is_twin(plan, base)]
     band = evidence.band(seeds) if len(seeds) > 1 else None
-    held = [plan for plan in plans if not plan.measures_noise]
-    without_fp8 = [plan for plan in held if plan.config["precision"]["compute"] != "fp8"] or [base]
+    without_fp8 = [plan for plan in plans if plan.config["precision"]["compute"] != "fp8"] or [base]
     results = []
     for plan in plans:
         reference = reference_of(plan, plans)
         own, other = records[plan.row.name], records[reference.row.name]
+        # the best of the same seed; of the baseline's twins, which show what chance does, that of the configuration's
+        others = [p for p in without_fp8 if p.seed == reference.seed] or [base]
+        pairs = [(plan, reference)] + [(p, reference_of(p, plans)) for p in plans if is_twin(p, plan)]
+        over_seeds = None
+        if plan is not base and plan.seed is None and len(pairs) > 1:
+            over_seeds = evidence.over_seeds(
+                *([records[p.row.name] for p in side] for side in zip(*pairs, strict=True))
+            )
         result = compared(
             plan.row.name,
             own,
             other,
             base.config["warmup_steps"],
             tolerance,
-            same_samples=not plan.measures_noise,
-            held=plan is not base and plan.optimizer == reference.optimizer,
+            same_samples=plan.seed == reference.seed,
+            held=plan is not base and plan.seed is None and plan.optimizer == reference.optimizer,
             mean=band["final_mean"] if band and plan.optimizer == base.optimizer else None,
+            over_seeds=over_seeds,
         )
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
         under = trained_under(plan)
-        alike = [p for p in without_fp8 if p.optimizer == plan.optimizer] or [reference]
+        alike = [p for p in others if p.optimizer == plan.optimizer] or [reference]
         result |= {
             "overrides": {key: public(value) for key, value in plan.row.settings.items()},
             "settings": settings_of(plan.config),
-            "measures_noise": plan.measures_noise,
+            "seed": plan.config["seed"],
+            "measures_noise": plan.seed is not None,
             "trains_otherwise": plan.optimizer != reference.optimizer,
             "compared_with": None if plan is base else reference.row.name,
-            "equal_loss": evidence.equal_loss(own, {p.row.name: records[p.row.name] for p in without_fp8}),
+            "equal_loss": evidence.equal_loss(own, {p.row.name: records[p.row.name] for p in others}),
             "equal_loss_same_optimizer": evidence.equal_loss(
                 own, {p.row.name: records[p.row.name] for p in alike}
             ),
             # of a row that was taken over what there is
             "health": evidence.health(own) or (begun(plan.folder) or {}).get("health"),
             "trained_under": under,
-            "conditions_differ": [key for key in MAY_DIFFER if under[key] != now[key]],
+            "conditions_differ": [key for key in MAY_DIFFER if under[key] != of[key]],
             "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
         }
         results.append(result)
     return results, band
+
+
+def conditions_of(plans: Sequence[Plan], now: Result) -> Result:
+    """The conditions that a report of these finished rows is of: today's, `now`, where a row was trained under them,
+    else the first row's: it was only put together here."""
+    under = [trained_under(plan) for plan in plans]
+    return now if any(all(each[key] == now[key] for key in MAY_DIFFER) for each in under) else under[0]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,7 +193,8 @@ def main(argv: Sequence[str]) -> int:
         if plans[0].row.name not in records:
             print(f"not finished: {', '.join(left)}; the same command goes on")
             return NOT_FINISHED
-        results, seeds = compare(plans, records, now, arguments.tolerance)
+        of = conditions_of([plan for plan in plans if plan.row.name in records], now)
+        results, seeds = compare(plans, records, of, arguments.tolerance)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -175,7 +203,8 @@ def main(argv: Sequence[str]) -> int:
         more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
         more |= {"seeds": seeds, "not_finished": left}
         behind = ["--", *map(public, arguments.training)] if arguments.training else []
-        report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, **more)
+        measured_on = of["machine"], of["versions"]
+        report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, measured_on, **more)
         drawn = plot(results, training, arguments.tolerance, arguments.output, seeds)
         print(f"wrote {arguments.output} and {drawn}")
     misses = [f"{result['row']}: {miss}" for result in results for miss in result["misses"]]

@@ -25,13 +25,21 @@ Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
 """Title -> (key of a result, or a function of it; format specification, which ends in < for a column of text)."""
 
 
-def write_json(path: Path, command: str, results: Sequence[Result], **more: Any) -> None:
+def write_json(
+    path: Path,
+    command: str,
+    results: Sequence[Result],
+    measured_on: tuple[Result, Result] | None = None,
+    /,
+    **more: Any,
+) -> None:
     """Write the report of a run with `command` (from `Options.command`) to `path`, making its folder; `more` are keys
-    beside "results". A number that is not finite becomes null.
+    beside "results". A number that is not finite becomes null. measured_on: (machine, versions) as of `describe`, where
+    it is not here.
 
     Raises TypeError: `more` has a key that is the report's own.
     """
-    machine, versions = describe()
+    machine, versions = measured_on or describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     report = dict(command=command, date=date, machine=machine, versions=versions, **more, results=results)
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)

@@ -104,8 +104,8 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
 
 
 def at_the_end(curve: Result) -> Result | None:
-    """How far the training loss is from the baseline's over the last tenth of the logged steps: "percent", the mean
-    of the differences, and "standard_error" of that mean, None of a single one. It is of many more tokens than an
+    """How far the training loss is from the baseline's over the last tenth of the logged steps: "mean_percent" of the
+    differences, and its "standard_error", None of a single one. It is of many more tokens than an
     evaluation; where they come in a second epoch it also says how well they are remembered. None where the samples are
     not the baseline's.
     """
@@ -114,7 +114,13 @@ def at_the_end(curve: Result) -> Result | None:
     if not last:
         return None
     error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
-    return {"percent": statistics.fmean(last), "standard_error": error}
+    return {"mean_percent": statistics.fmean(last), "standard_error": error}
+
+
+def told(mean: Result) -> str:
+    """A mean difference with its standard error, in words."""
+    error = mean["standard_error"]
+    return f"{mean['mean_percent']:+.2f}{'' if error is None else f' ± {error:.2f}'} %"
 
 
 def compared(
@@ -126,24 +132,28 @@ def compared(
     same_samples: bool = True,
     held: bool = True,
     mean: float | None = None,
+    over_seeds: Result | None = None,
 ) -> Result:
     """The result of row `name`: its `summary`, its `curves`, and what sets it apart from the baseline.
 
     `same_samples`: it was trained on the baseline's samples in their order, so that the training losses compare.
-    `mean`: final evaluation loss of the baseline's seeds. "misses" holds, in words, why a row that is `held` to it does
-    not train as well: a final evaluation loss further than `tolerance` (a fraction) from `mean`, or without seeds from
-    the baseline's, or more skipped steps.
+    `mean`: final evaluation loss of the baseline's seeds; `over_seeds`: of a row that was trained with them, too
+    (evidence.over_seeds). "misses" holds, in words, why a row that is `held` to it does not train as well: a final
+    evaluation loss further than `tolerance` (a fraction) from the baseline's in the mean over the seeds, or from
+    `mean`, or without seeds from the baseline's, or more skipped steps.
     """
     own, base = summary(records, warmup_steps), summary(baseline, warmup_steps)
     curve = curves(records, baseline, same_samples)
     difference = percent(own["eval_loss"], base["eval_loss"])
     misses = []
     of, allowed = ("the baseline's", base["eval_loss"]) if mean is None else ("the seeds' mean", mean)
-    if not abs(apart := percent(own["eval_loss"], allowed)) <= tolerance * 100:
-        misses.append(
-            f"evaluation loss {own['eval_loss']:.4f} is {apart:+.2f} % from {of} {allowed:.4f}; allowed are "
-            f"{tolerance * 100:g} %"
-        )
+    apart = percent(own["eval_loss"], allowed)
+    found = f"evaluation loss {own['eval_loss']:.4f} is {apart:+.2f} % from {of} {allowed:.4f}"
+    if over_seeds:
+        number = len(over_seeds["percent"])
+        found = f"evaluation loss is {told(over_seeds)} from the baseline's in the mean of {number} seeds"
+    if not abs(over_seeds["mean_percent"] if over_seeds else apart) <= tolerance * 100:
+        misses.append(f"{found}; allowed are {tolerance * 100:g} %")
     if own["skipped_steps"] > base["skipped_steps"]:
         misses.append(
             f"{own['skipped_steps']} steps were skipped for gradients that are not finite, in the baseline "
@@ -160,6 +170,7 @@ def compared(
         **own,
         "eval_difference_percent": difference,
         "difference_to_seeds_mean_percent": None if mean is None else apart,
+        "over_seeds": over_seeds,
         **largest,
         "last_tenth": at_the_end(curve),
         "speed_to_baseline": own["tokens_per_second"] / base["tokens_per_second"],
@@ -200,6 +211,7 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         "eval loss": ("eval_loss", ".4f"),
         "difference": (to_base(lambda r: f"{r['eval_difference_percent']:+.2f} %"), ""),
         **({"to seeds' mean": (_to_seeds, "")} if seeds else {}),
+        **({"over seeds": (_over_seeds, "")} if any(r["over_seeds"] for r in results) else {}),
         "last tenth": (to_base(_last_tenth), ""),
         "largest": (to_base(lambda r: _at_step(r, "difference_percent")), ""),
         "smoothed": (to_base(lambda r: _at_step(r, "smoothed_difference_percent")), ""),
@@ -237,10 +249,10 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         if r["compared_with"] not in (None, base["row"]):
             print(f"{r['row']}: compared with {r['compared_with']}")
         if r["conditions_differ"]:
-            print(f"{r['row']}: {' and '.join(r['conditions_differ'])} were others than today's")
+            print(f"{r['row']}: {' and '.join(r['conditions_differ'])} were others than those of this report")
         if r["fp8"] and r["settings"]["precision.compute"] == "fp8":
             print(f"{r['row']}: {r['fp8']}")
-        if r["measures_noise"]:
+        if r["measures_noise"] and r["compared_with"] == base["row"]:
             print(
                 f"{r['row']} differs from {base['row']} in initial weights and in the order of samples: "
                 f"evaluation losses {abs(r['eval_difference_percent']):.2f} % apart, or less, may be so by chance."
@@ -255,8 +267,11 @@ def _to_seeds(result: Result) -> str:
 def _last_tenth(result: Result) -> str:
     if (found := result["last_tenth"]) is None:
         return "-"
-    error = found["standard_error"]
-    return f"{found['percent']:+.2f}{'' if error is None else f' ± {error:.2f}'} %"
+    return told(found)
+
+
+def _over_seeds(result: Result) -> str:
+    return told(result["over_seeds"]) if result["over_seeds"] else "-"
 
 
 def _at_step(result: Result, kind: str) -> str:
@@ -270,6 +285,11 @@ def plot(
     """Losses above, their differences to the baseline below, into the PNG beside `output`; returns its path.
     `seeds`: evidence.band of the baseline's."""
     path, warmup, allowed = output.with_suffix(".png"), training["warmup_steps"], tolerance * 100
+    # twins of rows say what they have to say in the mean over the seeds, many of the baseline in their band
+    few = seeds is None or seeds["seeds"] == 2
+    results = [
+        r for r in results if not r["measures_noise"] or (few and not r["curves"]["difference_percent"])
+    ]
     with drawing(path, 2, figsize=(9, 8), sharex=True, height_ratios=[3, 2]) as (_, ((above,), (below,))):
         inside = [allowed]  # what the lower axis must show; what happens in warmup must not flatten it
         for number, r in enumerate(results):
@@ -286,6 +306,16 @@ def plot(
             evaluated = curve["eval_difference_percent"]
             below.plot(curve["eval_step"], evaluated, "o", color=color, markersize=4, label=label)
             inside += map(abs, evaluated[-1:])
+            if mean := r["over_seeds"]:
+                label = f"{r['row']}: mean of {len(mean['percent'])} seeds, its standard error"
+                place, error = (
+                    curve["eval_step"][-1] + number * curve["eval_step"][-1] / 100,
+                    mean["standard_error"],
+                )
+                below.errorbar(
+                    place, mean["mean_percent"], error, fmt="s", color=color, capsize=4, label=label
+                )
+                inside.append(abs(mean["mean_percent"]) + error)
             if not r["measures_noise"]:
                 raw, smooth = curve["difference_percent"], curve["smoothed_difference_percent"]
                 below.plot(curve["step"], raw, color=color, linewidth=0.6, alpha=0.5)

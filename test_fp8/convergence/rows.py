@@ -44,7 +44,7 @@ DEFAULT_ROWS = ["bf16", *RECIPES]
 CONDITIONS = "conditions.json"
 LOG = "log.txt"
 AFTER_START = "after_start"
-# What of `conditions` may be another than today's, if that is asked for; the report says it of each row.
+# What of `conditions` may be another than today's, if that is asked for; the report says which rows differ.
 MAY_DIFFER = ("sources", "machine", "versions")
 # How a row is kept while it trains, not what it trains. A change of precision.schedule needs checkpoints.
 KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
@@ -67,9 +67,10 @@ class Plan:
     folder: Path
 
     @property
-    def measures_noise(self) -> bool:
-        """Whether it is the baseline with another seed, which shows what a difference means and is held to nothing."""
-        return "seed" in self.row.settings
+    def seed(self) -> str | None:
+        """Its own in place of the configuration's: it is the twin of a row, shows what a difference means, and is held
+        to nothing by itself."""
+        return self.row.settings.get("seed")
 
     @property
     def optimizer(self) -> dict[str, Any]:
@@ -78,14 +79,19 @@ class Plan:
 
     @property
     def computes(self) -> dict[str, Any]:
-        """What else it has for itself: how a step is computed."""
-        return {key: value for key, value in self.row.settings.items() if key not in self.optimizer}
+        """What else it has for itself but the seed: how a step is computed."""
+        return {
+            key: value
+            for key, value in self.row.settings.items()
+            if key not in self.optimizer and key != "seed"
+        }
 
 
 def chosen_rows(options: argparse.Namespace) -> list[Row]:
-    """The rows of --rows and --row, the baseline first, and behind it its twin with another seed.
+    """The rows of --rows and --row, the baseline first, and behind it and each of --noise_rows its twins with the other
+    seeds.
 
-    Raises RowError: a bad --row; no row has the baseline's name.
+    Raises RowError: a bad --row; no row has the baseline's name, or one of --noise_rows; these without seeds.
     """
     rows = [Row(name, PRESETS[name]) for name in dict.fromkeys(options.rows)]
     allowed = [*ROW_KEYS, *OPTIMIZER_KEYS]
@@ -97,10 +103,18 @@ def chosen_rows(options: argparse.Namespace) -> list[Row]:
             f"the baseline {options.baseline} is not among the rows {names}; --baseline names another"
         )
     others = [row for row in rows if row.name != options.baseline]
-    if options.noise_seed is not None:
-        twin = {**first[0].settings, "seed": str(options.noise_seed)}
-        first.append(Row(f"{options.baseline}_seed{options.noise_seed}", twin))
-    return first + others
+    seeds = [str(seed) for seed in dict.fromkeys(options.noise_seed)]
+    if unknown := [name for name in options.noise_rows if name not in (row.name for row in rows)]:
+        raise RowError(
+            f"--noise_rows {unknown[0]}: there is no such row; there are {', '.join(r.name for r in rows)}"
+        )
+    if options.noise_rows and not seeds:
+        raise RowError("--noise_rows are trained with the seeds of --noise_seed; give some, or leave it out")
+    chosen = []
+    for row in first + others:
+        twice = seeds if row is first[0] or row.name in options.noise_rows else []
+        chosen += [row, *(Row(f"{row.name}_seed{seed}", {**row.settings, "seed": seed}) for seed in twice)]
+    return chosen
 
 
 def make_plan(row: Row, arguments: argparse.Namespace) -> Plan:
@@ -143,9 +157,11 @@ def check_same_training(
 
 def make_plans(arguments: argparse.Namespace) -> list[Plan]:
     """How the chosen rows are trained. Raises RowError, ConfigurationError, ComparisonError: as what it calls; among
-    them that a row has no reference."""
+    them that a row has no reference, or that another seed is none."""
     plans = [make_plan(row, arguments) for row in chosen_rows(arguments)]
     for plan in plans:
+        if plan.seed is not None and plan.config["seed"] == plans[0].config["seed"]:
+            raise ComparisonError(f"--noise_seed {plan.seed} is the seed of the rows themselves; give others")
         overrides = [*plans[0].row.settings, *plan.row.settings]
         check_same_training(plan.row.name, overrides, plans[0].config, plan.config)
         reference_of(plan, plans)
@@ -200,17 +216,26 @@ def read_metrics(folder: Path) -> list[Result]:
 
 
 def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
-    """The row that `plan` is compared with: that of its optimizer which computes as the baseline, the first, does; of
-    that one itself the baseline. Raises ComparisonError: there is none."""
+    """The row that `plan` is compared with: that of its optimizer and seed which computes as the baseline, the first,
+    does; of that one itself the baseline. Raises ComparisonError: there is none."""
     base = plans[0]
     for other in plans:
-        if other.optimizer == plan.optimizer and other.computes == base.computes:
+        alike = (other.optimizer, other.seed) == (plan.optimizer, plan.seed)
+        if alike and other.computes == base.computes:
             return base if other is plan else other
     keys = " ".join(f"{key}={value}" for key, value in {**base.computes, **plan.optimizer}.items())
+    seeded = "" if plan.seed is None else " and name it in --noise_rows"
     raise ComparisonError(
         f"row {plan.row.name} has another optimizer than the baseline {base.row.name}, and no row has it in the "
-        f"baseline's precision; add one, such as --row NAME {keys}"
+        f"baseline's precision{'' if plan.seed is None else ' and with this seed'}; add one, such as --row NAME {keys}"
+        f"{seeded}"
     )
+
+
+def is_twin(plan: Plan, other: Plan) -> bool:
+    """Whether `plan` is `other` with another seed, and `other` has the configuration's."""
+    alike = plan.optimizer == other.optimizer and plan.computes == other.computes
+    return alike and plan.seed is not None and other.seed is None
 
 
 def comparable(plans: Sequence[Plan], records: dict[str, list[Result]]) -> dict[str, list[Result]]:

@@ -73,11 +73,11 @@ def test_another_order_of_samples_has_no_differences_by_step() -> None:
 def test_the_last_tenth_of_the_steps() -> None:
     base = training([4.0] * 20)
     found = compared("x", training([5.0] * 18 + [4.04, 4.08]), base, 0, 0.005)["last_tenth"]
-    assert found == {"percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
+    assert found == {"mean_percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
     few = compared("x", training([4.04, 4.0, 4.2]), base[:2] + training([4.0] * 3)[2:], 0, 0.005)[
         "last_tenth"
     ]
-    assert few == {"percent": pytest.approx(5), "standard_error": None}
+    assert few == {"mean_percent": pytest.approx(5), "standard_error": None}
 
 
 def test_smoothing_is_a_centred_mean() -> None:
@@ -178,6 +178,16 @@ def test_rows() -> None:
     assert rows[2].settings == {"precision.compute": "fp8", "precision.recipe": "delayed"}
     with pytest.raises(RowError, match="baseline fp16 is not among the rows bf16"):
         rows_of("--rows", "bf16", "--baseline", "fp16")
+    several = ["--noise_seed", "7", "8", "7", "--noise_rows"]
+    rows = rows_of("--rows", "delayed", "bf16", *row, *several, "lm_head")
+    assert [row.name for row in rows] == [
+        "bf16", "bf16_seed7", "bf16_seed8", "delayed", "lm_head", "lm_head_seed7", "lm_head_seed8"
+    ]  # fmt: skip
+    assert rows[-1].settings == {"precision.bf16_modules": "[]", "seed": "8"}
+    with pytest.raises(RowError, match="--noise_rows block: there is no such row; there are delayed, bf16"):
+        rows_of("--rows", "delayed", "bf16", *several, "block")
+    with pytest.raises(RowError, match="with the seeds of --noise_seed; give some"):
+        rows_of("--rows", "delayed", "bf16", "--noise_rows", "delayed")
 
 
 def test_reports_name_no_folder_of_the_machine() -> None:
@@ -363,6 +373,7 @@ def check_what_is_run_again(config: Path, work: Path, rows: list[str], extra: li
         (["--", "--data.sources.text", "nowhere"], "nowhere"),
         (["--row", "x", "per_device_train_batch_size=3"], "not divisible by"),
         (["--baseline", "x"], "the baseline x is not among"),
+        (["--noise_seed", "7", "42"], "--noise_seed 42 is the seed of the rows themselves"),
     ],
 )  # fmt: skip
 def test_errors_come_before_any_training(
