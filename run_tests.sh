@@ -54,7 +54,9 @@ if [[ "$mode" == gpu ]]; then
 print(sum(f(i).total_memory // (40 * 2**30) for i in range(torch.cuda.device_count())))')"
     set -- -n "$((workers > 1 ? workers : 0))" "$@"
   fi
-  exec "$PY" -m pytest -p scripts.pytest_gpu_run -o "testpaths=$files" -m "$marks" -rs "$@"
+  # The root is given: an argument with a path elsewhere would move it there, away from pyproject.toml's settings.
+  exec "$PY" -m pytest --rootdir "$ROOT" -c "$ROOT/pyproject.toml" -p scripts.pytest_gpu_run \
+    -o "testpaths=$files" -m "$marks" -rs "$@"
 fi
 
 setup_env dev

@@ -309,6 +309,8 @@ def test_only_a_whole_gpu_run_is_written_down(arguments: list[str], written: boo
     command = ["bash", str(tmp_path / "run_tests.sh"), "--gpu", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("--results=test_fp8/results" in run.stdout) is written and "gpu or multi_gpu" in run.stdout
+    # a path among the arguments would move pytest's root, and testpaths with it
+    assert f"--rootdir {tmp_path} -c {tmp_path}/pyproject.toml" in run.stdout
     assert re.search(r" -n 6( |$)", run.stdout)  # by the memory of the GPUs
     # other files are not imported; what they need, a GPU node may lack
     assert set(re.findall(r"tests/test_\w+\.py", run.stdout)) == {"tests/test_a.py", "tests/test_b.py"}
@@ -353,3 +355,21 @@ def test_gpu_tests_that_are_ended_say_what_did_not_end(workers: int, tmp_path: P
     assert run.returncode == 2, run.stdout + run.stderr
     running = re.findall(r"^STILL RUNNING after \d+ s: (\S+)$", run.stdout, re.M)
     assert running == ["test_x.py::test_b"] and not (tmp_path / "gpu_tests.json").exists()
+
+
+@pytest.mark.slow
+def test_what_ran_is_written_down_where_time_ends_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text("def test_a():\n    pass\n")
+    (tmp_path / "conftest.py").write_text(
+        "import os, signal\nfrom test_fp8.common import report\n\nwrite = report.write_json\n\n"
+        "def ended(*arguments, **more):\n    os.kill(os.getpid(), signal.SIGTERM)\n    write(*arguments, **more)\n\n"
+        "report.write_json = ended\n"
+    )
+    command = [
+        sys.executable,
+        *"-m pytest -q -p scripts.pytest_gpu_run -p no:cacheprovider --results=.".split(),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = programs.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert json.loads((tmp_path / "gpu_tests.json").read_text())["passed"] == 1
