@@ -8,9 +8,7 @@ proof is.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -100,7 +98,6 @@ class GPURun:
                 {"file": file, "passed": n, "seconds": round(self.seconds[file], 1)}
                 for file, n in self.passed.items()
             ],
-            commit=commit(),
             status=status,
             seconds=round(time.monotonic() - self.start),
             passed=self.passed.total(),
@@ -113,18 +110,3 @@ class GPURun:
             terminalreporter.section("skipped, which counts as failed here", sep="=", red=True)
             for nodeid in self.skipped:
                 terminalreporter.line(nodeid)
-
-
-def commit() -> str:
-    """The commit of the sources, and whether they have changed since; GIT_COMMIT names it where a copy has no git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", ".", ":!test_fp8/results")
-        return git("rev-parse", "HEAD") + (", changed since" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")

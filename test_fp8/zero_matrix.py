@@ -39,7 +39,6 @@ from test_fp8.common.report import Result
 from test_fp8.zero.ranks import Trainings, train_all
 from train.files import write_durably
 from train.preflight.machine import cuda_devices
-from train.record.provenance import commit
 
 if TYPE_CHECKING:
     from test_fp8.zero.cells import Cell
@@ -196,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     if left:
         print(f"{left} cells are left for want of time; the same command goes on with them")
     if options.output:
-        more = {"commit": commit(), "ranks": options.ranks, "tolerance": TOLERANCE}
+        more = {"ranks": options.ranks, "tolerance": TOLERANCE}
         report.write_json(options.output, OPTIONS.command(options), results, **more)
     return 1 if wrong else 3 if left else 0
 

@@ -1,8 +1,8 @@
 """What the programs of test_fp8/ make of their results: a table, and a report that says where and with what they were
 measured.
 
-A report is a JSON file {"command", "date", "machine", "versions", ..., "results"} with a plot beside it, a PNG of the
-same stem. It names hardware and software, and nothing that names a host, a user or a path.
+A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}, with a plot beside it, a PNG of
+the same stem. It names hardware and software, and nothing that names a host, a user or a path.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from model.fp8.machine import describe
 from test_fp8.common.options import ROOT
 from train.files import write_durably
+from train.record.provenance import commit
 
 Result = dict[str, Any]
 """What a report says of a row. It has a "reason" in place of figures where the row could not be measured."""
@@ -41,7 +42,8 @@ def write_json(
     """
     machine, versions = measured_on or describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    report = dict(command=command, date=date, machine=machine, versions=versions, **more, results=results)
+    made = dict(command=command, date=date, commit=commit(), machine=machine, versions=versions)
+    report = dict(**made, **more, results=results)
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(finite, indent=2) + "\n")

@@ -17,6 +17,7 @@ from model.fp8.machine import describe, headline
 from test_fp8.common import report, timing
 from test_fp8.common.options import Options, output_file, positive
 from train.files import drawing
+from train.record.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +40,8 @@ def test_written_report(tmp_path: Path) -> None:
         path, "python test_fp8/x.py", [{"loss": float("nan"), "ok": (1.5, float("inf"))}], tolerance=0.1
     )
     written = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert list(written) == ["command", "date", "machine", "versions", "tolerance", "results"]
+    assert list(written) == ["command", "date", "commit", "machine", "versions", "tolerance", "results"]
+    assert written["commit"] == commit()
     assert written["results"] == [{"loss": None, "ok": [1.5, None]}]
     assert written["tolerance"] == 0.1
     assert str(tmp_path) not in path.read_text()

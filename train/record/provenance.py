@@ -91,8 +91,8 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the sources, and whether they have changed since; GIT_COMMIT names it where a copy has no git,
-    "unknown" where nothing does."""
+    """The commit of the sources, and whether they have changed since, measured results aside; GIT_COMMIT names it where
+    a copy has no git, "unknown" where nothing does."""
 
     def git(*words: str) -> str:
         command = ["git", *words]
@@ -101,7 +101,7 @@ def commit() -> str:
         ).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!test_fp8/results")
         return git("rev-parse", "HEAD") + (", changed since" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("GIT_COMMIT", "unknown")
