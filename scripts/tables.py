@@ -51,11 +51,12 @@ ON_A_RESUME = {
     "never": "no",
 }
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, with a micro-batch as training has.
-MEASURED = ("hare_0.4b_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
+MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
 ROWS = {
     "te_layer_bf16": "bf16",
     "te_layer_fp8_delayed": "FP8",
-    "te_layer_fp8_delayed_recompute": "FP8, recomputation",
+    "te_layer_bf16_graph": "bf16, CUDA graphs",
+    "te_layer_fp8_delayed_graph": "FP8, CUDA graphs",
 }
 
 
