@@ -28,7 +28,9 @@ from model.mistral_base import causal_attention
 from model.variants import VARIANTS
 
 PROBE_TOKENS = 256
-QUERIES_AT_A_TIME = 256  # of the attention that the run's is compared with
+# Of the attention that the run's is compared with: 256 queries, fewer where their scores would take more than 1 GiB.
+QUERIES_AT_A_TIME = 256
+SCORES_AT_A_TIME = 2**28
 # bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
@@ -239,7 +241,8 @@ def sdpa(
     outputs, grad_q = [], []
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
     positions = torch.arange(q.shape[2], device=q.device)
-    for rows in positions.split(QUERIES_AT_A_TIME):
+    fitting = SCORES_AT_A_TIME // (q.shape[0] * q.shape[1] * q.shape[2])
+    for rows in positions.split(max(1, min(QUERIES_AT_A_TIME, fitting))):
         age = rows[:, None] - positions[None, : int(rows[-1]) + 1]
         visible = (age >= 0) & (age <= window[0]) if window[0] >= 0 else age >= 0
         # a key is in the query's document where it is not older than the query's position
