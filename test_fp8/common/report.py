@@ -1,8 +1,8 @@
 """What the programs of test_fp8/ make of their results: a table, and a report that says where and with what they were
 measured.
 
-A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}, with a plot beside it, a PNG of
-the same stem. It names hardware and software, and nothing that names a host, a user or a path.
+A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}, with a plot beside it, a
+PNG of the same stem. It names hardware and software, and nothing that names a host, a user or a path.
 """
 
 from __future__ import annotations

@@ -217,12 +217,16 @@ def read_metrics(folder: Path) -> list[Result]:
 
 def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
     """The row that `plan` is compared with: that of its optimizer and seed which computes as the baseline, the first,
-    does; of that one itself the baseline. Raises ComparisonError: there is none."""
+    does; of that one itself the baseline, of the same seed where it has another optimizer. Raises ComparisonError:
+    there is none."""
     base = plans[0]
     for other in plans:
         alike = (other.optimizer, other.seed) == (plan.optimizer, plan.seed)
         if alike and other.computes == base.computes:
-            return base if other is plan else other
+            if other is not plan:
+                return other
+            same_seed = (p for p in plans if is_twin(p, base) and p.seed == plan.seed and p is not plan)
+            return next(same_seed, base)
     keys = " ".join(f"{key}={value}" for key, value in {**base.computes, **plan.optimizer}.items())
     seeded = "" if plan.seed is None else " and name it in --noise_rows"
     raise ComparisonError(

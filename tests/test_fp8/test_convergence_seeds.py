@@ -41,7 +41,8 @@ def test_a_row_with_another_seed_has_the_one_of_that_seed() -> None:
     found = {plan.row.name: reference_of(plan, plans).row.name for plan in plans}
     assert found["bf16_seed8"] == "bf16" and found["delayed"] == "bf16"
     assert found["delayed_seed7"] == "bf16_seed7" and found["delayed_seed8"] == "bf16_seed8"
-    assert found["muon_seed7"] == "bf16" and found["muon_delayed_seed7"] == "muon_seed7"
+    assert found["muon"] == "bf16" and found["muon_seed7"] == "bf16_seed7", "on the same samples"
+    assert found["muon_delayed_seed7"] == "muon_seed7"
     with pytest.raises(
         ComparisonError, match="with this seed; add one, .* optim=muon and name it in --noise_rows"
     ):
