@@ -51,11 +51,30 @@ RECIPES = {
 }
 
 # Values beside the default that recipes without the key have, too; runs of earlier versions were made with them.
-NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False}
+NOT_ASKED_FOR = {"health_steps": 0, "fp8_head_gradients": False, "amax_history_len": 1024}
 
 # What precision.on_trouble takes a module through, a level at a time: recipes, block scaling with gradients computed in
 # bf16, no FP8.
 LEVELS = ("delayed", "current", "block", "bf16_backward", "bf16")
+
+
+def unread(precision: dict[str, Any]) -> set[str]:
+    """The keys of a section "precision" that are other recipes' alone than those that a stage of it, or a module that
+    went a level up, runs with: whatever value they have, they say nothing."""
+    read: set[str] = set()
+    for stage in precision.get("schedule") or [{}]:
+        own = {**precision, **stage}
+        first = own.get("recipe")
+        if own.get("compute") == "fp8" and first in RECIPES:
+            above = (
+                LEVELS[LEVELS.index(first) :]
+                if own.get("on_trouble") == "escalate" and first in LEVELS
+                else ()
+            )
+            read |= {
+                knob for recipe in (first, *above) if recipe in RECIPES for knob in RECIPES[recipe].knobs
+            }
+    return {knob for recipe in RECIPES.values() for knob in recipe.knobs} - read
 
 
 def recipe_of(level: str) -> str:
@@ -95,7 +114,11 @@ class PrecisionSettings:
         "hybrid: gradients in e5m2, of more range and half the precision", "e4m3"
     )
     margin: int = option("delayed: the scale is divided by 2^margin", 0, ge=0)
-    amax_history_len: int = option("delayed: steps of amax history", 1024, ge=1)
+    amax_history_len: int = option(
+        "delayed: a scale is of the largest values of so many micro-batches; of a weight, of so many of its FP8 copies",
+        16,
+        ge=1,
+    )
     amax_compute_algo: Literal["max", "most_recent"] = option("delayed: amax of the history", "max")
     reduce_amax: bool = option("delayed: share amax over all ranks", True)
     calibration_passes: int = option(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from model.fp8.recipes import RECIPES
+from model.fp8.recipes import RECIPES, unread
 from train.config.arguments import TrainingArguments
 from train.config.schema import key_at, keys_of
 
@@ -47,6 +47,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     key that one of them lacks, which another version wrote, the default counts, or what that version did
     (`before_new_keys`)."""
     rules = {"free", "content"}
+    unread_keys = unread_by_both(old, new)
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
 
@@ -57,9 +58,20 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         present = {key_of(key) for key in found}
         lacking = _of_new_keys(values.get("precision") or {})
         found |= {key: value for key, value in lacking.items() if key not in present}
-        return {key: value for key, value in found.items() if key_of(key) and rule_of(key) not in rules}
+        return {
+            key: value
+            for key, value in found.items()
+            if key_of(key) and key_of(key) not in unread_keys and rule_of(key) not in rules
+        }
 
     return differences(relevant(old), relevant(new))
+
+
+def unread_by_both(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
+    """The keys of the section "precision", dotted, that say nothing in either of two configurations: a version may have
+    another default for them."""
+    sections = (values.get("precision") or {} for values in (old, new))
+    return {f"precision.{name}" for name in set.intersection(*map(unread, sections))}
 
 
 def before_new_keys(precision: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a resumed run may not have otherwise, by itself."""
 
 from tests.train.config.test_arguments import arguments
+from train.config.arguments import TrainingArguments
 from train.config.differences import Difference, resume_differences
 
 
@@ -41,3 +42,23 @@ def test_it_counts_where_a_stage_has_such_gradients() -> None:
         old = {**new, "precision": {k: v for k, v in new["precision"].items() if k != key}}
         expected = [Difference(f"precision.{key}", False, True)] if counts else []
         assert resume_differences(old, new) == expected, own
+
+
+def test_what_no_stage_reads_says_nothing() -> None:
+    """The default of a key of delayed scaling has changed: runs of an earlier version without it go on."""
+    for own, counts in (
+        ({}, True),
+        ({"precision__recipe": "current"}, False),
+        ({"precision__compute": "bf16"}, False),
+        ({"precision__compute": "bf16", "precision__schedule": [{"until_step": 5}, {"compute": "fp8"}]}, True),
+        ({"precision__schedule": [{"until_step": 5, "recipe": "block"}, {"recipe": "current"}]}, False),
+    ):
+        new = arguments(**own).resolve(1).to_dict()
+        old = {**new, "precision": {**new["precision"], "amax_history_len": 1024}}
+        TrainingArguments.from_dict(old)
+        expected = [Difference("precision.amax_history_len", 1024, 16)] if counts else []
+        assert resume_differences(old, new) == expected, own
+    # a module of current scaling may have gone up to block, which reads what current does
+    new = arguments(precision__recipe="delayed", precision__on_trouble="escalate").resolve(1).to_dict()
+    old = {**new, "precision": {**new["precision"], "amax_epsilon": 1e-3}}
+    assert resume_differences(old, new) == [Difference("precision.amax_epsilon", 1e-3, 0.0)]
