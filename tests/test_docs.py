@@ -68,7 +68,7 @@ def test_commands_have_options_that_their_programs_know(page: Path) -> None:
             assert (ROOT / program).is_file(), line
             own, _, trainings = rest.partition(" -- ")  # compare_convergence.py gives what follows to train.py
             check_options(program, own, line)
-            check_options("train/train.py", trainings, line)
+            check_options("train/train.py", f" {trainings}", line)
         for rest in COMMAND_OF_A_RUN.findall(line):
             check_options("train/train.py", rest, line)
 
