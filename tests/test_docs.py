@@ -66,7 +66,8 @@ def test_commands_have_options_that_their_programs_know(page: Path) -> None:
     for line in text.splitlines():
         for program, rest in PROGRAM.findall(line):
             assert (ROOT / program).is_file(), line
-            own, _, trainings = rest.partition(" -- ")  # compare_convergence.py gives what follows to train.py
+            # compare_convergence.py gives what follows to train.py
+            own, _, trainings = rest.partition(" -- ")
             check_options(program, own, line)
             check_options("train/train.py", f" {trainings}", line)
         for rest in COMMAND_OF_A_RUN.findall(line):

@@ -50,7 +50,10 @@ def test_what_no_stage_reads_says_nothing() -> None:
         ({}, True),
         ({"precision__recipe": "current"}, False),
         ({"precision__compute": "bf16"}, False),
-        ({"precision__compute": "bf16", "precision__schedule": [{"until_step": 5}, {"compute": "fp8"}]}, True),
+        (
+            {"precision__compute": "bf16", "precision__schedule": [{"until_step": 5}, {"compute": "fp8"}]},
+            True,
+        ),
         ({"precision__schedule": [{"until_step": 5, "recipe": "block"}, {"recipe": "current"}]}, False),
     ):
         new = arguments(**own).resolve(1).to_dict()

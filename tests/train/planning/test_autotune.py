@@ -356,6 +356,19 @@ def test_a_choice_of_a_version_without_a_key_holds_for_what_that_version_ran(
     assert f"precision.{key}: false -> true" in resolve(arguments(settings))[2] and len(measured) == 2
 
 
+@pytest.mark.parametrize(("recipe", "holds"), [("current", True), ("delayed", False)])
+def test_a_choice_holds_where_a_version_has_another_default_that_nothing_reads(
+    settings: dict, measured: list[int], recipe: str, holds: bool
+) -> None:
+    settings["precision"] = {"auto": True, "recipe": recipe}
+    Path(settings["output_dir"]).mkdir()
+    _, record, _ = resolve(arguments(settings))
+    assert record is not None
+    record.asked["precision"]["amax_history_len"] = 1024
+    save(record, Path(settings["output_dir"]))
+    assert ("not measured again" in resolve(arguments(settings))[2]) is holds and len(measured) == 2 - holds
+
+
 def run(settings: dict[str, Any], **changes: Any) -> list[tuple]:
     """Train; returns what must be equal, bit for bit, of two runs with the same numbers."""
     args = arguments(settings, **changes)
