@@ -76,10 +76,10 @@ class GPURun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        yield
         if self.folder:
             # what ran is worth more than the seconds that writing it down takes
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        yield
         if self.skipped and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.folder and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
         more |= {"seeds": seeds, "not_finished": left}
         behind = ["--", *map(public, arguments.training)] if arguments.training else []
-        measured_on = of["machine"], of["versions"]
+        measured_on = None if of is now else (of["machine"], of["versions"])
         report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, measured_on, **more)
         drawn = plot(results, training, arguments.tolerance, arguments.output, seeds)
         print(f"wrote {arguments.output} and {drawn}")

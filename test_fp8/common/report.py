@@ -36,13 +36,14 @@ def write_json(
 ) -> None:
     """Write the report of a run with `command` (from `Options.command`) to `path`, making its folder; `more` are keys
     beside "results". A number that is not finite becomes null. measured_on: (machine, versions) as of `describe`, where
-    it is not here.
+    it is not here; then no "commit" is told, which would be that of this program alone.
 
     Raises TypeError: `more` has a key that is the report's own.
     """
     machine, versions = measured_on or describe()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    made = dict(command=command, date=date, commit=commit(), machine=machine, versions=versions)
+    sources = {} if measured_on else {"commit": commit()}
+    made = dict(command=command, date=date, **sources, machine=machine, versions=versions)
     report = dict(**made, **more, results=results)
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from test_fp8.common.options import public
 from test_fp8.common.report import Result
 from test_fp8.convergence.results import settings_of, training_of
 from test_fp8.convergence.rows import AFTER_START, CONDITIONS, LOG, ComparisonError, Plan
-from train.config.differences import differences, leaves, unread_by_both
+from train.config.differences import differences, leaves, unread_by_either
 from train.files import write_durably
 from train.record.run_folder import RunFolder
 
@@ -64,7 +64,9 @@ def _changed(plan: Plan, base: Plan, result: Result, row: Result) -> list[Any]:
     was = {"training": training, "settings": row["settings"], "overrides": row["overrides"]}
     overrides = {key: public(value) for key, value in plan.row.settings.items()}
     now = {"training": training_of(base.config), "settings": settings_of(plan.config), "overrides": overrides}
-    unread = unread_by_both(*({"precision": _section(each["settings"], "precision")} for each in (was, now)))
+    unread = unread_by_either(
+        *({"precision": _section(each["settings"], "precision")} for each in (was, now))
+    )
     found = differences(leaves(was), leaves(json.loads(json.dumps(now))))
     return [change for change in found if change.key.removeprefix("settings.") not in unread]
 

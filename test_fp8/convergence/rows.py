@@ -19,7 +19,7 @@ from test_fp8.common.options import ROOT
 from test_fp8.common.report import Result, sources_sha256
 from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from train.config.arguments import TrainingArguments, load_arguments
-from train.config.differences import differences, leaves, unread_by_both
+from train.config.differences import differences, leaves, unread_by_either
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
@@ -285,7 +285,7 @@ def state_of(plan: Plan, now: Result, may_differ: Sequence[str] = ()) -> State:
     finished, has_checkpoint = was["finished"], any(plan.folder.glob("checkpoints/step-*"))
     here = {"config": dict.fromkeys(KEPT_KEYS)}
     configs = leaves(was["config"] | here["config"]), leaves(plan.config | here["config"])
-    unread = unread_by_both(was["config"], plan.config)
+    unread = unread_by_either(was["config"], plan.config)
     changed = [change for change in differences(*configs) if change.key not in unread]
     # transformers writes its version into every model's configuration; `versions` has it
     under = differences(leaves(was["conditions"]), leaves(now))

@@ -179,7 +179,7 @@ def test_the_window_is_proven_as_it_runs(
 
 
 def test_long_samples_are_proven_in_pieces_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 131,072 tokens and 32 heads the scores of 256 queries take 8.6 GB, and more than once."""
+    """Of two samples of 131,072 tokens and 32 heads the scores of 256 queries take 8.6 GB, and more than once."""
     qkv = [torch.randn(2, 96, heads, 8) for heads in (4, 2, 2)]
     upstream = torch.randn(2, 96, 32)
     whole, pieces = proof.sdpa(qkv, upstream, (40, 0), None), []

@@ -361,9 +361,7 @@ def test_gpu_tests_that_are_ended_say_what_did_not_end(workers: int, tmp_path: P
 def test_what_ran_is_written_down_where_time_ends_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text("def test_a():\n    pass\n")
     (tmp_path / "conftest.py").write_text(
-        "import os, signal\nfrom test_fp8.common import report\n\nwrite = report.write_json\n\n"
-        "def ended(*arguments, **more):\n    os.kill(os.getpid(), signal.SIGTERM)\n    write(*arguments, **more)\n\n"
-        "report.write_json = ended\n"
+        "import os, signal\n\ndef pytest_sessionfinish(session):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
     )
     command = [
         sys.executable,

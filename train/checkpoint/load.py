@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from model import conversion
 from model.fp8.precision import Precision
+from model.fp8.recipes import unread
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
     MANIFEST,
@@ -154,8 +155,9 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
 
 def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
     """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
-    before = saved.precision
-    return not before or all(before.get(key) == getattr(precision.config, key) for key in FP8_STATE_OF)
+    before, now = saved.precision, vars(precision.config)
+    matters = {*FP8_STATE_OF} - unread(before) - unread(now)
+    return not before or all(before.get(key) == now[key] for key in matters)
 
 
 def set_random_state(rank_state: dict[str, Any]) -> None:

@@ -13,7 +13,14 @@ from typing import Any, cast
 from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK
 from train.checkpoint.files import CheckpointError, RunState
 from train.config.arguments import TrainingArguments
-from train.config.differences import Difference, differences, key_of, resume_differences, why_never
+from train.config.differences import (
+    Difference,
+    differences,
+    key_of,
+    resume_differences,
+    same_precision,
+    why_never,
+)
 from train.config.schedule import at_stage, stage_at
 
 ALLOW = "allow_changes_on_resume"
@@ -120,7 +127,8 @@ def begins_as(args: TrainingArguments, state: RunState) -> tuple[int, dict[str, 
     if not state.evaluation_due:
         return stage, state.levels
     numbers = (n for n in (stage, stage - 1) if n >= 0)
-    stage = next((n for n in numbers if at_stage(args, n).to_dict()["precision"] == state.precision), stage)
+    precisions = ((n, at_stage(args, n).to_dict()["precision"]) for n in numbers)
+    stage = next((n for n, precision in precisions if same_precision(precision, state.precision)), stage)
     return stage, {c["module"]: c["to"] for c in state.escalations if c["step"] != state.step}
 
 

@@ -47,7 +47,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     key that one of them lacks, which another version wrote, the default counts, or what that version did
     (`before_new_keys`)."""
     rules = {"free", "content"}
-    unread_keys = unread_by_both(old, new)
+    unread_keys = unread_by_either(old, new)
     if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
         rules.add("constant")
 
@@ -67,11 +67,17 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     return differences(relevant(old), relevant(new))
 
 
-def unread_by_both(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
-    """The keys of the section "precision", dotted, that say nothing in either of two configurations: a version may have
-    another default for them."""
+def unread_by_either(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
+    """The keys of the section "precision", dotted, that say nothing in one of two configurations: a version may have
+    another default for them, and what makes the other read them, as `compute`, is a difference by itself."""
     sections = (values.get("precision") or {} for values in (old, new))
-    return {f"precision.{name}" for name in set.intersection(*map(unread, sections))}
+    return {f"precision.{name}" for name in set().union(*map(unread, sections))}
+
+
+def same_precision(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two sections "precision" are the same but for what one of them does not read."""
+    matters = {*one, *other} - unread(one) - unread(other)
+    return all(one.get(key) == other.get(key) for key in matters)
 
 
 def before_new_keys(precision: dict[str, Any]) -> dict[str, Any]:

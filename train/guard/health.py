@@ -122,7 +122,7 @@ class Health:
 
     def before_step(self) -> None:
         """Keep the FP8 state. An amax of inf would stop its scale from moving for as long as it is in the history
-        (1024 passes by default), and one that is finite but enormous, of a step that is about to overflow, would make
+        (16 passes by default), and one that is finite but enormous, of a step that is about to overflow, would make
         everything after it underflow as long."""
         if not self._live:  # allocated in the modules' first forward; from then on it stays where it is
             state = fp8_state(self.engine.module, self.precision)

@@ -20,7 +20,7 @@ from model.config import GIB, load_config, num_parameters, state_memory_gib
 from model.variants import why_no_graphs
 from train.checkpoint.files import committed
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import before_new_keys, differences, rule_of, unread_by_both
+from train.config.differences import before_new_keys, differences, rule_of, unread_by_either
 from train.config.ds_config import resolve_ds_config
 from train.record.run_folder import RunFolder
 
@@ -120,7 +120,7 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
             differences(getattr(record, part), its) for part, its in now.items()
         )
         # what any run may change when it goes on, as looks and alarms, does not decide what is fastest
-        unread = unread_by_both(record.asked, now["asked"])
+        unread = unread_by_either(record.asked, now["asked"])
         asked = [
             d
             for d in asked

@@ -91,8 +91,8 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of the sources, and whether they have changed since, measured results aside; GIT_COMMIT names it where
-    a copy has no git, "unknown" where nothing does."""
+    """The commit of the sources, and whether files of it, but measured results, have changed since; GIT_COMMIT names it
+    where a copy has no git, "unknown" where nothing does."""
 
     def git(*words: str) -> str:
         command = ["git", *words]

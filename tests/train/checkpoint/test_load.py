@@ -47,6 +47,16 @@ def test_fp8_state_is_gone_on_with_where_it_is_that_of_the_modules(key: str) -> 
     assert has_fp8_state_of(replace(saved, train_config={}, precision={}), now), "before there was a choice"
 
 
+@pytest.mark.parametrize(
+    ("own", "same"), [({"recipe": "current"}, True), ({"compute": "bf16"}, True), ({}, False)]
+)
+def test_what_nothing_reads_is_no_other_state(own: dict, same: bool) -> None:
+    """A checkpoint of a version with another default; a rollback to it, too."""
+    now = Precision(PrecisionConfig(**USUAL | own))
+    saved = RunState(3, 24, 0, 1, 1, {"precision": vars(now.config) | {"amax_history_len": 1024}}, {})
+    assert has_fp8_state_of(saved, now) is same
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_folder_that_a_glob_takes_for_a_pattern_is_gone_on_from(settings: dict, stage: int) -> None:
     """At ZeRO 3 exported, too."""

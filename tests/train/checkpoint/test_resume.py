@@ -14,8 +14,9 @@ from test_fp8.common.folders import make_folder
 from tests.train.runs import curve, metrics, run
 from train import setup
 from train.checkpoint.files import MANIFEST, CheckpointError, RunState
-from train.checkpoint.resume import resume_state
+from train.checkpoint.resume import begins_as, resume_state
 from train.config.arguments import TrainingArguments, load_deepspeed
+from train.config.schedule import at_stage
 from train.data.stream import open_stream
 
 CHECKPOINT = Path("run/checkpoints/step-00000003")
@@ -50,6 +51,19 @@ def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes:
         model_config={"vocab_size": 400},
         data_fingerprint=stream.fingerprint(),
     )
+
+
+def test_an_evaluation_that_was_left_has_its_steps_precision_also_of_another_version() -> None:
+    """Of a key that nothing reads that version had another default."""
+    stages = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
+    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
+    args = TrainingArguments.from_dict({**raw, "precision": {"schedule": stages}}).resolve(1)
+    saved = RunState(4, 32, 2048, 1, 1, {"precision": at_stage(args, 0).to_dict()["precision"]}, {})
+    saved.evaluation_due = True
+    saved.train_config["precision"]["amax_history_len"] = 1024
+    assert begins_as(args, saved) == (0, {})
+    saved.evaluation_due = False
+    assert begins_as(args, saved) == (1, {})
 
 
 def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> list[str]:

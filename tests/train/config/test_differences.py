@@ -61,6 +61,11 @@ def test_what_no_stage_reads_says_nothing() -> None:
         TrainingArguments.from_dict(old)
         expected = [Difference("precision.amax_history_len", 1024, 16)] if counts else []
         assert resume_differences(old, new) == expected, own
+    # a run that goes on in FP8 is asked about that alone
+    old = arguments(precision__compute="bf16").resolve(1).to_dict()
+    old["precision"]["amax_history_len"] = 1024
+    new = arguments().resolve(1).to_dict()
+    assert resume_differences(old, new) == [Difference("precision.compute", "bf16", "fp8")]
     # a module of current scaling may have gone up to block, which reads what current does
     new = arguments(precision__recipe="delayed", precision__on_trouble="escalate").resolve(1).to_dict()
     old = {**new, "precision": {**new["precision"], "amax_epsilon": 1e-3}}
