@@ -155,9 +155,11 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
 
 def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
     """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
-    before, now = saved.precision, vars(precision.config)
+    if not (before := saved.precision):  # of a version that knew one precision alone
+        return True
+    now = vars(precision.config)
     matters = {*FP8_STATE_OF} - unread(before) - unread(now)
-    return not before or all(before.get(key) == now[key] for key in matters)
+    return all(before.get(key) == now[key] for key in matters)
 
 
 def set_random_state(rank_state: dict[str, Any]) -> None:
