@@ -8,10 +8,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def discarded_name(path: Path) -> Path:
+    """Where `path` is moved to when a run goes on without it: a name of this moment, which two starts within a second
+    do not share."""
+    return path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -13,7 +13,6 @@ import platform
 import random
 import shlex
 import socket
-import time
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -59,7 +58,7 @@ from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.files import note, tell, write_durably
+from train.files import discarded_name, note, tell, write_durably
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.check import in_float32
@@ -381,7 +380,7 @@ def open_folder(
         if aside is not None:
             say(f"checkpoints of later steps were moved to {aside}")
         if folder.exported()[0] > name_of(state.step):  # of what this run is not going on from
-            aside = folder.hf.rename(f"{folder.hf}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+            aside = folder.hf.rename(discarded_name(folder.hf))
             say(f"the export of a later step was moved to {aside}")
     metrics = MetricsLogger(folder, args.to_dict(), main, state.step, state.evaluation_due)
     if main:

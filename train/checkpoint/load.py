@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
 from train.engine.zero import forget_moments, own_settings
-from train.files import without_patterns
+from train.files import discarded_name, without_patterns
 
 # Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
@@ -106,7 +105,7 @@ def set_aside(root: Path, after_step: int) -> Path | None:
     newer = [p for p in committed(root) if step_of(p) > after_step]
     if not newer:
         return None
-    aside = root.with_name(f"{root.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
+    aside = discarded_name(root)
     aside.mkdir()
     with contextlib.suppress(CheckpointError):  # a damaged note is for those to name who need it
         if any(rolled_back(path) is not None for path in newer):

@@ -12,11 +12,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import tell
+from train.files import discarded_name, tell
 from train.record.history import SET_LOSS
 from train.record.plots import LivePlot
 from train.record.run_folder import RunFolder
@@ -204,7 +204,7 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
         (keep if 0 < record["step"] <= step and not made_again else discard).append(line)
     if not discard and text.endswith("\n"):
         return None
-    kept_in = path.with_name(f"{path.name}.discarded-{datetime.now():%Y%m%d-%H%M%S-%f}")
+    kept_in = discarded_name(path)
     temporary = path.with_suffix(".tmp")
     try:
         if discard:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.files import tell, write_durably
+from train.files import discarded_name, tell, write_durably
 from train.record.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -53,7 +53,7 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         self.starts = read_starts(self.folder)
         if not self.starts and self.folder.run.exists():
-            self.folder.run.rename(f"{self.folder.run}.discarded-{time.strftime('%Y%m%d-%H%M%S')}")
+            self.folder.run.rename(discarded_name(self.folder.run))
         self.starts.append(self.start)
         self._write()
         return self

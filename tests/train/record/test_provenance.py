@@ -67,6 +67,11 @@ def test_a_run_json_that_cannot_be_read_is_kept(tmp_path):
     assert len(read_starts(folder)) == 1
     (kept,) = tmp_path.glob("run.json.discarded-*")
     assert kept.read_text() == '{"starts": ['
+    # nor does the next one, within the same second, take its place
+    folder.run.write_text("{")
+    with record(folder):
+        pass
+    assert {path.read_text() for path in tmp_path.glob("run.json.discarded-*")} == {'{"starts": [', "{"}
 
 
 def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
