@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_OF_A_REPORT = 2000  # characters of a failure, its end
 
 

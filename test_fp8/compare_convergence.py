@@ -44,7 +44,7 @@ from test_fp8.common.options import Options, public
 from test_fp8.common.report import Result
 from test_fp8.convergence import durations, evidence
 from test_fp8.convergence.earlier import take_over
-from test_fp8.convergence.results import compared, plot, print_table, settings_of, training_of
+from test_fp8.convergence.results import compared, over_seeds, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import (
     DEFAULT_ROWS,
     LOG,
@@ -120,12 +120,11 @@ def compare(
         own, other = records[plan.row.name], records[reference.row.name]
         # the best of the same seed; of the baseline's twins, which show what chance does, that of the configuration's
         others = [p for p in without_fp8 if p.seed == reference.seed] or [base]
-        pairs = [(plan, reference)] + [(p, reference_of(p, plans)) for p in plans if is_twin(p, plan)]
-        over_seeds = None
-        if plan is not base and plan.seed is None and len(pairs) > 1:
-            over_seeds = evidence.over_seeds(
-                *([records[p.row.name] for p in side] for side in zip(*pairs, strict=True))
-            )
+        paired, twins = None, [p for p in plans if plan is not base and is_twin(p, plan)]
+        if twins:
+            seeded = [plan, *twins]
+            theirs = [records[reference_of(p, plans).row.name] for p in seeded]
+            paired = over_seeds([records[p.row.name] for p in seeded], theirs)
         result = compared(
             plan.row.name,
             own,
@@ -135,7 +134,7 @@ def compare(
             same_samples=plan.seed == reference.seed,
             held=plan is not base and plan.seed is None and plan.optimizer == reference.optimizer,
             mean=band["final_mean"] if band and plan.optimizer == base.optimizer else None,
-            over_seeds=over_seeds,
+            paired=paired,
         )
         log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
         under = trained_under(plan)

@@ -64,16 +64,11 @@ def unread(precision: dict[str, Any]) -> set[str]:
     read: set[str] = set()
     for stage in precision.get("schedule") or [{}]:
         own = {**precision, **stage}
-        first = own.get("recipe")
-        if own.get("compute") == "fp8" and first in RECIPES:
-            above = (
-                LEVELS[LEVELS.index(first) :]
-                if own.get("on_trouble") == "escalate" and first in LEVELS
-                else ()
-            )
-            read |= {
-                knob for recipe in (first, *above) if recipe in RECIPES for knob in RECIPES[recipe].knobs
-            }
+        recipes = [own.get("recipe")]
+        if own.get("on_trouble") == "escalate" and recipes[0] in LEVELS:
+            recipes += LEVELS[LEVELS.index(recipes[0]) :]
+        if own.get("compute") == "fp8":
+            read |= {knob for recipe in recipes if recipe in RECIPES for knob in RECIPES[recipe].knobs}
     return {knob for recipe in RECIPES.values() for knob in recipe.knobs} - read
 
 

@@ -64,17 +64,14 @@ def _changed(plan: Plan, base: Plan, result: Result, row: Result) -> list[Any]:
     was = {"training": training, "settings": row["settings"], "overrides": row["overrides"]}
     overrides = {key: public(value) for key, value in plan.row.settings.items()}
     now = {"training": training_of(base.config), "settings": settings_of(plan.config), "overrides": overrides}
-    unread = unread_by_either(
-        *({"precision": _section(each["settings"], "precision")} for each in (was, now))
-    )
+    unread = unread_by_either(*({"precision": _precision(each["settings"])} for each in (was, now)))
     found = differences(leaves(was), leaves(json.loads(json.dumps(now))))
     return [change for change in found if change.key.removeprefix("settings.") not in unread]
 
 
-def _section(settings: Result, name: str) -> Result:
-    return {
-        key.removeprefix(f"{name}."): value for key, value in settings.items() if key.startswith(f"{name}.")
-    }
+def _precision(settings: Result) -> Result:
+    named = (key.partition(".") for key in settings)
+    return {key: settings[f"precision.{key}"] for section, _, key in named if section == "precision"}
 
 
 def _write(plan: Plan, row: Result, name: str) -> None:

@@ -1,5 +1,5 @@
-"""What finished trainings say beyond their differences: the band of the baseline's seeds, differences over several
-seeds, how long each takes to the loss of another, and how healthy FP8 was (precision.health_steps)."""
+"""What finished trainings say beyond their differences: the band of the baseline's seeds, how long each takes to the
+loss of another, and how healthy FP8 was (precision.health_steps)."""
 
 from __future__ import annotations
 
@@ -71,16 +71,6 @@ def band(seeds: Sequence[Sequence[Result]]) -> Result:
         "high_percent": [(max(losses) / losses[0] - 1) * 100 for losses in whole.values()],
         "final_mean": means[-1],
     }
-
-
-def over_seeds(own: Sequence[Sequence[Result]], others: Sequence[Sequence[Result]]) -> Result:
-    """How far the final evaluation losses of a row's trainings are from those of another row with the same seeds, each
-    pair on the same samples from the same initial weights: "percent" of each, their "mean_percent", and its
-    "standard_error", None of a single pair."""
-    pairs = zip(own, others, strict=True)
-    apart = [(one[-1]["eval_loss"] / other[-1]["eval_loss"] - 1) * 100 for one, other in pairs]
-    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
-    return {"percent": apart, "mean_percent": statistics.fmean(apart), "standard_error": error}
 
 
 def health(records: Sequence[Result]) -> Result | None:

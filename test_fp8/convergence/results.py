@@ -104,17 +104,29 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
 
 
 def at_the_end(curve: Result) -> Result | None:
-    """How far the training loss is from the baseline's over the last tenth of the logged steps: "mean_percent" of the
-    differences, and its "standard_error", None of a single one. It is of many more tokens than an
-    evaluation; where they come in a second epoch it also says how well they are remembered. None where the samples are
-    not the baseline's.
+    """How far the training loss is from the baseline's over the last tenth of the logged steps: `mean_of` the
+    differences. It is of many more tokens than an evaluation; where they come in a second epoch it also says how well
+    they are remembered. None where the samples are not the baseline's.
     """
     raw = curve["difference_percent"]
     last = raw[-max(1, len(raw) // 10) :]
     if not last:
         return None
-    error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
-    return {"mean_percent": statistics.fmean(last), "standard_error": error}
+    return mean_of(last)
+
+
+def over_seeds(own: Sequence[Sequence[Result]], others: Sequence[Sequence[Result]]) -> Result:
+    """How far the final evaluation losses of a row's trainings are from those of another row with the same seeds, each
+    pair on the same samples from the same initial weights: "percent" of each, and their `mean_of`."""
+    pairs = zip(own, others, strict=True)
+    apart = [percent(one[-1]["eval_loss"], other[-1]["eval_loss"]) for one, other in pairs]
+    return {"percent": apart, **mean_of(apart)}
+
+
+def mean_of(percents: Sequence[float]) -> Result:
+    """Their "mean_percent" and its "standard_error", None of a single one."""
+    error = statistics.stdev(percents) / len(percents) ** 0.5 if len(percents) > 1 else None
+    return {"mean_percent": statistics.fmean(percents), "standard_error": error}
 
 
 def told(mean: Result) -> str:
@@ -132,13 +144,13 @@ def compared(
     same_samples: bool = True,
     held: bool = True,
     mean: float | None = None,
-    over_seeds: Result | None = None,
+    paired: Result | None = None,
 ) -> Result:
     """The result of row `name`: its `summary`, its `curves`, and what sets it apart from the baseline.
 
     `same_samples`: it was trained on the baseline's samples in their order, so that the training losses compare.
-    `mean`: final evaluation loss of the baseline's seeds; `over_seeds`: of a row that was trained with them, too
-    (evidence.over_seeds). "misses" holds, in words, why a row that is `held` to it does not train as well: a final
+    `mean`: final evaluation loss of the baseline's seeds; `paired`: of a row that was trained with them, too
+    (`over_seeds`). "misses" holds, in words, why a row that is `held` to it does not train as well: a final
     evaluation loss further than `tolerance` (a fraction) from the baseline's in the mean over the seeds, or from
     `mean`, or without seeds from the baseline's, or more skipped steps.
     """
@@ -149,10 +161,10 @@ def compared(
     of, allowed = ("the baseline's", base["eval_loss"]) if mean is None else ("the seeds' mean", mean)
     apart = percent(own["eval_loss"], allowed)
     found = f"evaluation loss {own['eval_loss']:.4f} is {apart:+.2f} % from {of} {allowed:.4f}"
-    if over_seeds:
-        number = len(over_seeds["percent"])
-        found = f"evaluation loss is {told(over_seeds)} from the baseline's in the mean of {number} seeds"
-    if not abs(over_seeds["mean_percent"] if over_seeds else apart) <= tolerance * 100:
+    if paired:
+        number = len(paired["percent"])
+        found = f"evaluation loss is {told(paired)} from the baseline's in the mean of {number} seeds"
+    if not abs(paired["mean_percent"] if paired else apart) <= tolerance * 100:
         misses.append(f"{found}; allowed are {tolerance * 100:g} %")
     if own["skipped_steps"] > base["skipped_steps"]:
         misses.append(
@@ -170,7 +182,7 @@ def compared(
         **own,
         "eval_difference_percent": difference,
         "difference_to_seeds_mean_percent": None if mean is None else apart,
-        "over_seeds": over_seeds,
+        "over_seeds": paired,
         **largest,
         "last_tenth": at_the_end(curve),
         "speed_to_baseline": own["tokens_per_second"] / base["tokens_per_second"],
@@ -308,10 +320,7 @@ def plot(
             inside += map(abs, evaluated[-1:])
             if mean := r["over_seeds"]:
                 label = f"{r['row']}: mean of {len(mean['percent'])} seeds, its standard error"
-                place, error = (
-                    curve["eval_step"][-1] + number * curve["eval_step"][-1] / 100,
-                    mean["standard_error"],
-                )
+                place, error = curve["eval_step"][-1] * (1 + number / 100), mean["standard_error"]
                 below.errorbar(
                     place, mean["mean_percent"], error, fmt="s", color=color, capsize=4, label=label
                 )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from model import conversion
 from model.fp8.precision import Precision
-from model.fp8.recipes import unread
 from model.fp8.state import load_fp8_state
 from train.checkpoint.files import (
     MANIFEST,
@@ -35,6 +34,7 @@ from train.checkpoint.files import (
     step_of,
 )
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
+from train.config.differences import same_precision
 from train.engine.zero import forget_moments, own_settings
 from train.files import discarded_name, without_patterns
 
@@ -154,11 +154,8 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
 
 def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
     """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
-    if not (before := saved.precision):  # of a version that knew one precision alone
-        return True
-    now = vars(precision.config)
-    matters = {*FP8_STATE_OF} - unread(before) - unread(now)
-    return all(before.get(key) == now[key] for key in matters)
+    before = saved.precision  # empty of a version that knew one alone
+    return not before or same_precision(before, vars(precision.config), FP8_STATE_OF)
 
 
 def set_random_state(rank_state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -74,10 +75,11 @@ def unread_by_either(old: dict[str, Any], new: dict[str, Any]) -> set[str]:
     return {f"precision.{name}" for name in set().union(*map(unread, sections))}
 
 
-def same_precision(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two sections "precision" are the same but for what one of them does not read."""
-    matters = {*one, *other} - unread(one) - unread(other)
-    return all(one.get(key) == other.get(key) for key in matters)
+def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[str] | None = None) -> bool:
+    """Whether two sections "precision" are the same, of these keys where some are given, but for what one of them does
+    not read."""
+    compared = {*one, *other} if keys is None else {*keys}
+    return all(one.get(key) == other.get(key) for key in compared - unread(one) - unread(other))
 
 
 def before_new_keys(precision: dict[str, Any]) -> dict[str, Any]:
