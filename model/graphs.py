@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -119,36 +120,10 @@ class _Replay(torch.autograd.Function):
         return None, *(None if g is None else g.clone() for g in captured.gradients)
 
 
-def use_cuda_graphs(
-    model: nn.Module,
-    precision: Precision,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
-    cache_weights: bool,
-    documents: Documents | None = None,
-    health: bool = False,
-) -> None:
-    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU), `documents`
-    (there too, of a model with a document mask) and replace `model.forward` by one that replays it. Other calls
-    (evaluation, another shape, a cache, more than ROOM times the documents) run as before.
-
-    The tensors between a forward and its backward are static: the backward has to come before the next forward.
-
-    cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state
-    and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into are not: zero them.
-
-    health: capture the first micro-batch of a step once more, as a HealthCheck looks at it; it is what is replayed
-    while one does. It has gradients of its own in memory, where GEMMs do not add them into buffers.
-
-    Raises ValueError: no documents for a model with a document mask.
-    """
-    if model.document_mask and documents is None:
-        raise ValueError("the CUDA graphs of a model with a document mask are captured with documents")
-    eager = model.forward
-    room = None if documents is None else documents.padded(ROOM * documents.pieces)
-    passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())
-    before = snapshot_fp8_state(model, precision)
-    kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
+def _warm_up_and_capture(
+    model: nn.Module, passes: _Passes, precision: Precision, kinds: Sequence[bool | None], health: bool
+) -> tuple[dict[bool | None, _Captured], _Captured | None]:
+    """The graphs of each of `kinds` (is_first_microbatch), and with `health` the one that looks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # whoever counts does not count these passes
@@ -172,10 +147,46 @@ def use_cuda_graphs(
         with unwatched():
             captured = {first: _Captured(passes, precision, first, pool) for first in kinds}
             check = HealthCheck(model, precision) if health else None
-            looking = _Captured(passes, precision, kinds[0], pool, check) if check else None
+            return captured, _Captured(passes, precision, kinds[0], pool, check) if check else None
     finally:
         if collecting:
             gc.enable()
+
+
+def use_cuda_graphs(
+    model: nn.Module,
+    precision: Precision,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    cache_weights: bool,
+    documents: Documents | None = None,
+    health: bool = False,
+) -> None:
+    """Capture `model`'s training pass for batches like `input_ids`, `labels` (int64 [B, T], on the GPU), `documents`
+    (there too, of a model with a document mask) and replace `model.forward` by one that replays it. Other calls
+    (evaluation, another shape, a cache, more than ROOM times the documents) run as before.
+
+    The tensors between a forward and its backward are static: the backward has to come before the next forward.
+
+    cache_weights: whether calls will pass is_first_microbatch True and False (two captures) or None (one). FP8 state,
+    torch's random generators and gradients in `.grad` are as before afterwards; buffers that GEMMs add gradients into
+    are not: zero them.
+
+    health: capture the first micro-batch of a step once more, as a HealthCheck looks at it; it is what is replayed
+    while one does. It has gradients of its own in memory, where GEMMs do not add them into buffers.
+
+    Raises ValueError: no documents for a model with a document mask.
+    """
+    if model.document_mask and documents is None:
+        raise ValueError("the CUDA graphs of a model with a document mask are captured with documents")
+    eager = model.forward
+    room = None if documents is None else documents.padded(ROOM * documents.pieces)
+    passes = _Passes(model, input_ids.clone(), labels.clone(), room and room.clone())
+    before = snapshot_fp8_state(model, precision)
+    kinds: tuple[bool | None, ...] = (True, False) if cache_weights else (None,)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):  # attention advances it even without dropout
+        captured, looking = _warm_up_and_capture(model, passes, precision, kinds, health)
     if before:
         load_fp8_state(model, precision, before)
     else:

@@ -246,6 +246,19 @@ def test_replays_are_counted_as_what_was_captured(outer: bool) -> None:
     assert gemms.forward.total() == 3 * 4 and not gemms.problem(passes=3)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_capturing_draws_no_random_numbers(device: str) -> None:
+    """A resumed run captures where the one that went on did not. On a GPU attention alone would draw some."""
+    model, inputs, labels = model_and_batches(recipe="delayed")
+    drawn = []
+    hook = model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(1, device=device)) and None)
+    generator = torch.cuda if device == "cuda" else torch
+    before = generator.get_rng_state()
+    use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
+    hook.remove()
+    assert drawn and torch.equal(generator.get_rng_state(), before)
+
+
 def test_graphs_of_gradients_without_fp8_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured is what runs, whatever the modules say."""
     model, inputs, labels = model_and_batches(recipe="current")
