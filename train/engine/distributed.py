@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
+import logging
 import os
 import socket
 import time
@@ -43,6 +44,9 @@ def init_distributed() -> None:
     # torch's remarks on how DeepSpeed calls it drown what a user should read
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
+    # and so do FlashAttention-4's on itself, and Transformer Engine's that its predecessors could be installed, too
+    warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
+    logging.getLogger("DotProductAttention").addFilter(recommends_no_older_attention)
     wait_out_a_dead_builder()
     if os.environ["LOCAL_RANK"] == "0":
         remove_dead_buffers()
@@ -60,6 +64,11 @@ def init_distributed() -> None:
             "port, the same to every rank"
         ) from error
     distributed_c10d._set_pg_timeout(WAIT)
+
+
+def recommends_no_older_attention(record: logging.LogRecord) -> bool:
+    """A logging filter. What Transformer Engine says where FlashAttention-4 itself is missing stays."""
+    return not record.getMessage().startswith(("flash-attn v3 may provide", "flash-attn may provide"))
 
 
 def build_folder() -> Path | None:
