@@ -70,14 +70,15 @@ def test_what_liger_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- attention
 
 
-def test_what_ran_is_what_was_pinned() -> None:
-    """On a CPU torch has flash and math."""
+def test_what_ran_is_what_was_pinned(capfd: pytest.CaptureFixture[str]) -> None:
+    """On a CPU torch has flash and math. Its profiler says nothing on the console."""
     model, ids = small_model("hf"), random_ids(small_config(), 1, 32)
     for name, expected in (("flash", ["flash"]), ("auto", ["flash"])):
         with pinned_sdpa(name, model.config, 32):
             assert attention_kernels(lambda: model(ids, labels=ids).loss.backward())[0] == expected
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert attention_kernels(lambda: model(ids))[0] == ["math"]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("window", [None, 32, 8])
