@@ -34,6 +34,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
 from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
+from train.checkpoint.resume import to_go_on
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
 from train.engine.launchers import first_host, nodes_by_hostfile, port_of
@@ -82,8 +83,7 @@ class Job:
             raise JobError(str(error)) from error
         self.first_node = setting("NODE_RANK", "0") == "0"
         self.child: subprocess.Popen | None = None
-        self.trains = False
-        self.stop_asked = self.interrupted = False
+        self.trains = self.stop_asked = self.interrupted = False
 
     def run(self) -> int:
         """Returns the exit status.
@@ -157,13 +157,13 @@ class Job:
             return INTERRUPTED
         if status != STOPPED and not (self.stop_asked and status - 128 in SIGNALS):
             return status  # a signal ends what has not yet begun: that is a stop, too
-        at = f"training: stopped on request at {self.newest_name()}"
+        at, how = f"training: stopped on request at {self.newest_name()}", to_go_on(self.arguments)
         if self.interrupted or not self.slurm_job or not self.first_node or setting("REQUEUE", "1") == "0":
-            tell(f"{at}; the same command goes on from there")
+            tell(f"{at}; the same command{how} goes on from there")
         elif output_of(["scontrol", "requeue", self.slurm_job]) is not None:
             tell(f"{at}; Slurm job {self.slurm_job} is requeued and goes on from there")
         else:
-            tell(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again", file=sys.stderr)
+            tell(f"{at}; Slurm did not requeue job {self.slurm_job}: submit it again{how}", file=sys.stderr)
         return STOPPED
 
     def train(self, launch: list[str]) -> int:

@@ -23,7 +23,7 @@ from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.proof import check_attention
 from train.checkpoint.files import RunState, committed, name_of, step_of
-from train.checkpoint.resume import at_half_the_rate
+from train.checkpoint.resume import at_half_the_rate, to_go_on
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
@@ -184,7 +184,7 @@ class Loop:
                 self._save(step)
             if step.stops:  # also in the last step, whose evaluation is left then
                 self.batches.close()
-                raise Stopped(state.step, run.checkpoint)
+                raise Stopped(state.step, run.checkpoint, to_go_on(self.args))
         self.batches.close()
         return run.checkpoint
 
@@ -402,7 +402,7 @@ def evaluate_late(run: Run) -> None:
     state = run.state
     losses = evaluate(run)
     if losses is None:
-        raise Stopped(state.step, run.checkpoint)
+        raise Stopped(state.step, run.checkpoint, to_go_on(run.arguments))
     state.evaluation_due = False
     run.log({**losses, "unigram_loss": run.train_stream.unigram_loss})
 

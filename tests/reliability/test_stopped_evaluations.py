@@ -99,6 +99,22 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
     assert kept == ["step-00000002", start] and not (tmp_path / "b/checkpoints").exists()
 
 
+def test_a_command_that_would_do_again_what_it_asked_for_is_told_what_goes_on(
+    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that began anew, and of one that went back to a checkpoint of its own, the same command loses what was
+    saved since."""
+    settings |= {"eval_steps": 2, "precision": {"compute": "bf16"}}
+    own = f"{settings['output_dir']}/checkpoints/step-00000002"
+    for evaluation, begins, needs in ((1, "never", True), (2, own, True), (2, "auto", False)):
+        option = " with --resume_from_checkpoint auto" * needs
+        with monkeypatch.context() as patch:
+            stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
+            with pytest.raises(signals.Stopped, match=f"The same command{option} goes on from there"):
+                run(settings, resume_from_checkpoint=begins)
+        signals._received.clear()
+
+
 def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(
     settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,8 +188,9 @@ def test_what_does_not_requeue(machine: Machine, setting: dict[str, str]) -> Non
 def test_a_job_that_slurm_does_not_requeue(machine: Machine, capfd: pytest.CaptureFixture) -> None:
     executable(machine.folder / "bin/scontrol", "exit 1")
     machine.plan(STOPPED)
-    assert machine.run(**SLURM) == 75
-    assert "Slurm did not requeue job 41234: submit it again" in capfd.readouterr().err
+    assert machine.run(*NEVER, **SLURM) == 75
+    said = "Slurm did not requeue job 41234: submit it again with --resume_from_checkpoint auto\n"
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("before", [None, 9])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK
-from train.checkpoint.files import CheckpointError, RunState
+from train.checkpoint.files import CheckpointError, RunState, is_of
 from train.config.arguments import TrainingArguments
 from train.config.differences import (
     Difference,
@@ -22,6 +22,7 @@ from train.config.differences import (
     why_never,
 )
 from train.config.schedule import at_stage, stage_at
+from train.record.run_folder import RunFolder
 
 ALLOW = "allow_changes_on_resume"
 ACCUMULATES_IN = "data_types.grad_accum_dtype"
@@ -143,6 +144,14 @@ def at_half_the_rate(path: Path, learning_rate: float) -> str:
     """How a run goes on from its checkpoint `path` at half the rate: what to add to its command."""
     checkpoint, rate = shlex.quote(str(path)), f"{learning_rate / 2:g}"
     return f"--resume_from_checkpoint {checkpoint} --learning_rate {rate} " + allowing(["learning_rate"])
+
+
+def to_go_on(args: TrainingArguments) -> str:
+    """What the command of a run needs to go on from the run's newest checkpoint, "" for nothing: where it asked to
+    begin anew, or at a checkpoint of its own, it would do that again."""
+    setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
+    again = setting == "never" or (setting != "auto" and is_of(Path(setting), own))
+    return " with --resume_from_checkpoint auto" if again else ""
 
 
 def allowing(keys: Iterable[str]) -> str:

@@ -43,11 +43,12 @@ _steps = False  # are being taken: a Ctrl-C has to wait for one
 
 
 class Stopped(Exception):
-    """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no."""
+    """The run was stopped on request after `step` steps; `checkpoint` is what it left, None with save_strategy no.
+    option: of `to_go_on` (train/checkpoint/resume.py)."""
 
-    def __init__(self, step: int, checkpoint: Path | None):
-        kept = f"{checkpoint} is committed. The same command goes on from there"
-        lost = "nothing was saved (save_strategy is no). The same command starts anew"
+    def __init__(self, step: int, checkpoint: Path | None, option: str = ""):
+        kept = f"{checkpoint} is committed. The same command{option} goes on from there"
+        lost = "nothing was saved (save_strategy is no). The same command begins where this one did"
         super().__init__(f"stopped on request after step {step}; {kept if checkpoint else lost}")
         self.step, self.checkpoint = step, checkpoint
 
