@@ -75,9 +75,11 @@ class Lock:
             "started": f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
             "machine": machine(),
             "process_started": process_started(os.getpid()),
+            "folder": self._folder(),
             "beats": 0,
         }
         self._made = False  # the folder, by `acquire`
+        self._away = False  # the folder, and it was told
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -86,6 +88,7 @@ class Lock:
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._made = True
+        self.mine["folder"] = self._folder()
         while not self._create():
             if self._gone():
                 self._write()
@@ -130,7 +133,19 @@ class Lock:
         same = holder.get("job") is not None and holder["job"] == self.mine["job"]
         return same and holder.get("job_restarts") != self.mine["job_restarts"]
 
+    def _folder(self) -> int | None:
+        """What a folder keeps when it is renamed, and a copy of it does not have; None: there is none."""
+        with contextlib.suppress(OSError):
+            return self.path.parent.stat().st_ino
+        return None
+
     def _refusal(self, holder: dict[str, Any]) -> str:
+        if self._is_here(holder) and holder.get("folder") not in (None, self._folder()):
+            return (
+                f"{self.path} seems to be a copy of that of a run which goes on in another folder: "
+                f"{describe(holder)}. If {self.path.parent} is a copy of that folder, remove {self.path} and start "
+                "again; else wait until that run ends, or stop it"
+            )
         return (
             f"{self.path.parent} is in use by another run: {describe(holder)}. Wait until it ends, stop it, or choose "
             f"another output_dir; its {self.path.name} goes with it"
@@ -205,8 +220,10 @@ class Lock:
             with contextlib.suppress(OSError):  # a file system that is full, or away for a while
                 found = self._holder()
                 if found is None:  # removed by hand
+                    self._tell_if_away()
                     self._create()
                 elif found.get("token", self.mine["token"]) == self.mine["token"]:
+                    self._away = False
                     self.mine["beats"] += 1
                     self._write()
                 else:
@@ -217,6 +234,19 @@ class Lock:
                         flush=True,
                     )
                     os._exit(NOT_AS_IT_IS)
+
+    def _tell_if_away(self) -> None:
+        """While there is still time to put the folder back: the next save would make one anew."""
+        if self._away or self.path.parent.is_dir():
+            return
+        self._away = True
+        print(
+            f"warning: {self.path.parent} is not there any more: renamed, removed, or its file system is away. The run "
+            "in it goes on. Put it back before the next save, which would go into a new folder of that name, without "
+            "the checkpoints and metrics until now",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def describe(holder: dict[str, Any]) -> str:

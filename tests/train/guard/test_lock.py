@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -260,6 +261,48 @@ def test_it_is_written_anew_and_a_run_that_lost_it_ends(
     holder.release()
     assert json.loads(path.read_text()) == taker, "it is the other's"
     assert "was taken by another run" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    here, there = path.parent / "run", path.parent / "renamed"
+    holder = Lock(here / path.name)
+    holder.acquire()
+    try:
+        for _ in range(2):  # each time
+            here.rename(there)
+            until(lambda: holder._away)
+            there.rename(here)
+            beats = holder._holder()["beats"]
+            until(lambda now=beats: holder._holder().get("beats", 0) > now + 3 and not holder._away)
+    finally:
+        holder.release()
+    said = capfd.readouterr().err
+    assert (
+        said.count(f"warning: {here} is not there any more") == 2
+        and "Put it back before the next save" in said
+    )
+
+
+def test_who_copied_a_folder_while_its_run_goes_on_is_told_what_to_remove(tmp_path: Path) -> None:
+    """Else the copy could not be used until the run in the other folder has ended."""
+    here, copied = tmp_path / "run", tmp_path / "copy"
+    holder = Lock(here / "run.lock")
+    holder.acquire()
+    shutil.copytree(here, copied)
+    here.rename(here := tmp_path / "renamed")
+    try:
+        with pytest.raises(LockError, match=f"remove {copied / 'run.lock'} and start again"):
+            Lock(copied / "run.lock").look()
+        with pytest.raises(LockError, match="is in use by another run"):
+            Lock(here / "run.lock").look()
+        (copied / "run.lock").unlink()
+        assert taken(copied / "run.lock")
+    finally:
+        here.rename(tmp_path / "run")
+        holder.release()
 
 
 def test_a_disk_without_room_leaves_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
