@@ -36,7 +36,22 @@ from train.record.run_folder import RunFolder
 
 def report(path: Path, verify: bool) -> list[str] | None:
     """Print what is in one folder of a step; with `verify` all its hashes are computed. Returns what is wrong with it;
-    None: it was never committed."""
+    None: it was never committed, or a run that goes on has removed it meanwhile (save_total_limit)."""
+    was_committed = (path / MANIFEST).is_file()
+    try:
+        damage, lines = look_at(path, verify)
+    except FileNotFoundError:
+        damage, lines = None, []
+    # the manifest is what goes first
+    if not lines or (was_committed and not (path / MANIFEST).is_file()):
+        damage, lines = None, [f"{path.name}  is gone: a run has removed or moved it meanwhile"]
+    print("\n    ".join(lines), flush=True)
+    return damage
+
+
+def look_at(path: Path, verify: bool) -> tuple[list[str] | None, list[str]]:
+    """What is wrong with a folder, None if it was never committed, and what to print of it. Raises FileNotFoundError:
+    it went meanwhile."""
     damage = None
     if (path / MANIFEST).is_file():
         damage = problems(path, hashes=verify)
@@ -61,15 +76,14 @@ def report(path: Path, verify: bool) -> list[str] | None:
     files = [file.stat() for file in path.rglob("*") if file.is_file()]
     size = sum(file.st_size for file in files)
     written = datetime.fromtimestamp(max((f.st_mtime for f in files), default=path.stat().st_mtime))
-    print(f"{path.name}  {description}, {size_text(size)}, {written:%Y-%m-%d %H:%M}")
+    head = f"{path.name}  {description}, {size_text(size)}, {written:%Y-%m-%d %H:%M}"
     if damage is None:
         verdict = f"not committed: no {MANIFEST} (its save is under way, was killed or failed)"
     elif damage:
         verdict = "committed, damaged"
     else:
         verdict = f"committed, {'verified' if verify else 'sizes hold (--verify computes the hashes)'}"
-    print("\n".join(f"    {line}" for line in [verdict, *changes, *(damage or [])]), flush=True)
-    return damage
+    return damage, [head, verdict, *changes, *(damage or [])]
 
 
 def folders_of(given: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from train.checkpoint.files import (
     RUN_STATE,
     RunState,
     describe_file,
+    discard_old,
     name_of,
     note_rollback,
     write_manifest,
@@ -96,6 +97,28 @@ def test_damage_is_named_and_the_status_is_1(
     assert 'a resume with "auto" takes step-00000010' in out
     status, out = inspect(capsys, tmp_path)
     assert (status, message in out) == ((0, False) if needs_verify else (1, True))
+
+
+@pytest.mark.parametrize("when", ["before it is looked at", "while its hashes are computed"])
+def test_one_that_its_run_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A run that goes on keeps save_total_limit of them, and hashing takes minutes where they are large."""
+    old, *_ = (make(tmp_path, step) for step in (10, 20))
+    right = inspect_checkpoint.problems
+
+    def problems(path: Path, hashes: bool) -> list[str]:
+        discard_old(tmp_path / "step-00000020", keep=1)
+        return right(path, hashes=hashes)
+
+    listed = inspect_checkpoint.folders_of
+    if when == "before it is looked at":  # as the second
+        monkeypatch.setattr(inspect_checkpoint, "folders_of", lambda given: [*reversed(listed(given))])
+    monkeypatch.setattr(inspect_checkpoint, "problems", problems)
+    status, out = inspect(capsys, tmp_path, "--verify")
+    assert not old.exists() and "damaged" not in out
+    assert "step-00000010  is gone: a run has removed or moved it meanwhile\n" in out
+    assert status == 0 and 'a resume with "auto" takes step-00000020' in out
 
 
 def test_a_damaged_note_of_a_rollback_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
