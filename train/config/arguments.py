@@ -168,6 +168,7 @@ class TrainingArguments:
         "steps whose median and spread a spike is judged by; none is judged before there are so many",
         128,
         ge=SMALLEST_WINDOW,
+        le=10**6,  # values that each checkpoint holds
         resume="free",
     )
     replica_check_steps: int = option(
@@ -182,6 +183,7 @@ class TrainingArguments:
         "0: never",
         1800.0,
         ge=0,
+        le=1e8,  # three years; timers of the system end soon after
         resume="free",
     )
 
