@@ -179,6 +179,10 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
     folders = {name: name for name in args.data} or plan.sources()
     if not folders:
         raise ValueError(f"{plan.path} does not say what it was trained on: name DATA")
+    if not args.data and (gone := [folder for folder in folders.values() if not Path(folder).exists()]):
+        here = f"start this where the training was started, not in {Path.cwd()}, or "
+        remedy = "name DATA" if all(map(os.path.isabs, gone)) else f"{here}name DATA"
+        raise ValueError(f"the data that the model was trained on are not there: {', '.join(gone)}; {remedy}")
     prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
     of_model = plan.tokenizers(args.tokenizer)
     for folder in prepared.values():

@@ -161,7 +161,13 @@ def test_the_data_of_the_training_are_others_by_now(
     assert "tokenizer is not the tokenizer that the model was trained with" in refused(trained, text)
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
     assert evaluated(trained, text)["all"]["bytes"] == len("some text")
-    assert "gone does not exist" in refused(trained)
+    assert "gone; name DATA" in refused(trained)
+    monkeypatch.setattr(
+        Plan, "sources", lambda plan: {"text": "gone"}
+    )  # relative, of a run that was started elsewhere
+    assert f"gone; start this where the training was started, not in {Path.cwd()}, or name DATA" in refused(
+        trained
+    )
 
 
 def test_damaged_weights(
