@@ -123,9 +123,19 @@ _GATHERING = tuple(
 )
 
 
+# What DeepSpeed tells and measures, by the key itself or the section.
+_TOLD = (
+    "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers comms_logger flops_profiler "
+    "tensorboard csv_monitor".split()
+)
+
+
 def _is_of_no_matter(key: str) -> bool:
     section, _, name = key.partition(".")
-    return section == "deepspeed" and (name in _REPEATED or name.startswith(("optimizer.", *_GATHERING)))
+    told = name.partition(".")[0] in _TOLD
+    return section == "deepspeed" and (
+        told or name in _REPEATED or name.startswith(("optimizer.", *_GATHERING))
+    )
 
 
 def key_of(key: str) -> str:

@@ -20,6 +20,21 @@ def test_resume_names_what_changes_the_numbers():
     assert Difference("deepspeed.zero_optimization.stage", 1, 2) in resume_differences(old, staged)
 
 
+def test_what_deepspeed_tells_and_measures_may_change() -> None:
+    """A file that does not name it, as one of the user's own, is no other run, nor is one that is to be profiled."""
+    old = arguments().resolve(1).to_dict()
+    own = {key: old["deepspeed"][key] for key in ("zero_optimization", "data_types")}
+    assert "wall_clock_breakdown" in old["deepspeed"].keys() - own
+    for told in (
+        {},
+        {"wall_clock_breakdown": True, "steps_per_print": 5, "flops_profiler": {"enabled": True}},
+    ):
+        new = arguments(deepspeed=own | told).resolve(1).to_dict()
+        assert resume_differences(old, new) == []
+    new = arguments(deepspeed=own | {"prescale_gradients": True}).resolve(1).to_dict()
+    assert resume_differences(old, new) == [Difference("deepspeed.prescale_gradients", None, True)]
+
+
 def test_a_key_that_is_new_counts_as_what_was_done_before_it() -> None:
     key, new = "fp8_head_gradients", arguments().resolve(1).to_dict()
     old = {**new, "precision": {k: v for k, v in new["precision"].items() if k != key}}
