@@ -321,6 +321,8 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
         found = problems(path, hashes=False) or problems(path)
         if not found:
             return path
+        if not (path / MANIFEST).is_file():  # its run goes on, and has a newer one instead
+            return newest_good(root, log)
         log(f"checkpoint {path.name} is not used: " + "; ".join(found))
     if candidates:
         raise CheckpointError(

@@ -13,14 +13,17 @@ import tokenizers
 from safetensors import SafetensorError
 
 from train import export
+from train.checkpoint import files
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
     CheckpointError,
     describe_file,
+    discard_old,
     name_of,
     write_manifest,
 )
+from train.files import sha256_file
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,6 +76,28 @@ def test_of_a_run_the_newest_good_one_is_taken(
         CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*; give a committed one"
     ):
         export.checkpoint_of(tmp_path / "run" / given)
+
+
+def test_one_that_its_run_replaces_while_it_is_verified_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With save_total_limit 1, where hashing takes longer than the next save needs to come."""
+    root = tmp_path / "checkpoints"
+
+    def save(step: int) -> None:
+        (root / name_of(step)).mkdir(parents=True)
+        (root / name_of(step) / RUN_STATE).write_text("{}")
+        write_manifest(root / name_of(step), [describe_file(root / name_of(step) / RUN_STATE)])
+        discard_old(root / name_of(step), keep=1)
+
+    def hashed(file: Path) -> str:
+        if file.parent.name == name_of(3):
+            save(6)
+        return sha256_file(file)
+
+    save(3)
+    monkeypatch.setattr(files, "sha256_file", hashed)
+    assert export.checkpoint_of(tmp_path) == root / name_of(6) and not capsys.readouterr().err
 
 
 def test_nothing_is_listed_where_there_is_nothing(
