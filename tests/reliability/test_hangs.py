@@ -231,7 +231,8 @@ def test_the_verdict_has_the_time_the_place_and_one_of_those_who_wait() -> None:
         "  rank 1 on h1: step 1; File 1",
         "  rank 2 does not answer: its process is stopped, or its machine or connection is gone",
         "  rank 0 waits: step 0; File 0",
-        "The job ends; the same command goes on from the last checkpoint",
+        "The job ends; with --resume_from_checkpoint auto, the default, the same command goes on from the last "
+        "checkpoint",
     ]
     said = verdict({rank: found[rank] for rank in (1, 0)}, [], 2, 0.5)
     assert said == (

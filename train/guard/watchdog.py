@@ -209,4 +209,7 @@ def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, tim
         )
     others = sorted(set(found) - set(blamed))
     lines += [f"  rank {r} waits: {found[r]['doing']}; {found[r]['at']}" for r in others[:1]]
-    return "\n".join([*lines, "The job ends; the same command goes on from the last checkpoint"])
+    goes_on = (
+        "with --resume_from_checkpoint auto, the default, the same command goes on from the last checkpoint"
+    )
+    return "\n".join([*lines, f"The job ends; {goes_on}"])
