@@ -20,7 +20,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 RESUME = {
     "free": "may change on a resume",  # it does not change what a step computes
     "allowed": "may change on a resume with allow_changes_on_resume",
-    "constant": "may change on a resume with allow_changes_on_resume, or while lr_scheduler_type is constant",
+    "constant": "may change on a resume with allow_changes_on_resume, or while lr_scheduler_type is constant and no "
+    "stage of precision.schedule ends by until_share",
     "fp8 <-> bf16": "fp8 may become bf16, and bf16 fp8, on a resume with allow_changes_on_resume",
     "content": "may change on a resume; of what it says, all but sizes with allow_changes_on_resume",
     "never": "cannot change on a resume",

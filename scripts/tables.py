@@ -45,7 +45,7 @@ PARTS = {
 ON_A_RESUME = {
     "free": "free",
     "allowed": "if allowed",
-    "constant": "if allowed; free while lr_scheduler_type is constant",
+    "constant": "if allowed; free while lr_scheduler_type is constant and no stage ends by until_share",
     "fp8 <-> bf16": "if allowed, between fp8 and bf16",
     "content": "free; what it says, but sizes, if allowed",
     "never": "no",

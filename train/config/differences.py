@@ -49,7 +49,7 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     (`before_new_keys`)."""
     rules = {"free", "content"}
     unread_keys = unread_by_either(old, new)
-    if old.get("lr_scheduler_type") == new.get("lr_scheduler_type") == "constant":
+    if not (_depends_on_its_length(old) or _depends_on_its_length(new)):
         rules.add("constant")
 
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +66,12 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         }
 
     return differences(relevant(old), relevant(new))
+
+
+def _depends_on_its_length(values: dict[str, Any]) -> bool:
+    """Whether a step of the run is another where max_steps is: its learning rate, or its stage."""
+    stages = (values.get("precision") or {}).get("schedule") or []
+    return values.get("lr_scheduler_type") != "constant" or any("until_share" in stage for stage in stages)
 
 
 def unread_by_either(old: dict[str, Any], new: dict[str, Any]) -> set[str]:

@@ -209,6 +209,9 @@ def test_files_that_may_be_cut_otherwise_are_not_loaded_as_they_are() -> None:
 def test_max_steps_is_free_while_the_rate_is_constant() -> None:
     constant = {"lr_scheduler_type": "constant"}
     assert resumed(state_of({**constant, "max_steps": 200}), state_of(constant), False) == []
+    constant["precision"] = {"schedule": [{"until_share": 0.5, "compute": "bf16"}, {}]}
+    with pytest.raises(CheckpointError, match="max_steps: .* -> 200"):  # it may be in another stage then
+        resumed(state_of({**constant, "max_steps": 200}), state_of(constant), False)
 
 
 def test_a_checkpoint_without_a_key_had_its_default() -> None:
