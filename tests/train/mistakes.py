@@ -18,6 +18,7 @@ from train import launch, train
 from train.files import sha256_file
 from train.guard import lock
 from train.preflight import check, sizes
+from train.record.run_folder import EXPORTED_FROM
 
 Usage = namedtuple("Usage", "total used free")
 Mistake = Callable[["World"], "list[str] | None"]
@@ -151,6 +152,15 @@ def no_weights(world: World) -> None:
 
 def a_file_as_output(world: World) -> None:
     world.output.write_text("my notes")
+
+
+def data_as_output(world: World) -> None:
+    world.settings["output_dir"] = str(world.own_data())
+
+
+def export_as_output(world: World) -> None:
+    world.output.mkdir()
+    (world.output / EXPORTED_FROM).write_text("{}")
 
 
 def output_of_somebody_else(world: World) -> None:

@@ -21,6 +21,8 @@ from tests.train.mistakes import (
     another_tokenizer_beside_the_data,
     broken_config,
     damaged_checkpoint,
+    data_as_output,
+    export_as_output,
     held_out_by_another_tokenizer,
     hf_folder,
     huge_model,
@@ -132,6 +134,8 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
     ),
     ("a package that is missing", tracker_that_is_not_installed, ['report_to "wandb"', "pip install wandb"]),
     ("a file as output_dir", a_file_as_output, ["output_dir", "is not a folder", "choose another folder"]),
+    ("prepared data as output_dir", data_as_output, ["output_dir", "prepared data", "choose another folder"]),
+    ("an export as output_dir", export_as_output, ["is a checkpoint, an export", "--resume_from_checkpoint"]),
     (
         "somebody else's folder",
         output_of_somebody_else,

@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 from model.config import UserError, check_init_from, load_sizes, num_parameters
 from model.fp8.recipes import EIGHT_BITS, RECIPES
 from model.variants import VARIANTS
-from train.checkpoint.files import CheckpointError, RunState, branch_at, check_given, committed, read_state
+from train.checkpoint.files import (
+    MANIFEST,
+    CheckpointError,
+    RunState,
+    branch_at,
+    check_given,
+    committed,
+    read_state,
+)
 from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -21,7 +29,7 @@ from train.guard.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
 from train.preflight.sizes import disk_findings, existing, memory_findings
-from train.record.run_folder import RunFolder
+from train.record.run_folder import EXPORTED_FROM, RunFolder
 from train.record.trackers import check_installed
 
 T = TypeVar("T")
@@ -164,8 +172,14 @@ def check_weights(args: TrainingArguments, sizes: Any) -> None:
 
 
 def check_output(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: output_dir cannot be written; LockError: another run is in it."""
+    """Raises ConfigurationError: output_dir cannot be written, or is what another program replaces or a run removes;
+    LockError: another run is in it."""
     folder = RunFolder(args.output_dir)
+    if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
+        raise ConfigurationError(
+            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data, with which the run in it '
+            "would be removed; choose another folder. A run goes on from a checkpoint with --resume_from_checkpoint"
+        )
     place = existing(folder.path)
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigurationError(
