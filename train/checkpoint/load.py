@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -183,9 +182,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     files = sorted(path.glob("*model_states.pt"))
     if not files:
         raise CheckpointError(f"{path} holds no *model_states.pt")
-    if not torch.cuda.is_available():
-        # DeepSpeed, whose classes the files name, warns of an accelerator that it has to find
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if read_state(path).zero_stage == 3:
         # the weights are spread over the ranks' optimizer shards, as the float32 master copy
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -5,3 +5,14 @@ learning_rate_at, `held_out` the losses of evaluation sets, `distributed` init_d
 which rank this process is, `meeting` whether the ranks of all nodes come. `zero` is the one place that knows how
 DeepSpeed looks inside (and checkpoint/reshard.py what its files hold).
 """
+
+import logging
+
+
+def misses_no_gpu(record: logging.LogRecord) -> bool:
+    """A logging filter. What DeepSpeed, where nothing names an accelerator, says when it is imported without a GPU, on
+    standard output, where an answer belongs."""
+    return not record.getMessage().startswith("Setting accelerator to CPU")
+
+
+logging.getLogger("DeepSpeed").addFilter(misses_no_gpu)  # here, as only this room's files import it

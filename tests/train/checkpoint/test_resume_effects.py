@@ -2,7 +2,6 @@
 into a folder of its own. The decision for each key: test_resume_changes.py."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,9 +303,7 @@ def test_delayed_scaling_begins_with_scales_of_the_weights_that_it_goes_on_with(
     monkeypatch.setattr(setup, "calibrate", watch)
     steps, _ = gone_on(whole, settings, tmp_path, {})
     ((weight, ids),) = seen
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     saved = read_weights(whole / "checkpoints/step-00000003")
-    assert torch.cuda.is_available() or os.environ["DS_ACCELERATOR"] == "cpu", "DeepSpeed warns without it"
     assert torch.equal(weight, saved["lm_head.weight"].to(weight.dtype))
     stream = open_stream(settings["data"]["sources"], None, 64, 42)
     assert torch.equal(ids, stream.batch(3 * 4, 2).input_ids)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 
+from tests.programs import ROOT
 from train.engine import distributed
 
 
@@ -28,3 +32,14 @@ def test_remarks_that_nobody_needs_are_left_out(
     for package in ("flash-attn v3", "flash-attn", "flash-attn v4"):
         logging.getLogger("DotProductAttention").warning("%s may provide important feature support", package)
     assert caplog.messages == ["flash-attn v4 may provide important feature support"]
+
+
+@pytest.mark.interpreter
+def test_deepspeed_does_not_talk_over_an_answer() -> None:
+    """train/evaluate.py and train/export.py read checkpoints by this file, and answer on standard output."""
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"} | {
+        "CUDA_VISIBLE_DEVICES": ""
+    }
+    command = [sys.executable, "-c", "import train.checkpoint.load, deepspeed"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
