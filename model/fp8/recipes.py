@@ -174,6 +174,19 @@ else:
     PrecisionStage.__pydantic_config__ = STRICT
 
 
+def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
+    """Whether a stage that is not the last has ended, of a run of `max_steps` after so many steps and tokens."""
+    if "until_tokens" in stage:
+        return tokens >= stage["until_tokens"]
+    return step >= stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+
+
+def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:
+    """The number, from 0, of the stage of the step after so many steps and tokens: the first that is not over."""
+    last = len(stages) - 1
+    return next((n for n in range(last) if not is_over(stages[n], max_steps, step, tokens)), last)
+
+
 @dataclass(config=STRICT)
 class PrecisionConfig(PrecisionSettings):
     """The "precision" section. Knobs that the chosen recipe does not have must keep their default."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage
+from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage, is_over, stage_of
 from model.variants import variant_problems
 
 if TYPE_CHECKING:
@@ -20,16 +20,8 @@ if TYPE_CHECKING:
 
 
 def stage_at(args: TrainingArguments, step: int, tokens: int) -> int:
-    """The number, from 0, of the stage of the step after so many steps and tokens: the first that is not over."""
-    stages = args.precision.schedule or [{}]
-    last = len(stages) - 1
-    return next((n for n in range(last) if not _is_over(stages[n], args.max_steps, step, tokens)), last)
-
-
-def _is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
-    if "until_tokens" in stage:
-        return tokens >= stage["until_tokens"]
-    return step >= stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+    """The number, from 0, of the stage of the step after so many steps and tokens."""
+    return stage_of(args.precision.schedule or [{}], args.max_steps, step, tokens)
 
 
 def precision_of(section: PrecisionConfig, number: int) -> PrecisionConfig:
@@ -147,7 +139,7 @@ def order_problems(args: TrainingArguments, step: int | None = None, tokens: int
     stages, begin, found = args.precision.schedule or [], step or 0, []
     for number, stage in enumerate(stages[:-1]):
         is_open = step is None and "until_tokens" in stage
-        if is_open or (step and _is_over(stage, args.max_steps, step, tokens)):
+        if is_open or (step and is_over(stage, args.max_steps, step, tokens)):
             continue
         name, (key,) = _name(number, len(stages)), [key for key in ENDS if key in stage]
         end = _end_step(stage, args, args.max_steps, step or 0, tokens)

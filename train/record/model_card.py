@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from model.fp8.recipes import stage_of
 from train.record.history import EVALUATION, History, HistoryError, read_history
 
 # By which a later export knows its own card from one that a user wrote or changed.
@@ -17,6 +18,9 @@ MARK = "<!-- written by train/export.py from the run's files; without this line 
 
 # Keys that resumes may change, and that have rows of their own.
 TOLD = ("precision.compute", "precision.recipe", "precision.schedule", "max_seq_length", "data.sources")
+# What the stages of precision.schedule end by.
+COUNTED = ("max_steps", "train_batch_size_tokens")
+NEXT = "; then "
 HASH = 64  # characters of a sha256
 
 
@@ -58,7 +62,7 @@ def _facts(
     history: History | None,
     changes: Sequence[dict[str, Any]],
 ) -> dict[str, str]:
-    now, before = _configured(trained), _before(trained, changes)
+    now, before = _configured(trained, step, tokens), _before(trained, step, tokens, changes)
     told = {name: _since(now[name], [(until, values[name]) for until, values in before]) for name in now}
     facts = {
         "model": f"{Path(trained['model']['config']).name}, trained as {trained['model']['variant']}",
@@ -96,27 +100,35 @@ def _facts(
     return facts
 
 
-def _configured(config: dict[str, Any]) -> dict[str, str]:
-    """What of a configuration has a row of its own, and a resume may change."""
-    stages = [config["precision"] | stage for stage in config["precision"].get("schedule") or [{}]]
+def _configured(config: dict[str, Any], step: int, tokens: int) -> dict[str, str]:
+    """What of a configuration has a row of its own, and a resume may change; of precision.schedule the stages that
+    `step` steps, of so many tokens, have come to."""
+    schedule = config["precision"].get("schedule") or [{}]
+    max_steps, tokens_of_step = (config.get(key, 0) for key in COUNTED)
+    reached = stage_of(schedule, max_steps, step - 1, tokens - tokens_of_step)  # that of the last step
+    stages = [config["precision"] | stage for stage in schedule[: reached + 1]]
     hows = (s["compute"] + (f", {s['recipe']} scaling" if s["compute"] == "fp8" else "") for s in stages)
     return {
         "data": ", ".join(config["data"]["sources"]),
         "sequence length": f"{config['max_seq_length']:,}",
-        "precision": "; then ".join(hows),
+        "precision": NEXT.join(hows),
     }
 
 
-def _before(trained: dict[str, Any], changes: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, str]]]:
+def _before(
+    trained: dict[str, Any], step: int, tokens: int, changes: Sequence[dict[str, Any]]
+) -> list[tuple[int, dict[str, str]]]:
     """(step, `_configured` until then) of each step from which on a resume had something otherwise, oldest first."""
     found: list[tuple[int, dict[str, str]]] = []
     config = copy.deepcopy(trained)
-    for step in sorted({change["step"] for change in changes}, reverse=True):
+    for until in sorted({change["step"] for change in changes}, reverse=True):
+        tokens -= (step - until) * config.get("train_batch_size_tokens", 0)
+        step = until
         for change in reversed(changes):
-            if change["step"] == step and change["key"] in TOLD:
+            if change["step"] == step and change["key"] in (*TOLD, *COUNTED):
                 section, _, name = change["key"].rpartition(".")
                 (config[section] if section else config)[name] = change["old"]
-        found.insert(0, (step, _configured(config)))
+        found.insert(0, (step, _configured(config, step, tokens)))
     return found
 
 
@@ -134,12 +146,13 @@ def _other_changes(changes: Sequence[dict[str, Any]]) -> str:
 
 
 def _since(now: str, formers: list[tuple[int, str]]) -> str:
-    """`now`, and what was before: (step until which, what), oldest first; what stayed so is told once."""
+    """`now`, and what was before: (step until which, what), oldest first; what stayed so, or had a further stage later,
+    is told once."""
     following = [*(what for _, what in formers), now][1:]
     told = [
         f"until step {step:,}: {what}"
         for (step, what), then in zip(formers, following, strict=True)
-        if what != then
+        if then != what and not then.startswith(f"{what}{NEXT}")
     ]
     return f"{now} ({'; '.join(told)})" if told else now
 

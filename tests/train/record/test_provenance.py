@@ -262,6 +262,32 @@ def test_a_model_card_tells_what_was_otherwise_before_a_resume(tmp_path):
     assert json.dumps(TRAINED) == trained
 
 
+def test_a_model_card_has_the_stages_of_precision_that_the_checkpoint_has_come_to(tmp_path, monkeypatch):
+    def precision(step: int, *changes: dict) -> str:
+        (row,) = (
+            line for line in card(tmp_path, step=step, changes=changes).splitlines() if "precision" in line
+        )
+        return row
+
+    now, then = "| precision | bf16 |", "| precision | bf16; then fp8, delayed scaling |"
+    monkeypatch.setitem(TRAINED, "max_steps", 20)
+    monkeypatch.setitem(TRAINED, "train_batch_size_tokens", 64)
+    for end in ({"until_step": 10}, {"until_share": 0.5}, {"until_tokens": 640}):
+        schedule = [end | {"compute": "bf16"}, {}]
+        monkeypatch.setitem(TRAINED["precision"], "schedule", schedule)
+        assert [precision(step) for step in (2, 10, 11, 20)] == [now, now, then, then]
+        # the stage had begun before a resume, or after it
+        other = {"key": "data.sources", "old": {"mine": "data"}, "new": {"text": "data"}}
+        assert [precision(20, other | {"step": step}) for step in (5, 10, 15)] == [then] * 3
+        changed = {"step": 5, "key": "precision.schedule", "old": schedule, "new": None}
+        monkeypatch.setitem(TRAINED["precision"], "schedule", None)
+        assert precision(6, changed) == "| precision | fp8, delayed scaling (until step 5: bf16) |"
+    schedule = [{"until_share": 0.5, "compute": "bf16"}, {}]
+    changed = {"step": 15, "key": "precision.schedule", "old": schedule, "new": None}
+    longer = {"step": 15, "key": "max_steps", "old": 40, "new": 20}
+    assert precision(16, changed, longer) == "| precision | fp8, delayed scaling (until step 15: bf16) |"
+
+
 def test_a_model_card_of_the_user_stays_and_our_own_is_written_anew(tmp_path):
     ours = card(tmp_path)
     assert card(tmp_path, "# Mine\n") == "# Mine\n"
