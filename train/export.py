@@ -74,8 +74,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         for file in files:
             shutil.copy2(file, partial / file.name)
         state = read_state(path)
-        config, changes = state.train_config, state.changes
-        write_card(partial, out, path, config, state.step, state.consumed_tokens, changes)
+        config, changes, began_at = state.train_config, state.changes, state.began_at.get("path")
+        write_card(partial, out, path, config, state.step, state.consumed_tokens, changes, began_at)
         for file in partial.iterdir():  # safetensors' are for their owner alone: a server may be another user
             shutil.copymode(partial / "config.json", file)
         origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}

@@ -32,12 +32,13 @@ def write_card(
     step: int,
     tokens: int,
     changes: Sequence[dict[str, Any]],
+    began_at: str | None,
 ) -> None:
     """README.md in `out`, for the export that `former` is replaced by: a card there that is the user's own stays.
 
     checkpoint: RUN/checkpoints/step-NNNNNNNN, of `step` steps and `tokens`; trained: the configuration it has; changes:
-    what resumes had otherwise before, {"step", "key", "old", "new"}, oldest first. Files of the run that are not there
-    are not spoken of."""
+    what resumes had otherwise before, {"step", "key", "old", "new"}, oldest first; began_at: the checkpoint of another
+    run that this one went on from. Files of the run that are not there are not spoken of."""
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
         shutil.copy2(old, out / "README.md")
@@ -46,7 +47,7 @@ def write_card(
         history: History | None = read_history(checkpoint.parent.parent)
     except HistoryError:
         history = None
-    facts = _facts(trained, step, tokens, history, changes)
+    facts = _facts(trained, step, tokens, history, changes, began_at)
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)
     name = checkpoint.resolve().parent.parent.name
     text = f"{MARK}\n\n# {name}\n\nA Mistral model, pretrained from {_begin(trained)}.\n\n| | |\n|---|---|\n{rows}\n"
@@ -61,6 +62,7 @@ def _facts(
     tokens: int,
     history: History | None,
     changes: Sequence[dict[str, Any]],
+    began_at: str | None,
 ) -> dict[str, str]:
     now, before = _configured(trained, step, tokens), _before(trained, step, tokens, changes)
     told = {name: _since(now[name], [(until, values[name]) for until, values in before]) for name in now}
@@ -68,6 +70,7 @@ def _facts(
         "model": f"{Path(trained['model']['config']).name}, trained as {trained['model']['variant']}",
         "data": told["data"],
         "steps, tokens": f"{step:,}, {tokens:,}",
+        "of another run": _branched(began_at),
         "sequence length": told["sequence length"],
         "precision": told["precision"],
         "also changed": _other_changes(changes),
@@ -161,6 +164,15 @@ def _short(value: Any) -> str:
     if isinstance(value, str) and len(value) == HASH:
         return f"{value[:12]}..."
     return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _branched(began_at: str | None) -> str:
+    """Without the folders of somebody's machine."""
+    if not began_at:
+        return ""
+    path = Path(began_at)
+    own = "what is said of starts, GPUs, versions and commits is of the steps after it"
+    return f"up to {path.name} of {path.parent.parent.name}; {own}"
 
 
 def _begin(trained: dict[str, Any]) -> str:

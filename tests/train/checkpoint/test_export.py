@@ -123,7 +123,13 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     monkeypatch.setattr(
         export,
         "read_state",
-        lambda path: SimpleNamespace(train_config={}, step=1, consumed_tokens=1, changes=["of a resume"]),
+        lambda path: SimpleNamespace(
+            train_config={},
+            step=1,
+            consumed_tokens=1,
+            changes=["of a resume"],
+            began_at={"path": "of another run"},
+        ),
     )
     told: list[Any] = []
 
@@ -142,7 +148,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
         export.export(tmp_path, out, model)
     (model / "tokenizer.json").write_text("theirs")
     (model / "chat_template.jinja").write_text("theirs")
-    assert export.export(tmp_path, out, model) == ["hf"] and told[-1] == ["of a resume"]
+    assert export.export(tmp_path, out, model) == ["hf"] and told[-2:] == [["of a resume"], "of another run"]
     assert {path.name: path.read_text() for path in out.iterdir() if path.name != "exported_from.json"} == {
         "config.json": "ours",
         "model.safetensors": "ours",

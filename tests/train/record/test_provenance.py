@@ -181,7 +181,13 @@ TRAINED = {
 }
 
 
-def card(tmp_path: Path, former: str | None = None, step: int = 2, changes: Sequence[dict] = ()) -> str:
+def card(
+    tmp_path: Path,
+    former: str | None = None,
+    step: int = 2,
+    changes: Sequence[dict] = (),
+    began_at: str | None = None,
+) -> str:
     """Of the export of a checkpoint of `step`, where a card `former` may be already."""
     out, old = tmp_path / "out", tmp_path / "old"
     for folder in (out, old):
@@ -189,7 +195,8 @@ def card(tmp_path: Path, former: str | None = None, step: int = 2, changes: Sequ
         folder.mkdir()
     if former is not None:
         (old / "README.md").write_text(former)
-    write_card(out, old, tmp_path / "my run/checkpoints/step-00000002", TRAINED, step, 64 * step, changes)
+    checkpoint = tmp_path / "my run/checkpoints/step-00000002"
+    write_card(out, old, checkpoint, TRAINED, step, 64 * step, changes, began_at)
     return (out / "README.md").read_text()
 
 
@@ -260,6 +267,15 @@ def test_a_model_card_tells_what_was_otherwise_before_a_resume(tmp_path):
         "deepspeed.zero_optimization.offload_param true (until step 60: null) |",
     ]
     assert json.dumps(TRAINED) == trained
+
+
+def test_a_model_card_tells_of_the_run_that_this_one_branched_off(tmp_path):
+    text = card(tmp_path, began_at="/home/me/first/checkpoints/step-00000001")
+    assert (
+        "| of another run | up to step-00000001 of first; what is said of starts, GPUs, versions and commits is of the "
+        "steps after it |" in text
+    )
+    assert "/home/me" not in text and "another run" not in card(tmp_path)
 
 
 def test_a_model_card_has_the_stages_of_precision_that_the_checkpoint_has_come_to(tmp_path, monkeypatch):
