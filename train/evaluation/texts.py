@@ -28,6 +28,7 @@ from train.data.format import (
 from train.data.index import open_index
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream
 from train.prepare.corpus import list_sources, read_share, text_key_option
+from train.prepare.output import WORK_NAME
 from train.prepare.readers import Dropped
 
 ENCODED_TOGETHER = 256  # documents
@@ -55,7 +56,9 @@ class Source:
 
 
 def is_prepared(data: str) -> bool:
-    return (Path(data) / MANIFEST_NAME).is_file()
+    """Also data that are not whole, as their manifest, which is not there, will say."""
+    parts = (MANIFEST_NAME, WORK_NAME, "*.ds")
+    return any(True for part in parts for _ in Path(data).glob(part))
 
 
 class Packed:

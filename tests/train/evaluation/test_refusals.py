@@ -53,6 +53,8 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "{shards}"], "was prepared with another tokenizer than the model's"),
         (["{hf}"], "hf does not say what it was trained on: name DATA"),
         (["{run}", "{empty}"], "empty holds nothing to read. Allowed: "),
+        (["{run}", "{half}"], "half has no manifest.json (unfinished or not prepared data); prepare it with: python"),
+        (["{run}", "{part}"], "part has no manifest.json (unfinished or not prepared data); prepare it with: python"),
         (["{run}", "{blank}"], "blank.txt has no text: 1 documents, none can be read; mend them"),
         (["{run}", "{key}"], "has no text: 2 documents, none can be read; --text_key title names the text"),
         (["{run}", "{one_bad}"], "1 documents cannot be read, such as {one_bad}:2: null text; mend them, or allow so "
@@ -85,7 +87,10 @@ def test_what_is_refused(
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "empty").mkdir()
-    places = {name.split(".")[0]: str(tmp_path / name) for name in ("none", "empty", *texts)}
+    (tmp_path / "half/prepare_data.unfinished").mkdir(parents=True)
+    shutil.copytree(data, tmp_path / "part", ignore=shutil.ignore_patterns("manifest.json"))
+    folders = ("none", "empty", "half", "part")
+    places = {name.split(".")[0]: str(tmp_path / name) for name in (*folders, *texts)}
     places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}
     assert message.format(**places) in refused(*(argument.format(**places) for argument in arguments))
 
