@@ -44,7 +44,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
     that `out` is whole or absent; an older one is replaced, but not a README.md that is the user's own.
     exported_from.json in it names the checkpoint.
-    form: one of FORMATS. Returns what there is to say about the weights, as lines.
+    form: one of FORMATS. Returns what there is to say about weights and configuration, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, or the hf/ of a run, and the weights are to be FP8. PrecisionError: weights that have
@@ -70,7 +70,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        lines = _write_model(path, partial, form)
+        lines = _write_model(path, partial, form, tokenizer)
         for file in files:
             shutil.copy2(file, partial / file.name)
         state = read_state(path)
@@ -91,8 +91,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     return lines
 
 
-def _write_model(path: Path, out: Path, form: str) -> list[str]:
-    """config.json and weights, in the dtype of training but for those that `form` has in FP8; what to say of these."""
+def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
+    """config.json and weights, in the dtype of training but for those that `form` has in FP8; what to say of them."""
     # Here: it takes seconds, which --help and a wrong path do not wait for, nor a run, whose ranks import this file.
     import torch
     from transformers import MistralConfig, MistralForCausalLM
@@ -103,6 +103,7 @@ def _write_model(path: Path, out: Path, form: str) -> list[str]:
 
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
+    lines = _name_ends(config, TextEncoder(tokenizer), state)
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config)
@@ -115,9 +116,28 @@ def _write_model(path: Path, out: Path, form: str) -> list[str]:
     model.config.dtype = dtype
     transformers_logging.disable_progress_bar()
     if form == "hf-fp8":
-        return _write_fp8(path, out, state, model, weights)
+        return [*_write_fp8(path, out, state, model, weights), *lines]
     model.save_pretrained(out)
-    return []
+    return lines
+
+
+def _name_ends(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
+    """Give `config` the BOS and EOS that documents had in training, if `encoder` is its tokenizer. In training nobody
+    asks the model's configuration, which may have been written for another one; who generates ends at the EOS that it
+    names. What to say of it."""
+    lines = []
+    if encoder.sha256() in _trained_with(state):
+        for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
+            named = getattr(config, key)
+            if own not in (named if isinstance(named, list) else [named]):
+                setattr(config, key, own)
+                lines.append(f"{key} {own}, as in the tokenizer; the model's configuration has {named}")
+    return lines
+
+
+def _trained_with(state: RunState) -> set[str]:
+    """The sha256 of the tokenizer of the training's data."""
+    return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
@@ -227,8 +247,7 @@ def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> No
             f"--tokenizer {folder} has a vocabulary of {encoder.vocab_size}, the model one of {allowed}: it is another "
             "model's"
         )
-    trained = {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
-    if must_be_the_same and encoder.sha256() not in trained:
+    if must_be_the_same and encoder.sha256() not in _trained_with(state):
         raise DataError(
             f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
             "that tokenizer as --tokenizer DIR"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +114,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
 ) -> None:
     """--tokenizer may name a model's folder; and a run's own is not lost to a folder that somebody put in there."""
 
-    def write_model(path: Path, out: Path, form: str) -> list[str]:
+    def write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
         out.mkdir()
         (out / "config.json").write_text("ours")
         (out / "model.safetensors").write_text("ours")
@@ -158,6 +160,32 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     }
 
 
+def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_path: Path) -> None:
+    """A configuration may be written for another one: a text would go on behind its EOS, and end at another word."""
+    path, out = tmp_path / "run/checkpoints/step-00000006", tmp_path / "out"
+    shutil.copytree(trained / "checkpoints/step-00000006", path)
+    state = json.loads((path / RUN_STATE).read_text())
+
+    def named(bos: int, eos: int | list[int]) -> tuple[list[str], set[tuple]]:
+        state["model_config"] |= {"bos_token_id": bos, "eos_token_id": eos}
+        (path / RUN_STATE).write_text(json.dumps(state))
+        lines = export.export(path, out, data / "tokenizer")
+        files = [json.loads((out / f"{name}config.json").read_text()) for name in ("", "generation_")]
+        return lines, {(file["bos_token_id"], str(file["eos_token_id"])) for file in files}
+
+    assert named(1, 2) == ([], {(1, "2")}) and named(1, [7, 2]) == ([], {(1, "[7, 2]")})
+    lines = [
+        "bos_token_id 1, as in the tokenizer; the model's configuration has 5",
+        "eos_token_id 2, as in the tokenizer; the model's configuration has 7",
+    ]
+    assert named(5, 7) == (lines, {(1, "2")})
+    for source in state["data_fingerprint"][
+        "sources"
+    ].values():  # the one that is given is not that of training
+        source["tokenizer_sha256"] = "another"
+    assert named(5, 7) == ([], {(5, "7")})
+
+
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     """It would be replaced, and what it led to stay as it was."""
     (tmp_path / "tokenizer.json").touch()
@@ -175,7 +203,7 @@ def test_what_could_not_be_written_whole_is_removed(
 ) -> None:
     """A full disk needs the room; and the export that was there before stays."""
 
-    def write_model(path: Path, out: Path, form: str) -> list[str]:
+    def write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
         out.mkdir()
         (out / "model.safetensors").write_text("a part")
         raise error
