@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -283,14 +284,11 @@ class OutputFolder:
             bos_id=encoder.bos_id,
             eos_id=encoder.eos_id,
             tokenizer_sha256=encoder.sha256(),
-            tokenizer_files=encoder.files,
+            tokenizer_files=self._copy_tokenizer(),
             unigram_loss=unigram_loss(counts["train"], counts["eval"]),
             shards=shards,
             **source,
         )
-        (self.new / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        for name in encoder.files:
-            shutil.copyfile(encoder.folder / name, self.new / TOKENIZER_FOLDER / name)
         write_manifest(self.new, manifest)
         self._keep = (
             True  # what is new is whole: an exchange that is interrupted is for the next run to finish
@@ -298,6 +296,23 @@ class OutputFolder:
         self._exchange()
         self._keep = False
         return manifest
+
+    def _copy_tokenizer(self) -> list[str]:
+        """Returns the names of its files."""
+        from train.prepare.tokenizer import add_fast_tokenizer  # which imports this file
+
+        folder = self.new / TOKENIZER_FOLDER
+        folder.mkdir(exist_ok=True)
+        for name in self.encoder.files:
+            shutil.copyfile(self.encoder.folder / name, folder / name)
+        if "tokenizer.json" not in self.encoder.files and not add_fast_tokenizer(folder):
+            print(
+                f"note: {self.encoder.folder} has a tokenizer.model alone, of which transformers may make other ids "
+                "than these data have; give it a tokenizer.json of the same ids, which exports of a model then have",
+                file=sys.stderr,
+                flush=True,
+            )
+        return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
     def _exchange(self) -> None:
         """Put what is new in the place of what the folder has. The manifest comes last: when this is interrupted, the

@@ -211,6 +211,29 @@ def check_identity(folder: Path, texts: Iterable[str]) -> int:
     return compared
 
 
+def add_fast_tokenizer(folder: Path) -> bool:
+    """Beside the tokenizer.model in `folder`, which has no tokenizer.json, write what gives its ids in transformers:
+    what transformers itself makes of a tokenizer.model alone has no space before a text. Of a tokenizer_config.json
+    that is there what does not concern ids stays. False: ids would differ all the same, and nothing is written.
+    """
+    path = folder / "tokenizer_config.json"
+    before = path.read_bytes() if path.exists() else None
+    try:
+        write_fast_tokenizer(
+            sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_NAME)), folder
+        )
+        if before is not None:
+            path.write_text(json.dumps(json.loads(before) | json.loads(path.read_bytes()), indent=2) + "\n")
+        check_identity(folder, HARD_STRINGS)
+    except Exception:  # tokenizers raises plain Exception
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        if before is not None:
+            path.write_bytes(before)
+        return False
+    return True
+
+
 class _Reading:
     """The documents of the inputs, counted; how far it is goes to stderr every few seconds."""
 

@@ -90,13 +90,13 @@ def test_another_tokenizer_in_the_folder_is_left_alone(tmp_path, prepare, corpus
 
 
 def test_nothing_of_the_old_tokenizer_stays_beside_a_new_one(tmp_path, prepare, corpus, tokenizer_dir):
-    """A tokenizer.json of other ids, which transformers would take."""
-    out, only_model = tmp_path / "out", tmp_path / "tokenizer"
-    only_model.mkdir()
-    shutil.copy(tokenizer_dir / "tokenizer.model", only_model)
-    assert prepare(out, corpus) == 0 and len(list((out / "tokenizer").iterdir())) > 1
-    assert prepare(out, corpus, tokenizer=only_model, overwrite=True) == 0
-    assert contents(out / "tokenizer") == contents(only_model)
+    """A tokenizer.model of other ids, which would be the one that counts."""
+    out, no_model = tmp_path / "out", tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_dir, no_model)
+    (no_model / "tokenizer.model").unlink()
+    assert prepare(out, corpus) == 0 and (out / "tokenizer/tokenizer.model").exists()
+    assert prepare(out, corpus, tokenizer=no_model, overwrite=True) == 0
+    assert contents(out / "tokenizer") == contents(no_model)
 
 
 def test_data_stays_until_what_overwrites_it_is_whole(tmp_path, prepare, corpus):

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.fixtures import corpus_texts
 from tests.train.runs import ROOT
 from train.data.encoder import TextEncoder
-from train.data.format import DataError
+from train.data.format import DataError, read_manifest
 from train.prepare.output import take_lock
 from train.prepare.readers import Text
 from train.prepare.tokenizer import (
@@ -267,3 +268,28 @@ def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
         model = sentencepiece.SentencePieceProcessor(model_proto=train_model(texts, 290, coverage))
         assert (model.piece_to_id("é") == model.unk_id()) == (coverage < 1) and model.piece_to_id("a") > 0
         assert model.decode(model.encode("é")) == "é"
+
+
+def test_data_of_a_sentencepiece_model_alone_have_what_transformers_reads(
+    tokenizer_dir, tmp_path, prepare, corpus, capsys, monkeypatch
+):
+    """What transformers makes of the model itself has no space before a text, which training had."""
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    alone.mkdir()
+    shutil.copy(tokenizer_dir / "tokenizer.model", alone)
+    (alone / "tokenizer_config.json").write_text('{"chat_template": "mine", "add_bos_token": false}')
+    assert prepare(out, corpus, tokenizer=alone) == 0
+    assert check_identity(out / "tokenizer", HARD_STRINGS) == len(HARD_STRINGS)
+    config = json.loads((out / "tokenizer/tokenizer_config.json").read_text())
+    assert (config["chat_template"], config["add_bos_token"]) == ("mine", True)
+    files = [path.name for path in (out / "tokenizer").iterdir()]
+    manifest = read_manifest(out)
+    assert set(files) == set(manifest.tokenizer_files) and manifest.tokenizer_files[0] == "tokenizer.model"
+    assert sorted(path.name for path in alone.iterdir()) == ["tokenizer.model", "tokenizer_config.json"]
+    monkeypatch.setattr("train.prepare.tokenizer.check_identity", lambda *_: 1 / 0)
+    capsys.readouterr()
+    assert prepare(out, corpus, tokenizer=alone, overwrite=True) == 0
+    assert f"note: {alone} has a tokenizer.model alone" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (out / "tokenizer").iterdir()} == {
+        path.name: path.read_bytes() for path in alone.iterdir()
+    }
