@@ -203,8 +203,7 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
                 f"note: {plan.path} has no tokenizer; that {folder} was made by the same is not checked"
             )
     found: list[Any] = []
-    stride = min(args.stride or length, length) if args.by == "document" else None
-    documents = Documents(length, size, stride, args.max_samples)
+    documents = Documents(length, size, stride_of(args, length), args.max_samples)
     if prepared and args.by == "packed":
         found.append(Packed(prepared, length, size, args.max_samples, plan.document_mask))
     else:
@@ -215,6 +214,11 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
         for name in text:
             documents.add_text(name, encoder, args.text_key, args.split_on, args.max_dropped, ranks.tell)
     return [*found, documents] if documents.sources else found
+
+
+def stride_of(args: argparse.Namespace, length: int) -> int | None:
+    """Tokens from one row of a longer document to the next; None: packed."""
+    return min(args.stride or length, length) if args.by == "document" else None
 
 
 def planned(args: argparse.Namespace, path: Path) -> Any:
@@ -290,7 +294,7 @@ def evaluate(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
         "variant": plan.variant,
         "fp8": lines[0] if precision.fp8 else None,
         **options,
-        "stride": args.stride,
+        "stride": stride_of(args, plan.max_seq_length),
         "max_samples": args.max_samples,
         "notes": [note for text in found for note in text.notes],
         "ranks": ranks.world,

@@ -180,6 +180,8 @@ class Documents:
                 f"DATA {name}: {count:,} documents cannot be read, such as {dropped[0]}; {remedy}, or allow so many "
                 f"with --max_dropped {count}"
             )
+        if count:
+            self.notes.append(f"{name}: {count:,} documents cannot be read and are left out (--max_dropped)")
         self._add(Source(name, encoder, text_bytes), [Part(np.concatenate(tokens), np.cumsum(lengths))])
 
     def _add(self, source: Source, parts: list[Part]) -> None:

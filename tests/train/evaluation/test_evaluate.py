@@ -132,10 +132,13 @@ def test_documents_alone(
     twice = {key: 2 * expected[key] for key in ("tokens", "documents", "bytes")}
     assert report["all"] == pytest.approx(expected | twice, rel=1e-6)
     options += ["--max_samples", 11, "--stride", 64 if stride else 100]  # more would leave tokens out
-    part = evaluated(trained / "hf", other, text, *options)["sources"].values()
-    assert [(p["documents"], p["tokens"]) for p in part] == [
-        (11, sum(len(ids) - 1 for ids in documents[:11]))
-    ] * 2
+    report = evaluated(trained / "hf", other, text, *options)
+    part = report["sources"].values()
+    assert (
+        report["stride"] == 64
+        and [(p["documents"], p["tokens"]) for p in part]
+        == [(11, sum(len(ids) - 1 for ids in documents[:11]))] * 2
+    )
 
 
 def test_text_in_a_row(trained: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path) -> None:

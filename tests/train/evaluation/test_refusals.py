@@ -102,6 +102,8 @@ def test_a_tolerated_document_is_named(
     text.write_text('{"text": "some text"}\n{"text": null}\n')
     report = evaluated(trained, text, "--max_dropped", 1)
     assert report["all"]["documents"] == 1 and f"left out: {text}:2: null text" in capsys.readouterr().err
+    assert report["notes"] == [f"{text}: 1 documents cannot be read and are left out (--max_dropped)"]
+    assert report["stride"] is None
 
 
 def test_a_vocabulary_beyond_the_models(
