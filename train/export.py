@@ -240,18 +240,26 @@ def checkpoint_of(given: Path) -> Path:
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:
-    """Raise DataError: the tokenizer in `folder` has more ids than the model, or is not the one of its training."""
+    """Raise DataError: the tokenizer in `folder` has more ids than the model, or is not the one of its training, unless
+    it need not be the same, which is told then."""
     encoder = TextEncoder(folder)
     if encoder.vocab_size > (allowed := state.model_config["vocab_size"]):
         raise DataError(
             f"--tokenizer {folder} has a vocabulary of {encoder.vocab_size}, the model one of {allowed}: it is another "
             "model's"
         )
-    if must_be_the_same and encoder.sha256() not in _trained_with(state):
+    if encoder.sha256() in _trained_with(state):
+        return
+    if must_be_the_same:
         raise DataError(
             f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
             "that tokenizer as --tokenizer DIR"
         )
+    print(
+        f"note: {folder / encoder.files[0]} is not the file that the model was trained with: it has to give the "
+        "same ids, which is not checked",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

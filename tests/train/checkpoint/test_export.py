@@ -25,6 +25,7 @@ from train.checkpoint.files import (
     name_of,
     write_manifest,
 )
+from train.data.encoder import TextEncoder
 from train.files import sha256_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -248,7 +249,14 @@ def test_a_tokenizer_of_another_model_is_refused(
     (tmp_path.parent / "out").mkdir(
         exist_ok=True
     )  # what it may be otherwise, and where it may not be written
-    assert "out exists and is no export" in refusal(monkeypatch, capsys, tmp_path, *option)
+    message = refusal(monkeypatch, capsys, tmp_path, *option)
+    assert "out exists and is no export" in message
+    assert message.startswith(
+        f"note: {folder}/tokenizer.json is not the file that the model was trained with: it has to"
+    )
+    encoder = TextEncoder(folder)
+    state.data_fingerprint["sources"]["text"]["tokenizer_sha256"] = encoder.sha256()
+    assert "note" not in refusal(monkeypatch, capsys, tmp_path, *option)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path), ".", *option])
     with pytest.raises(SystemExit):
