@@ -62,13 +62,15 @@ def find_model_folder(given: Path) -> Path:
             )
         newest: Path | None = given
         out = given.with_name(f"{given.name}-hf")
+        of_run = given.absolute().parent.parent / "hf"
     else:
         newest = newest_checkpoint(given)
-        out = (given.parent if given.name == "checkpoints" else given) / "hf"
+        of_run = out = (given.parent if given.name == "checkpoints" else given) / "hf"
     if newest is not None:
+        is_there = (of_run / "config.json").is_file()
+        there = f"the run's exported model is {of_run}" if is_there else "no exported model yet"
         raise ValueError(
-            f"--model {given}: checkpoints, and no exported model yet; export the one you want: "
-            f"{export_command(newest, out)}"
+            f"--model {given}: checkpoints, and {there}; export the one you want: {export_command(newest, out)}"
         )
     raise ValueError(
         f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir"

@@ -176,7 +176,16 @@ def test_folders_that_will_not_do(tmp_path: Path, demo: Demo, capsys: Captured) 
         fp8_inference.find_model_folder(step)
     (step / "manifest.json").touch()
     for given in (tmp_path / "run", step):
-        with pytest.raises(ValueError, match=r"python train/export\.py \S*step-00000010"):
+        with pytest.raises(
+            ValueError, match=r"no exported model yet; .*python train/export\.py \S*step-00000010"
+        ):
+            fp8_inference.find_model_folder(given)
+    (tmp_path / "run/hf").mkdir()
+    (tmp_path / "run/hf/config.json").touch()
+    for given in (step.parent, step):
+        with pytest.raises(
+            ValueError, match=r"checkpoints, and the run's exported model is \S*run/hf; export the"
+        ):
             fp8_inference.find_model_folder(given)
     assert demo("--model", tmp_path / "nowhere", "--prompt", "x") == 2
     assert "no such folder" in capsys.readouterr().err
