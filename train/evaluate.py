@@ -203,7 +203,9 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
                 f"note: {plan.path} has no tokenizer; that {folder} was made by the same is not checked"
             )
     found: list[Any] = []
-    documents = Documents(length, size, stride_of(args, length), args.max_samples)
+    documents = Documents(
+        length, size, stride_of(args, length), args.max_samples, document_mask=plan.document_mask
+    )
     if prepared and args.by == "packed":
         found.append(Packed(prepared, length, size, args.max_samples, plan.document_mask))
     else:

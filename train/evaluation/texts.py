@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from model.documents import Documents as Pieces
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from train.data.encoder import TextEncoder
 from train.data.format import (
@@ -107,12 +108,14 @@ class Part:
 
 
 class Row(NamedTuple):
-    """tokens x_0 .. x_n. context: of the predicted ones, how many are not counted: another row has them."""
+    """tokens x_0 .. x_n. context: of the predicted ones, how many are not counted: another row has them. begins: with a
+    document mask, of documents behind the first, where they begin."""
 
     tokens: np.ndarray
     source: int
     ended: int
     context: int = 0
+    begins: np.ndarray | tuple[()] = ()
 
 
 @dataclass
@@ -120,13 +123,15 @@ class Documents:
     """Documents of sources, in rows of up to `length` predicted tokens and batches of up to `size` such rows.
 
     stride: None: the documents of a source one behind the other, in rows of `length`. Else each alone: a longer one in
-    rows that begin every `stride` tokens, of which each predicts what those before it have not.
+    rows that begin every `stride` tokens, of which each predicts what those before it have not. document_mask: as in
+    training, attention stays within documents and nothing is predicted from the last token of one.
     """
 
     length: int
     size: int
     stride: int | None
     samples: int | None = None  # documents of each source at most
+    document_mask: bool = False
     sources: list[Source] = field(default_factory=list)
     parts: list[list[Part]] = field(default_factory=list)  # by source
     notes: list[str] = field(default_factory=list)
@@ -221,7 +226,7 @@ class Documents:
             while some:
                 longest = _padded(len(some[-1].tokens) - 1)
                 together = max(1, self.size * _padded(self.length) // longest)
-                yield _batch(some[-together:], longest)
+                yield _batch(some[-together:], longest, self.document_mask)
                 del some[-together:]
 
     def _rows(self) -> Iterator[Row]:
@@ -252,7 +257,8 @@ class Documents:
             stop = min(start + self.length, len(tokens) - 1)
             # documents whose last token is predicted: tokens start + 1 to stop
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
-            yield Row(tokens[start : stop + 1], source, int(behind - first))
+            begins = ends[(start < ends) & (ends <= stop)] - start if self.document_mask else ()
+            yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
 
 
 def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
@@ -268,13 +274,18 @@ def _padded(tokens: int) -> int:
     return -(-tokens // FP8_TRAIN_ROW_MULTIPLE) * FP8_TRAIN_ROW_MULTIPLE
 
 
-def _batch(rows: list[Row], length: int) -> Rows:
+def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:
     """Behind the end of a row its last token is repeated, without labels: what comes later changes nothing before."""
     input_ids = np.empty((len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, NO_LABEL)
-    for index, (tokens, _, _, context) in enumerate(rows):
+    positions = np.tile(np.arange(length), (len(rows), 1))
+    for index, (tokens, _, _, context, begins) in enumerate(rows):
         count = len(tokens) - 1
         input_ids[index, :count], input_ids[index, count:] = tokens[:-1], tokens[-1]
         labels[index, context:count] = tokens[1 + context :]
-    batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels))
+        for begin in begins:
+            labels[index, begin - 1] = NO_LABEL
+            positions[index, begin:] = np.arange(length - begin)
+    documents = Pieces.of(torch.from_numpy(positions)) if document_mask else None
+    batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
     return Rows(batch, [row.source for row in rows], [row.ended for row in rows])

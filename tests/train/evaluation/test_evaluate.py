@@ -20,6 +20,7 @@ from transformers import MistralForCausalLM
 
 from model.config import UserError
 from tests import programs
+from tests.fixtures import write_jsonl
 from tests.reliability.launching import clean_environment
 from tests.train.prepare.test_inspect_data import documents_of
 from tests.train.runs import ROOT, metrics, run
@@ -67,9 +68,9 @@ def test_a_checkpoint_has_the_loss_that_its_training_logged(
 
 
 def test_several_sources_within_documents(
-    settings: dict, data: Path, other: Path, evaluated: Callable[..., dict]
+    settings: dict, data: Path, other: Path, evaluated: Callable[..., dict], tmp_path: Path
 ) -> None:
-    """As the run mixes its own sources, with its document mask."""
+    """As the run mixes its own sources, with its document mask, which text has as well."""
     settings["data"] = {"sources": {"text": str(data), "other": str(other)}, "document_mask": True}
     settings |= {"model": {**settings["model"], "variant": "te_linear"}, "max_eval_samples": 7}
     output_dir = run(settings, max_steps=2, precision={"recipe": "current"})
@@ -80,6 +81,12 @@ def test_several_sources_within_documents(
     assert report["all"]["documents"] == one["documents"] + two["documents"] > 0
     mean = (one["loss"] * one["tokens"] + two["loss"] * two["tokens"]) / report["all"]["tokens"]
     assert mean == pytest.approx(report["all"]["loss"]) and one["loss"] != two["loss"]
+    text = write_jsonl(tmp_path / "text.jsonl", ["one", "another one", "and the third"])
+    options = (output_dir, text, "--precision", "fp32", "--max_seq_length", 128)
+    row, alone = evaluated(*options)["all"], evaluated(*options, "--by", "document")["all"]
+    assert row == pytest.approx(alone, rel=1e-6) and row["documents"] == 3 and row["tokens"] < 128
+    cut = evaluated(*options[:-1], 16)["all"]  # where a row begins or ends within a document, or with one
+    assert cut["tokens"] == row["tokens"] and cut["loss"] != row["loss"]
 
 
 def plain_model(run: Path) -> MistralForCausalLM:
