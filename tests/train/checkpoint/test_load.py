@@ -194,7 +194,12 @@ def test_an_export_has_the_type_of_training_and_each_weight_once(
     state = SimpleNamespace(model_config=config.to_dict(), precision={"compute": compute})
     monkeypatch.setattr(export, "read_state", lambda path: state)
     monkeypatch.setattr(room, "read_hf_weights", lambda path, config: weights)
-    assert export._write_model(tmp_path / "step-00000003", tmp_path / "hf", "hf") == []
+    monkeypatch.setattr(export, "TextEncoder", Path)
+    monkeypatch.setattr(
+        export, "_name_ends", lambda config, encoder, state: []
+    )  # test_export.py has a tokenizer
+    paths = tmp_path / "step-00000003", tmp_path / "hf", "hf", tmp_path / "tokenizer"
+    assert export._write_model(*paths) == []
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
     found = load_file(tmp_path / "hf/model.safetensors")
     assert found.keys() == weights.keys()
@@ -202,7 +207,7 @@ def test_an_export_has_the_type_of_training_and_each_weight_once(
         assert tensor.dtype == getattr(torch, dtype) and torch.equal(tensor, weights[name].to(tensor.dtype))
     missing = weights.popitem()[0]
     with pytest.raises(CheckpointError, match=f"step-00000003: missing weights .'{missing}'"):
-        export._write_model(tmp_path / "step-00000003", tmp_path / "hf", "hf")
+        export._write_model(*paths)
 
 
 def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
