@@ -310,8 +310,10 @@ class Engine:
             f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
             for kind, count in self.forward.ran.items()
         ]
-        size = self.weights.nbytes / 2**30
-        return [
-            f"{how} on {self.device}; weights {size:.2f} GiB, cache {2 * self.cache.keys.nbytes / 2**30:.2f} GiB",
-            *lines,
-        ]
+        weights, cache = (size_text(n) for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
+        return [f"{how} on {self.device}; weights {weights}, cache {cache}", *lines]
+
+
+def size_text(nbytes: int) -> str:
+    """Memory, for people."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

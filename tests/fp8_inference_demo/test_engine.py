@@ -222,6 +222,8 @@ def test_memory_is_counted_by_the_bytes_of_each_tensor_once(model: tuple[Path, M
         "4 matrix products multiplied FP8 by FP8",
         "1 matrix products ran bfloat16",
     ]
+    large.weights.nbytes, large.cache.keys.nbytes = 2_500_000, 2**27
+    assert Engine.report(large)[0] == "plain torch on cpu; weights 2.38 MiB, cache 0.25 GiB"
 
 
 def test_times_are_those_of_the_prompts_and_of_the_steps_behind(
