@@ -66,6 +66,22 @@ class Batch(NamedTuple):
         return (self.labels != NO_LABEL).float().mean()
 
 
+def separate_documents(labels: np.ndarray, after: np.ndarray) -> Documents:
+    """Take the labels of last tokens away; returns the documents of the rows. labels: int64 [B, T]. after: int64, among
+    the B * T tokens in a row, the one behind each document that ends in a row."""
+    labels.reshape(-1)[after - 1] = NO_LABEL
+    begins = np.zeros(labels.size + 1, dtype=bool)
+    begins[after] = begins[:: labels.shape[1]] = True
+    starts = np.flatnonzero(begins[:-1])
+    # One a token, and back to 0 at each start, summed up in place: the memory that several arrays of the batch's
+    # size would take is given back and zeroed anew for every batch, which takes longer than all the rest.
+    positions = np.ones(labels.size, dtype=np.int64)
+    positions[0] = 0
+    positions[starts[1:]] -= starts[1:] - starts[:-1]
+    np.cumsum(positions, out=positions)
+    return Documents.of_pieces(torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts))
+
+
 def _by_tokens(sources: Sequence[TokenSource]) -> Mixture:
     """Raises DataError: a source is too small beside the others."""
     windows = [source.num_windows for source in sources]
@@ -189,19 +205,7 @@ class SampleStream:
                 f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
                 "increase: the content of an index changed; prepare or copy the data again"
             )
-        labels.reshape(-1)[after - 1] = NO_LABEL
-        begins = np.zeros(labels.size + 1, dtype=bool)
-        begins[after] = begins[::T] = True
-        starts = np.flatnonzero(begins[:-1])
-        # One a token, and back to 0 at each start, summed up in place: the memory that several arrays of the batch's
-        # size would take is given back and zeroed anew for every batch, which takes longer than all the rest.
-        positions = np.ones(labels.size, dtype=np.int64)
-        positions[0] = 0
-        positions[starts[1:]] -= starts[1:] - starts[:-1]
-        np.cumsum(positions, out=positions)
-        return Documents.of_pieces(
-            torch.from_numpy(positions.reshape(labels.shape)), torch.from_numpy(starts)
-        )
+        return separate_documents(labels, after)
 
     def verify(self, part: int = 0, parts: int = 1) -> int:
         """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model.documents import Documents as Pieces
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from train.data.encoder import TextEncoder
 from train.data.format import (
@@ -27,7 +26,7 @@ from train.data.format import (
     read_manifest,
 )
 from train.data.index import open_index
-from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream
+from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import WORK_NAME
 from train.prepare.readers import Dropped
@@ -58,8 +57,7 @@ class Source:
 
 def is_prepared(data: str) -> bool:
     """Also data that are not whole, as their manifest, which is not there, will say."""
-    parts = (MANIFEST_NAME, WORK_NAME, "*.ds")
-    return any(True for part in parts for _ in Path(data).glob(part))
+    return any(any(Path(data).glob(part)) for part in (MANIFEST_NAME, WORK_NAME, "*.ds"))
 
 
 class Packed:
@@ -108,14 +106,14 @@ class Part:
 
 
 class Row(NamedTuple):
-    """tokens x_0 .. x_n. context: of the predicted ones, how many are not counted: another row has them. begins: with a
-    document mask, of documents behind the first, where they begin."""
+    """tokens x_0 .. x_n. context: of the predicted ones, how many are not counted: another row has them. begins: of
+    documents behind the first, where they begin."""
 
     tokens: np.ndarray
     source: int
     ended: int
     context: int = 0
-    begins: np.ndarray | tuple[()] = ()
+    begins: np.ndarray = np.empty(0, dtype=np.int64)
 
 
 @dataclass
@@ -257,7 +255,7 @@ class Documents:
             stop = min(start + self.length, len(tokens) - 1)
             # documents whose last token is predicted: tokens start + 1 to stop
             first, behind = np.searchsorted(ends, [start + 2, stop + 2])
-            begins = ends[(start < ends) & (ends <= stop)] - start if self.document_mask else ()
+            begins = ends[(start < ends) & (ends <= stop)] - start
             yield Row(tokens[start : stop + 1], source, int(behind - first), begins=begins)
 
 
@@ -278,14 +276,13 @@ def _batch(rows: list[Row], length: int, document_mask: bool) -> Rows:
     """Behind the end of a row its last token is repeated, without labels: what comes later changes nothing before."""
     input_ids = np.empty((len(rows), length), dtype=np.int64)
     labels = np.full_like(input_ids, NO_LABEL)
-    positions = np.tile(np.arange(length), (len(rows), 1))
-    for index, (tokens, _, _, context, begins) in enumerate(rows):
+    for index, (tokens, _, _, context, _) in enumerate(rows):
         count = len(tokens) - 1
         input_ids[index, :count], input_ids[index, count:] = tokens[:-1], tokens[-1]
         labels[index, context:count] = tokens[1 + context :]
-        for begin in begins:
-            labels[index, begin - 1] = NO_LABEL
-            positions[index, begin:] = np.arange(length - begin)
-    documents = Pieces.of(torch.from_numpy(positions)) if document_mask else None
+    documents = None
+    if document_mask:
+        after = [index * length + row.begins for index, row in enumerate(rows)]
+        documents = separate_documents(labels, np.concatenate(after))
     batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), documents)
     return Rows(batch, [row.source for row in rows], [row.ended for row in rows])
