@@ -1,10 +1,11 @@
 """What a report says of where it was made: the machine, and the software that FP8 ran on. It names hardware and
-versions, and nothing that names a host, a user or a path."""
+versions, and nothing that names a host, a user or a path. And which remarks of that software a user need not read."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import platform
 import re
 import subprocess
@@ -14,6 +15,11 @@ from typing import Any
 
 # Distributions of which "versions" tells, where installed; Transformer Engine is named by its backend.
 PACKAGES = ("deepspeed", "transformers", "torchao", "flash-attn-4", "liger-kernel", "megatron-core", "triton")
+
+
+def leave_out(logger: str, *beginnings: str) -> None:
+    """Drop what is logged to exactly `logger` and begins so."""
+    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(beginnings))
 
 
 def describe() -> tuple[dict[str, Any], dict[str, Any]]:

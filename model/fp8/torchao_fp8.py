@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import version as installed_version
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.fp8.machine import leave_out
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
@@ -32,14 +32,10 @@ CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 MIN_TORCH = (2, 11)
 
 
-def _is_not(beginning: str, record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(beginning)
-
-
 # transformers imports torchao wherever it is installed, and torchao then warns of each of its CUDA libraries that the
 # machine cannot load (float8 training uses none of them), and torch of how torchao registers two enums.
-logging.getLogger("torchao").addFilter(partial(_is_not, "Failed to load"))
-logging.getLogger("torch.utils._pytree").addFilter(partial(_is_not, "<enum "))
+leave_out("torchao", "Failed to load")
+leave_out("torch.utils._pytree", "<enum ")
 
 
 @lru_cache

@@ -6,13 +6,8 @@ which rank this process is, `meeting` whether the ranks of all nodes come. `zero
 DeepSpeed looks inside (and checkpoint/reshard.py what its files hold).
 """
 
-import logging
+from model.fp8.machine import leave_out
 
-
-def misses_no_gpu(record: logging.LogRecord) -> bool:
-    """A logging filter. What DeepSpeed, where nothing names an accelerator, says when it is imported without a GPU, on
-    standard output, where an answer belongs."""
-    return not record.getMessage().startswith("Setting accelerator to CPU")
-
-
-logging.getLogger("DeepSpeed").addFilter(misses_no_gpu)  # here, as only this room's files import it
+# What DeepSpeed, where nothing names an accelerator, says when it is imported without a GPU, on standard output, where
+# an answer belongs. Here, as only this room's files import it.
+leave_out("DeepSpeed", "Setting accelerator to CPU")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-import logging
 import os
 import socket
 import time
@@ -17,12 +16,16 @@ import torch
 from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
+from model.fp8.machine import leave_out
 from train.engine import launchers
 from train.files import open_files, remove_dead_buffers
 
 # How long ranks wait for each other, once they have met: for one that hashes a large checkpoint, measures or exports as
 # long as it takes. What hangs is the watchdog's (hang_timeout_s), before which DeepSpeed's 10 minutes would be over.
 WAIT = datetime.timedelta(days=1)
+
+# Transformer Engine's advice to install what FlashAttention-4 replaces; that FlashAttention-4 is missing is told.
+leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
 
 
 def init_distributed() -> None:
@@ -44,9 +47,8 @@ def init_distributed() -> None:
     # torch's remarks on how DeepSpeed calls it drown what a user should read
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device", category=UserWarning)
-    # and so do FlashAttention-4's on itself, and Transformer Engine's that its predecessors could be installed, too
+    # and so do FlashAttention-4's on itself
     warnings.filterwarnings("ignore", message="Argument aux_data ", category=UserWarning)
-    logging.getLogger("DotProductAttention").addFilter(recommends_no_older_attention)
     wait_out_a_dead_builder()
     if os.environ["LOCAL_RANK"] == "0":
         remove_dead_buffers()
@@ -64,11 +66,6 @@ def init_distributed() -> None:
             "port, the same to every rank"
         ) from error
     distributed_c10d._set_pg_timeout(WAIT)
-
-
-def recommends_no_older_attention(record: logging.LogRecord) -> bool:
-    """A logging filter. What Transformer Engine says where FlashAttention-4 itself is missing stays."""
-    return not record.getMessage().startswith(("flash-attn v3 may provide", "flash-attn may provide"))
 
 
 def build_folder() -> Path | None:
