@@ -310,10 +310,10 @@ class Engine:
             f"{count} {kinds.get(kind, f'matrix products ran {kind}')}"
             for kind, count in self.forward.ran.items()
         ]
-        weights, cache = (size_text(n) for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
+        weights, cache = (memory_text(n) for n in (self.weights.nbytes, 2 * self.cache.keys.nbytes))
         return [f"{how} on {self.device}; weights {weights}, cache {cache}", *lines]
 
 
-def size_text(nbytes: int) -> str:
+def memory_text(nbytes: int) -> str:
     """Memory, for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

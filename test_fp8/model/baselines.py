@@ -169,9 +169,8 @@ def attention_kernels(run: Callable[[], Any]) -> tuple[list[str], list[str]]:
     attention kernels that it launched on the GPU, without their template arguments), as torch's profiler saw them."""
     activity = torch.profiler.ProfilerActivity
     kinds = [activity.CPU, *([activity.CUDA] if torch.cuda.is_available() else [])]
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # torch 2.13's says on the console when it starts and stops
+    # torch 2.13's says on the console when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with torch.profiler.profile(activities=kinds) as profiled:
         run()
         if torch.cuda.is_available():

@@ -169,12 +169,10 @@ def test_the_data_of_the_training_are_others_by_now(
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
     assert evaluated(trained, text)["all"]["bytes"] == len("some text")
     assert "gone; name DATA" in refused(trained)
-    monkeypatch.setattr(
-        Plan, "sources", lambda plan: {"text": "gone"}
-    )  # relative, of a run that was started elsewhere
-    assert f"gone; start this where the training was started, not in {Path.cwd()}, or name DATA" in refused(
-        trained
-    )
+    # relative, of a run that was started elsewhere
+    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": "gone"})
+    expected = f"gone; start this where the training was started, not in {Path.cwd()}, or name DATA"
+    assert expected in refused(trained)
 
 
 def test_damaged_weights(
