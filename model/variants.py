@@ -24,8 +24,8 @@ class Variant:
     compiles: bool = False
 
 
-_TE = tuple(r.name for r in RECIPES.values() if r.library == "te")
-_TORCHAO = tuple(r.name for r in RECIPES.values() if r.library == "torchao")
+_TE = tuple(r.name for r in RECIPES.values() if r.package == "te")
+_TORCHAO = tuple(r.name for r in RECIPES.values() if r.package == "torchao")
 VARIANTS = {
     variant.name: variant
     for variant in (

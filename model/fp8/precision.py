@@ -99,7 +99,7 @@ class Precision:
     @property
     def torchao(self) -> bool:
         """FP8 by torchao, not by TE."""
-        return self.fp8 and RECIPES[self.config.recipe].library == "torchao"
+        return self.fp8 and RECIPES[self.config.recipe].package == "torchao"
 
     @property
     def health_steps(self) -> int:

@@ -26,12 +26,12 @@ def fits_fp8(*features: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """library: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from
+    """package: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from
     earlier steps, which checkpoints keep. knobs: the keys of PrecisionConfig that it reads, besides those that all
     read."""
 
     name: str
-    library: str
+    package: str
     has_state: bool = False
     knobs: tuple[str, ...] = ()
 
@@ -231,7 +231,7 @@ class PrecisionConfig(PrecisionSettings):
     @property
     def head_gradients(self) -> bool:
         """Whether the gradients of lm_head, whose forward is in bf16, are FP8 products where its sizes allow it."""
-        asked = self.compute == "fp8" and RECIPES[self.recipe].library == "te" and self.fp8_head_gradients
+        asked = self.compute == "fp8" and RECIPES[self.recipe].package == "te" and self.fp8_head_gradients
         return asked and any(fnmatchcase("lm_head", pattern) for pattern in self.bf16_modules)
 
     @property
@@ -284,9 +284,9 @@ class PrecisionConfig(PrecisionSettings):
         """What does not go together in this section, as sentences; empty when everything does."""
         problems: list[str] = []
         recipe = RECIPES[self.recipe]
-        torchao = recipe.library == "torchao"
+        torchao = recipe.package == "torchao"
         if self.auto and (self.compute != "fp8" or torchao):
-            theirs = " or ".join(r.name for r in RECIPES.values() if r.library == "te")
+            theirs = " or ".join(r.name for r in RECIPES.values() if r.package == "te")
             problems.append(
                 "precision.auto: it finds out whether FP8 pays, in te_linear and te_layer with precision.compute fp8 "
                 f"and recipe {theirs}; compute {self.compute} with recipe {self.recipe} is given. Change "

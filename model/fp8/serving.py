@@ -209,7 +209,7 @@ def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
 
 def trained_in_fp8(precision: PrecisionConfig) -> bool:
     """Whether a run trained in Transformer Engine's FP8, or its reference's."""
-    return precision.compute == "fp8" and RECIPES[precision.recipe].library == "te"
+    return precision.compute == "fp8" and RECIPES[precision.recipe].package == "te"
 
 
 def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -104,7 +104,7 @@ def _of_new_keys(precision: dict[str, Any]) -> dict[str, Any]:
     head = any(
         own.get("compute") == "fp8"
         and (recipe := RECIPES.get(own.get("recipe", ""))) is not None
-        and recipe.library == "te"
+        and recipe.package == "te"
         and any(fnmatchcase("lm_head", pattern) for pattern in own.get("bf16_modules") or ())
         for own in ({**precision, **stage} for stage in precision.get("schedule") or [{}])
     )

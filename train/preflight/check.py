@@ -133,7 +133,7 @@ def goes_on_from(args: TrainingArguments) -> Path | None:
 
 def check_states(args: TrainingArguments) -> None:
     """Raises ConfigurationError: precision.optimizer_states needs a package that is not there."""
-    states, package = args.precision.optimizer_states, RECIPES["tensorwise"].library
+    states, package = args.precision.optimizer_states, RECIPES["tensorwise"].package
     if states in EIGHT_BITS and importlib.util.find_spec(package) is None:
         raise ConfigurationError(
             f"precision.optimizer_states {states} needs the package {package}, which is not installed; pip install -r "
