@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -46,6 +47,7 @@ from test_fp8.convergence import durations, evidence
 from test_fp8.convergence.earlier import take_over
 from test_fp8.convergence.results import compared, over_seeds, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import (
+    CHANGE_TOOK,
     DEFAULT_ROWS,
     LOG,
     MAY_DIFFER,
@@ -113,7 +115,7 @@ def compare(
     plans = [plan for plan in plans if plan.row.name in records]
     seeds = [records[plan.row.name] for plan in plans if plan is base or is_twin(plan, base)]
     band = evidence.band(seeds) if len(seeds) > 1 else None
-    without_fp8 = [plan for plan in plans if plan.config["precision"]["compute"] != "fp8"] or [base]
+    without_fp8 = [plan for plan in plans if not plan.has_fp8] or [base]
     results = []
     for plan in plans:
         reference = reference_of(plan, plans)
@@ -136,7 +138,7 @@ def compare(
             mean=band["final_mean"] if band and plan.optimizer == base.optimizer else None,
             paired=paired,
         )
-        log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace")
+        log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
         under = trained_under(plan)
         alike = [p for p in others if p.optimizer == plan.optimizer] or [reference]
         result |= {
@@ -154,10 +156,16 @@ def compare(
             "health": evidence.health(own) or (begun(plan.folder) or {}).get("health"),
             "trained_under": under,
             "conditions_differ": [key for key in MAY_DIFFER if under[key] != of[key]],
-            "fp8": next((line for line in log.splitlines() if line.startswith("FP8: ")), None),
+            "fp8": "; then ".join(text for text, _ in groupby(told_by(log, "FP8: "))) or None,
+            "changes_s": [float(text.split()[3]) for text in told_by(log, CHANGE_TOOK)],
         }
         results.append(result)
     return results, band
+
+
+def told_by(log: Sequence[str], begin: str) -> list[str]:
+    """Its lines that begin so."""
+    return [line for line in log if line.startswith(begin)]
 
 
 def conditions_of(plans: Sequence[Plan], now: Result) -> Result:

@@ -12,7 +12,15 @@ from typing import Any
 from test_fp8.common.options import public
 from test_fp8.common.report import Result
 from test_fp8.convergence.results import settings_of, training_of
-from test_fp8.convergence.rows import AFTER_START, CONDITIONS, LOG, ComparisonError, Plan
+from test_fp8.convergence.rows import (
+    AFTER_START,
+    CHANGE_TOOK,
+    CONDITIONS,
+    LOG,
+    STAGE_ENDS,
+    ComparisonError,
+    Plan,
+)
 from train.config.differences import differences, leaves, unread_by_either
 from train.files import write_durably
 from train.record.run_folder import RunFolder
@@ -91,6 +99,8 @@ def _write(plan: Plan, row: Result, name: str) -> None:
     }
     for step in curves.get("after_start", ()):
         records[step][AFTER_START] = True
+    for step in curves.get("stage_ends", ()):
+        records[step][STAGE_ENDS] = True
     for step, loss in zip(curves["eval_step"], curves["eval_loss"], strict=True):
         records.setdefault(step, {"step": step, "tokens": step * batch})["eval_loss"] = loss
     last = records[max(records)]
@@ -101,7 +111,8 @@ def _write(plan: Plan, row: Result, name: str) -> None:
     folder.mkdir(parents=True)
     lines = (json.dumps(records[step]) + "\n" for step in sorted(records))
     RunFolder(folder).metrics.write_text("".join(lines), encoding="utf-8")
-    (folder / LOG).write_text(f"taken from {name}\n{row['fp8'] or ''}\n", encoding="utf-8")
+    log = [f"taken from {name}", row["fp8"] or "", *(f"{CHANGE_TOOK}{s} s" for s in row.get("changes_s", ()))]
+    (folder / LOG).write_text("\n".join(log) + "\n", encoding="utf-8")
     done = {
         "finished": True,
         "config": plan.config,

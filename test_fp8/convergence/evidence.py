@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from test_fp8.common.report import Result
-from test_fp8.convergence.rows import AFTER_START
+from test_fp8.convergence.rows import AFTER_START, STAGE_ENDS
 from train.record.fp8_health import FP8_HEALTH, values
 
 FP8_ALARMS = "fp8_alarms"
@@ -16,17 +16,36 @@ FP8_ALARMS = "fp8_alarms"
 
 def seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
     """(seconds of steps until then, record) of each record. Evaluations and saves are not in it, nor starts: the speed
-    that the first record after one tells has compilation and capture in it, and is taken to be the others' median."""
-    rates = [(r.get("tokens_per_second"), r.get(AFTER_START, False)) for r in records]
-    warm = [rate for rate, after_start in rates if rate and not after_start]
+    that the first record after one tells has compilation and capture in it, and is taken to be the median of the others
+    of its stage of precision.schedule."""
+    warm: dict[int, list[float]] = {}  # by stage
+    stages, stage = [], 0
+    for record in records:
+        stages.append(stage)
+        if (rate := record.get("tokens_per_second")) and not record.get(AFTER_START):
+            warm.setdefault(stage, []).append(rate)
+        stage += STAGE_ENDS in record
+    every = [rate for rates in warm.values() for rate in rates]
     found, elapsed, tokens = [], 0.0, 0
-    for record, (rate, after_start) in zip(records, rates, strict=True):
-        if rate:
-            rate = statistics.median(warm) if after_start and warm else rate
+    for record, stage in zip(records, stages, strict=True):
+        if rate := record.get("tokens_per_second"):
+            others = warm.get(stage, every)
+            rate = statistics.median(others) if record.get(AFTER_START) and others else rate
             elapsed += (record["tokens"] - tokens) / rate
             tokens = record["tokens"]
         found.append((elapsed, record))
     return found
+
+
+def speed(records: Sequence[Result]) -> float:
+    """Tokens/s: the median of the intervals but the first, which holds what happens once: compilation, graphs, first
+    allocations. Stages of precision.schedule have their own speeds: of these together the tokens by the seconds."""
+    timed = [(s, r) for s, r in seconds(records) if r.get("tokens_per_second")]
+    if len(timed) > 1 and any(STAGE_ENDS in record for record in records):
+        (begin, first), (end, last) = timed[0], timed[-1]
+        return (last["tokens"] - first["tokens"]) / (end - begin)
+    rates = [record["tokens_per_second"] for _, record in timed]
+    return statistics.median(rates[1:] or rates)
 
 
 def time_to(records: Sequence[Result], loss: float) -> float | None:

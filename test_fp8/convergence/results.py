@@ -15,7 +15,8 @@ from typing import Any
 from test_fp8.common import report
 from test_fp8.common.report import Result
 from test_fp8.common.rows import is_under
-from test_fp8.convergence.rows import AFTER_START, ROW_KEYS
+from test_fp8.convergence.evidence import speed
+from test_fp8.convergence.rows import AFTER_START, ROW_KEYS, STAGE_ENDS
 from train.config.differences import leaves
 from train.files import drawing
 
@@ -62,7 +63,6 @@ def largest_spike(norms: Sequence[float]) -> float | None:
 def summary(records: Sequence[Result], warmup_steps: int) -> Result:
     """What one training shows by itself. "After warmup" is every logged step after `warmup_steps`."""
     after = [r for r in records if r["step"] > warmup_steps]
-    _, rates = series(records, "tokens_per_second")
     _, norms = series(after, "grad_norm")
     _, memory = series(records, "memory_gib")
     return {
@@ -72,8 +72,7 @@ def summary(records: Sequence[Result], warmup_steps: int) -> Result:
         "skipped_steps": max(series(records, "skipped_steps")[1], default=0),
         "largest_grad_norm": max(norms, default=None),
         "largest_grad_norm_to_median": largest_spike(norms),
-        # the first interval holds what happens once: compilation, graphs, first allocations
-        "tokens_per_second": statistics.median(rates[1:] or rates),
+        "tokens_per_second": speed(records),
         "memory_gib": max(memory, default=None),
     }
 
@@ -97,6 +96,7 @@ def curves(records: Sequence[Result], baseline: Sequence[Result], same_samples: 
         "grad_norm": [r.get("grad_norm") for r in records if r.get("loss") is not None],
         "tokens_per_second": [r.get("tokens_per_second") for r in records if r.get("loss") is not None],
         "after_start": [r["step"] for r in records if r.get(AFTER_START)],
+        "stage_ends": [r["step"] for r in records if STAGE_ENDS in r],
         "eval_step": eval_steps,
         "eval_loss": eval_losses,
         "eval_difference_percent": relative(records, baseline, "eval_loss"),
@@ -262,8 +262,12 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
             print(f"{r['row']}: compared with {r['compared_with']}")
         if r["conditions_differ"]:
             print(f"{r['row']}: {' and '.join(r['conditions_differ'])} were others than those of this report")
-        if r["fp8"] and r["settings"]["precision.compute"] == "fp8":
+        if r["fp8"] and (r["settings"]["precision.compute"] == "fp8" or r["changes_s"]):
             print(f"{r['row']}: {r['fp8']}")
+        if r["changes_s"]:
+            print(
+                f"{r['row']}: to change the precision took {', '.join(f'{s:.1f}' for s in r['changes_s'])} s"
+            )
         if r["measures_noise"] and r["compared_with"] == base["row"]:
             print(
                 f"{r['row']} differs from {base['row']} in initial weights and in the order of samples: "

@@ -43,7 +43,11 @@ PRESETS = {
 DEFAULT_ROWS = ["bf16", *RECIPES]
 CONDITIONS = "conditions.json"
 LOG = "log.txt"
+CHANGE_TOOK = (
+    "the change took "  # how the line of a log begins that says how long a change of the precision took
+)
 AFTER_START = "after_start"
+STAGE_ENDS = "precision_stage"  # in the record of the last step of a stage of precision.schedule
 # What of `conditions` may be another than today's, if that is asked for; the report says which rows differ.
 MAY_DIFFER = ("sources", "machine", "versions")
 # How a row is kept while it trains, not what it trains. A change of precision.schedule needs checkpoints.
@@ -76,6 +80,12 @@ class Plan:
     def optimizer(self) -> dict[str, Any]:
         """What of OPTIMIZER_KEYS the row has for itself."""
         return {key: value for key, value in self.row.settings.items() if is_under(key, OPTIMIZER_KEYS)}
+
+    @property
+    def has_fp8(self) -> bool:
+        """In one of its stages, at least."""
+        section = self.config["precision"]
+        return any((section | stage)["compute"] == "fp8" for stage in section.get("schedule") or [{}])
 
     @property
     def computes(self) -> dict[str, Any]:

@@ -283,7 +283,13 @@ def test_a_comparison(
     # the same training, and not the same arithmetic
     assert 0 < max(map(abs, delayed["curves"]["difference_percent"])) < 2
 
-    check_what_is_taken_from_a_result(config, tmp_path, rows, extra)
+    stages = 'precision.schedule=[{"until_step": 4, "compute": "bf16"}, {}]'
+    staged = [*rows, "--row", "staged", "precision.compute=fp8", stages]
+    assert program(config, work, *staged, "--output", str(output), *extra) == 0
+    found = json.loads(output.read_text())["results"][-1]
+    assert found["curves"]["stage_ends"] == [4, 6] and len(found["changes_s"]) == 1
+    assert "staged: to change the precision took " in capfd.readouterr().out
+    check_what_is_taken_from_a_result(config, tmp_path, staged, extra)
     capfd.readouterr()
     # both rows are there; the one that is added fails, and its reason is shown
     broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']

@@ -13,6 +13,8 @@ from test_fp8 import compare_convergence
 from test_fp8.common.rows import Row
 from test_fp8.convergence import evidence, trainings
 from test_fp8.convergence.rows import (
+    AFTER_START,
+    STAGE_ENDS,
     ComparisonError,
     Plan,
     comparable,
@@ -56,6 +58,19 @@ def test_starts_are_not_in_the_seconds(tmp_path: Path) -> None:
     (tmp_path / "run.json").unlink()
     assert [second for second, _ in evidence.seconds(read_metrics(tmp_path))][:2] == [10, 20]
     assert [second for second, _ in evidence.seconds(found[:1])] == [100], "there is no other"
+
+
+def test_each_stage_has_its_own_speed() -> None:
+    """bf16 at half the speed at the end: the median of all would be that of FP8 alone."""
+    records = training(*((step, 4.0) for step in range(10, 110, 10)))
+    for record in records[8:]:
+        record["tokens_per_second"] = 5.0
+    records[8] |= {"tokens_per_second": 1.0, AFTER_START: True}
+    assert evidence.speed(records) == 10
+    records[7][STAGE_ENDS] = records[9][STAGE_ENDS] = {"number": 1}
+    assert evidence.seconds(records)[-1][0] == 80 + 20 + 20
+    assert evidence.speed(records) == 900 / (70 + 40)
+    assert evidence.speed(records[:1]) == 10
 
 
 def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
@@ -142,15 +157,17 @@ def test_a_row_waits_for_its_reference(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_what_is_compared_with_what(tmp_path: Path) -> None:
-    """The twin with another seed is not the best row without FP8; conditions differ from today's."""
+    """Neither the twin with another seed nor what has FP8 in a stage is the best row without FP8; conditions differ
+    from today's."""
     options = ["--noise_seed", "7", "--work_dir", str(tmp_path)]
-    plans = plans_of("--rows", "bf16", "muon", "muon_delayed", *options)
+    later = ["precision.compute=bf16", 'precision.schedule=[{"until_step": 5}, {"compute": "fp8"}]']
+    plans = plans_of("--rows", "bf16", "muon", "muon_delayed", "--row", "later", *later, *options)
     under = {"sources": "old", "machine": {}, "versions": {}}
     records = {}
-    for plan, loss in zip(plans, (3.0, 2.0, 2.9, 2.95), strict=True):
+    for plan, loss in zip(plans, (3.0, 2.0, 2.9, 2.95, 1.0), strict=True):
         plan.folder.mkdir()
         trainings.note(plan, under | ({"sources": "new"} if plan.row.name == "muon" else {}), True)
-        (plan.folder / "log.txt").touch()
+        (plan.folder / "log.txt").write_text("FP8: a\nFP8: a\nthe change took 1.5 s\nFP8: b\n")
         records[plan.row.name] = training((10, 4.0), (20, loss))
         for record in records[plan.row.name]:
             record |= {"grad_norm": 1.0, "skipped_steps": 0}
@@ -166,7 +183,9 @@ def test_what_is_compared_with_what(tmp_path: Path) -> None:
         "bf16_seed7": ["sources"],
         "muon": [],
         "muon_delayed": ["sources"],
+        "later": ["sources"],
     }
+    assert found["later"]["fp8"] == "FP8: a; then FP8: b" and found["later"]["changes_s"] == [1.5]
 
 
 def test_the_evidence_has_the_size_that_it_claims() -> None:
