@@ -322,10 +322,14 @@ BAD = [
         {},
         "schedule[0].recipee: unknown key (did you mean recipe?)",
     ),
-    ([{"until_step": 2, "backend": "auto"}, {}], {}, "schedule[0].backend: unknown key"),
+    (
+        [{"until_step": 2, "backend": "auto"}, {}],
+        {},
+        "schedule[0].backend: it cannot differ from item to item; set it for the whole run, as precision.backend",
+    ),
     ([{"until_step": 2, "margin": -1}, {}], {}, "schedule[0].margin: -1 is given, an integer of at least 0"),
     ([{"until_share": 1.0}, {}], {}, "schedule[0].until_share: 1.0 is given, a number above 0 and below 1"),
-    ([], {}, "precision.schedule: [] is given"),
+    ([], {}, "[] is given, a list of at least one entry of which each is an object or null is expected"),
 ]
 
 

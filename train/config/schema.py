@@ -151,6 +151,7 @@ def in_words(node: Node) -> str:
     if kind == "string" and node.get("minLength"):
         words += " that is not empty"
     if kind == "array":
+        words += " of at least one entry" if node.get("minItems") else ""
         words += f" of which each is {in_words(node['items'])}"
     if kind == "object" and "properties" not in node:
         entries = node["additionalProperties"]
@@ -247,7 +248,10 @@ def _value(given: Any, place: Place) -> Any:
 def _problem(cls: type, given: dict[str, Any], place: Place, kind: str) -> str:
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
     if kind == UNKNOWN:
-        item = node_at(cls, place[:-1]) if key_at(cls, place) else None
+        item = node_at(cls, place[:-1]) if (key := key_at(cls, place)) else None
+        whole = f"{key.rpartition('.')[0]}.{place[-1]}"
+        if item and whole in keys_of(cls):
+            return f"{name}: it cannot differ from item to item; set it for the whole run, as {whole}"
         known = item["properties"] if item else [*keys_of(cls), *schema_of(cls)["properties"]]
         return f"{name}: unknown key{nearest(name, known)}"
     node, key = node_at(cls, place) or {}, key_at(cls, place)
