@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,24 @@ def read_metrics(folder: Path) -> list[Result]:
     return records
 
 
+def at_logging_steps(records: Sequence[Result], logging_steps: int) -> list[Result]:
+    """The records with their losses at the steps where each row has one: a stage of precision.schedule that ends
+    between two of them has a line of its own, and what that tells is put into the next one, over the steps of both."""
+    found = [dict(record) for record in records]
+    lines = [record for record in found if record.get("loss") is not None]
+    for line, after in pairwise(lines):
+        if STAGE_ENDS not in line or not line["step"] % logging_steps:
+            continue
+        begin = line["step"] - line["step"] % logging_steps
+        first, second = line["step"] - begin, after["step"] - line["step"]
+        after["loss"] = (first * line.pop("loss") + second * after["loss"]) / (first + second)
+        rates = line.pop("tokens_per_second"), after["tokens_per_second"]
+        after["tokens_per_second"] = (first + second) / (first / rates[0] + second / rates[1])
+        after[STAGE_ENDS] = line.pop(STAGE_ENDS)
+        line.pop("grad_norm", None)
+    return found
+
+
 def reference_of(plan: Plan, plans: Sequence[Plan]) -> Plan:
     """The row that `plan` is compared with: that of its optimizer and seed which computes as the baseline, the first,
     does; of that one itself the baseline, of the same seed where it has another optimizer. Raises ComparisonError:
@@ -253,12 +272,13 @@ def is_twin(plan: Plan, other: Plan) -> bool:
 
 
 def comparable(plans: Sequence[Plan], records: dict[str, list[Result]]) -> dict[str, list[Result]]:
-    """Of the records of finished rows those whose reference is finished too; says of the others what they wait for."""
+    """Of the records of finished rows those whose reference is finished too, `at_logging_steps`; says of the others
+    what they wait for."""
     found = {}
     for plan in plans:
         name, reference = plan.row.name, reference_of(plan, plans).row.name
         if name in records and reference in records:
-            found[name] = records[name]
+            found[name] = at_logging_steps(records[name], plan.config["logging_steps"])
         elif name in records:
             print(f"{name}: finished; it is compared with {reference}, which is not")
     return found

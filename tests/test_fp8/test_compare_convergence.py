@@ -15,7 +15,14 @@ from test_fp8.common.rows import Row, RowError
 from test_fp8.convergence import rows as convergence_rows
 from test_fp8.convergence import trainings as convergence_trainings
 from test_fp8.convergence.results import compared, largest_rise, largest_spike, percent, smoothed, summary
-from test_fp8.convergence.rows import ComparisonError, check_same_training, chosen_rows
+from test_fp8.convergence.rows import (
+    AFTER_START,
+    STAGE_ENDS,
+    ComparisonError,
+    at_logging_steps,
+    check_same_training,
+    chosen_rows,
+)
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -112,6 +119,23 @@ def test_speed_is_a_median_without_the_first_interval() -> None:
     assert compared("x", records, training([5, 4, 3, 2]), 0, 1)["speed_to_baseline"] == 1
     on_a_cpu = [record | {"memory_gib": None} for record in records]
     assert summary(on_a_cpu, 0)["memory_gib"] is None
+
+
+def test_stages_that_end_between_two_lines_are_in_the_next_one() -> None:
+    """Two of them, after 3 and 4 of the 5 steps of a line; the last line is of 2."""
+    records = [
+        {"step": 5, "tokens": 50, "loss": 6.0, "tokens_per_second": 10.0},
+        {"step": 8, "tokens": 80, "loss": 5.0, "tokens_per_second": 30.0, "eval_loss": 4.5, STAGE_ENDS: {}},
+        {"step": 9, "tokens": 90, "loss": 4.0, "tokens_per_second": 5.0, AFTER_START: True, STAGE_ENDS: {}},
+        {"step": 10, "tokens": 100, "loss": 1.0, "tokens_per_second": 10.0, AFTER_START: True},
+        {"step": 12, "tokens": 120, "loss": 3.0, "tokens_per_second": 10.0, STAGE_ENDS: {}},
+    ]
+    found = at_logging_steps(records, 5)
+    assert [r["step"] for r in found if "loss" in r] == [5, 10, 12] and records[1]["loss"] == 5.0
+    assert found[1] == {"step": 8, "tokens": 80, "eval_loss": 4.5}
+    assert found[3]["loss"] == pytest.approx((3 * 5 + 4 + 1) / 5) and STAGE_ENDS in found[3]
+    assert found[3]["tokens_per_second"] == pytest.approx(5 / (3 / 30 + 1 / 5 + 1 / 10))
+    assert found[4] == records[4] and found[0] == records[0]
 
 
 # ---------------------------------------------------------------- the same training?
@@ -283,11 +307,13 @@ def test_a_comparison(
     # the same training, and not the same arithmetic
     assert 0 < max(map(abs, delayed["curves"]["difference_percent"])) < 2
 
-    stages = 'precision.schedule=[{"until_step": 4, "compute": "bf16"}, {}]'
+    # between two steps that each row tells of
+    stages = 'precision.schedule=[{"until_step": 3, "compute": "bf16"}, {}]'
     staged = [*rows, "--row", "staged", "precision.compute=fp8", stages]
     assert program(config, work, *staged, "--output", str(output), *extra) == 0
     found = json.loads(output.read_text())["results"][-1]
-    assert found["curves"]["stage_ends"] == [4, 6] and len(found["changes_s"]) == 1
+    curves = found["curves"]
+    assert curves["stage_ends"] == [4, 6] and len(found["changes_s"]) == 1 and curves["step"] == [2, 4, 6]
     assert "staged: to change the precision took " in capfd.readouterr().out
     check_what_is_taken_from_a_result(config, tmp_path, staged, extra)
     capfd.readouterr()
