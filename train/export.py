@@ -33,6 +33,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
+from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM
 
@@ -42,14 +43,24 @@ FORMATS = ("hf", "hf-fp8")
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
     """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
     `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
-    that `out` is whole or absent; an older one is replaced, but not a README.md that is the user's own.
-    exported_from.json in it names the checkpoint.
+    that `out` is whole or absent; an older one is replaced, but not a README.md that is the user's own. Meanwhile
+    OUT.lock beside it keeps other exports out. exported_from.json in `out` names the checkpoint.
     form: one of FORMATS. Returns what there is to say about weights and configuration, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, or the hf/ of a run, and the weights are to be FP8. PrecisionError: weights that have
-    no FP8 form. OSError: `out` cannot be written; what was is removed.
+    no FP8 form. LockError: another export to `out` is under way. OSError: `out` cannot be written; what was is removed.
     """
+    lock = Lock(out.with_name(f"{out.name}.lock"), "export", out, "OUT")
+    lock.acquire()
+    try:
+        return _export_alone(path, out, tokenizer, form)
+    finally:
+        lock.release()
+
+
+def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str]:
+    """`export`, with the lock."""
     found = []
     files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if not {"tokenizer.model", "tokenizer.json"} & {file.name for file in files}:
@@ -219,7 +230,7 @@ def main() -> None:
         tokenizer = arguments.tokenizer or tokenizer_of(sources, own)
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
         lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
-    except (CheckpointError, DataError, ValueError, OSError) as error:
+    except (CheckpointError, DataError, LockError, ValueError, OSError) as error:
         parser.exit(1 if isinstance(error, OSError) else 2, f"error: {error}\n")
     print("\n".join([*lines, f"wrote {arguments.out}"]))
 

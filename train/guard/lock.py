@@ -1,4 +1,5 @@
 """One run at a time in an output_dir: `run.lock` there says who runs in it, and is written anew every BEAT_S.
+In the same way one export at a time to a folder: `FOLDER.lock` beside it.
 
 Who finds the file looks for its process, on the same machine; from elsewhere it watches the file: if that changes, the
 run lives, and this one is refused; if it does not for LEASE_S, the run died, and the file is taken over. A run whose
@@ -35,7 +36,7 @@ LENGTH = 1024  # bytes, always as many: what is written replaces all of what was
 
 
 class LockError(UserError):
-    """Another run holds the folder; the message says which."""
+    """Another run, or export, holds the folder; the message says which."""
 
 
 @contextlib.contextmanager
@@ -62,10 +63,11 @@ def held(folder: RunFolder) -> Iterator[None]:
 
 
 class Lock:
-    """The file `path`, for this process. Only `acquire` and `release` are for others."""
+    """The file `path`, for this process, which is a `user` of the folder `held` (None: that of the file), and could
+    have been given another one as `option`. Only `acquire`, `release` and `look` are for others."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, user: str = "run", held: Path | None = None, option: str = "output_dir"):
+        self.path, self.user, self.held, self.option = path, user, held or path.parent, option
         self.mine: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "host": socket.gethostname(),
@@ -84,7 +86,7 @@ class Lock:
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Raises LockError: another run holds it. OSError: it cannot be written."""
+        """Raises LockError: another one holds it. OSError: it cannot be written."""
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._made = True
@@ -142,13 +144,13 @@ class Lock:
     def _refusal(self, holder: dict[str, Any]) -> str:
         if self._is_here(holder) and holder.get("folder") not in (None, self._folder()):
             return (
-                f"{self.path} seems to be a copy of that of a run which goes on in another folder: "
+                f"{self.path} seems to be a copy of that of another {self.user}, which goes on in another folder: "
                 f"{describe(holder)}. If {self.path.parent} is a copy of that folder, remove {self.path} and start "
-                "again; else wait until that run ends, or stop it"
+                f"again; else wait until that {self.user} ends, or stop it"
             )
         return (
-            f"{self.path.parent} is in use by another run: {describe(holder)}. Wait until it ends, stop it, or choose "
-            f"another output_dir; its {self.path.name} goes with it"
+            f"{self.held} is in use by another {self.user}: {describe(holder)}. Wait until it ends, stop it, or choose "
+            f"another {self.option}; its {self.path.name} goes with it"
         )
 
     def _create(self) -> bool:
@@ -207,7 +209,9 @@ class Lock:
                     if former_start
                     else "looks whether it lives"
                 )
-                print(f"{self.path} is of another run, this one {waits}: {describe(first)}", flush=True)
+                print(
+                    f"{self.path} is of another {self.user}, this one {waits}: {describe(first)}", flush=True
+                )
             time.sleep(LOOK_S)
             before, found = found, self._holder()
             if found is None or found.get("token") != first.get("token"):
@@ -228,8 +232,8 @@ class Lock:
                     self._write()
                 else:
                     print(
-                        f"error: {self.path} was taken by another run, which saw no sign of life of this one for "
-                        f"{LEASE_S:g} s: {describe(found)}. This one ends; its checkpoints are as they were",
+                        f"error: {self.path} was taken by another {self.user}, which saw no sign of life of this one "
+                        f"for {LEASE_S:g} s: {describe(found)}. This one ends; checkpoints are as they were",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -241,9 +245,9 @@ class Lock:
             return
         self._away = True
         print(
-            f"warning: {self.path.parent} is not there any more: renamed, removed, or its file system is away. The run "
-            "in it goes on. Put it back before the next save, which would go into a new folder of that name, without "
-            "the checkpoints and metrics until now",
+            f"warning: {self.path.parent} is not there any more: renamed, removed, or its file system is away. The "
+            f"{self.user} in it goes on. Put it back before the next save, which would go into a new folder of that "
+            "name, without what is in it until now",
             file=sys.stderr,
             flush=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -220,6 +221,40 @@ def test_what_could_not_be_written_whole_is_removed(
         export.export(tmp_path, out, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert (out / "exported_from.json").read_text() == "before"
+
+
+def test_a_second_export_to_a_folder_that_is_being_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else each removes what the other writes."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    begun, said = list[Path](), list[str]()
+
+    def write_model(path: Path, partial: Path, form: str, tokenizer: Path) -> list[str]:
+        partial.mkdir()
+        begun.append(partial)
+        (partial / "config.json").write_text(f"export {len(begun)}")
+        if len(begun) == 1:
+            said.append(refusal(monkeypatch, capsys, run))
+        return []
+
+    monkeypatch.setattr(export, "_write_model", write_model)
+    monkeypatch.setattr(export, "write_card", lambda *_: None)
+    monkeypatch.setattr(export, "identity", lambda path: "identity")
+    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
+    monkeypatch.setattr(export, "check_tokenizer", lambda *_: None)
+    monkeypatch.setattr(export, "tokenizer_of", lambda *_: run)
+    config = {"data": {"sources": {}}}
+    state = SimpleNamespace(train_config=config, step=1, consumed_tokens=1, changes=[], began_at={})
+    monkeypatch.setattr(export, "read_state", lambda path: state)
+    run.mkdir()
+    (run / "tokenizer.json").touch()
+    export.export(run, out, run)
+    (message,) = said
+    assert message.startswith(f"error: {out} is in use by another export: process {os.getpid()} on ")
+    assert "or choose another OUT; its out.lock goes with it" in message
+    assert (out / "config.json").read_text() == "export 1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_a_tokenizer_of_another_model_is_refused(
