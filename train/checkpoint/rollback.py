@@ -7,8 +7,7 @@ crash.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from train.data.stream import SampleStream
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
-# From one checkpoint. What spikes that often is not the fault of some samples.
+# To one checkpoint, in all starts. What spikes that often is not the fault of some samples.
 MOST_ROLLBACKS = 3
 # What of a run's state a rollback leaves as it is.
 OF_THIS_START = (
@@ -83,8 +82,6 @@ class Rollback:
     health: Health
     metrics: MetricsLogger
     stream: SampleStream
-    # by step of a checkpoint: how often it was gone back to
-    taken: Counter[int] = field(default_factory=Counter)
     advised: bool = False
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
@@ -113,14 +110,14 @@ class Rollback:
                 "allow_changes_on_resume), the run goes on"
             )
             return False
-        if self.taken[saved.step] >= MOST_ROLLBACKS:
+        # each rollback to it left out a range more than it has itself, also before a crash, by what is noted
+        if len(self.state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
                 "a lower learning_rate or max_grad_norm may be: stop this run, and start it again with "
                 + at_half_the_rate(path, self.state.train_config["learning_rate"])
             )
             return False
-        self.taken[saved.step] += 1
         first = max(spikes[0].first_sample - samples, saved.consumed_samples)
         end = max(spike.first_sample for spike in spikes) + samples
         self._load(path, saved, [*self.state.skipped_samples, [first, end]])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ import torch
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from train.checkpoint import files as checkpoint_files
-from train.checkpoint import load, rollback
+from train.checkpoint import load
 from train.checkpoint.files import (
     MANIFEST,
     RUN_STATE,
@@ -29,7 +27,6 @@ from train.checkpoint.files import (
     identity,
     make_room,
     name_of,
-    note_rollback,
     origin,
     problems,
     read_manifest,
@@ -39,19 +36,17 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
-from train.checkpoint.rollback import Rollback, left_out_since
 from train.checkpoint.save import SaveError, rank_state
-from train.guard.health import Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def make(root: Path, step: int) -> Path:
+def make(root: Path, step: int, **state_values: Any) -> Path:
     """A committed checkpoint of two files."""
     path = root / name_of(step)
     path.mkdir(parents=True)
     (path / "weights.pt").write_bytes(bytes(range(256)) * step)
-    state = RunState(step, 8 * step, 64 * step, 1, 1, {}, {})
+    state = RunState(step, 8 * step, 64 * step, 1, 1, {}, {}, **state_values)
     (path / RUN_STATE).write_text(json.dumps(vars(state)))
     write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
     return path
@@ -309,121 +304,6 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         (path / MANIFEST).write_bytes(changed)
         assert problems(path, hashes=False), bit
-
-
-def note(root: Path) -> Path:
-    """That of a rollback to the checkpoint of step 2."""
-    note_rollback(root / "step-00000002", [[34, 38]])
-    return root / "rollback.json"
-
-
-def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None:
-    """The samples to leave out are positions in another order there."""
-    path = make(tmp_path, 3)
-    state, said = read_state(path), list[str]()
-    state.data_fingerprint = {"seed": 7}
-    metrics: Any = SimpleNamespace(message=said.append)
-    nothing: Any = None
-    rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
-    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert "step-00000003 was saved before the order of samples changed" in said.pop() and not said
-
-    # nor is there FP8 state of this precision in what another precision wrote
-    saved = vars(read_state(path)) | {"train_config": {"precision": asdict(PrecisionConfig(compute="bf16"))}}
-    (path / RUN_STATE).write_text(json.dumps(saved))
-    rollback.state, rollback.precision = read_state(path), Precision(PrecisionConfig(recipe="delayed"))
-    write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
-    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert "step-00000003 was saved before the precision changed" in said[0] and len(said) == 1
-
-
-class Back(Rollback):
-    """To a checkpoint whose files nobody loads."""
-
-    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
-        self.went = path.name, ranges
-
-
-def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(tmp_path: Path) -> None:
-    """But nothing from before the checkpoint; and from one of them it goes back three times at the most."""
-    said, logged, nothing = list[str](), list[dict](), cast(Any, None)
-    metrics: Any = SimpleNamespace(message=said.append, log=logged.append)
-    stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
-    state = RunState(9, 72, 0, 1, 1, {"learning_rate": 3e-4}, {}, skipped_samples=[[1, 2]])
-    rollback = Back(tmp_path, nothing, nothing, state, nothing, metrics, stream)
-
-    def after(*firsts: int) -> bool:
-        return rollback.after(
-            [Spike(first // 8, first, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
-        )
-
-    assert not after(64) and "there is no checkpoint yet" in said.pop()
-    make(tmp_path, 3)
-    for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
-        assert after(*spikes) and rollback.went == ("step-00000003", [[1, 2], left_out])
-        back = logged.pop()["rollback"]
-        ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
-        assert ends == [*left_out, spikes[-1] // 8]
-    assert not after(48) and "3 times from step-00000003 were of no use" in said[-1]
-    assert "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in said.pop()
-    make(tmp_path, 4)
-    assert after(48) and rollback.went[0] == "step-00000004"
-
-
-def test_a_rollback_keeps_what_this_start_has_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to."""
-    root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=id, load_state_dict=id))
-    path, newer = make(root, 3), make(root, 6)
-    (newer / "weights.pt").write_bytes(b"")
-    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
-    changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
-    state = RunState(9, 72, 0, 1, 1, {}, {"a": 1}, changes=changes, began_at={"path": "old"})
-    saved = replace(read_state(path), evaluation_due=True)  # the run has made up for it since
-    Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]])
-    assert committed(root) == [path]  # else the save of step 6 would find its place taken
-    assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
-    assert not state.evaluation_due
-    assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
-
-
-def resumed_ranges(path: Path) -> list[list[int]]:
-    return left_out_since(path, read_state(path))
-
-
-def test_every_bit_of_what_is_noted_of_a_rollback_counts(tmp_path: Path) -> None:
-    paths = [make(tmp_path, step) for step in (1, 2, 3)]
-    whole = note(tmp_path).read_bytes()
-    assert [resumed_ranges(path) for path in paths] == [[], [[34, 38]], []]
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "rollback.json").write_bytes(changed)
-        with pytest.raises(CheckpointError, match="rollback.json (is altered|is damaged|has schema)"):
-            resumed_ranges(paths[1])
-    (tmp_path / "rollback.json").unlink()
-    assert resumed_ranges(paths[1]) == []
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"checkpoint": 1}', "\0" * 200])
-def test_a_note_of_a_rollback_that_is_cut_off_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
-    path = make(tmp_path, 2)
-    note(tmp_path).write_text(content)
-    with pytest.raises(CheckpointError, match="rollback.json is damaged.* Restore it, or remove it to go on"):
-        resumed_ranges(path)
-
-
-def test_the_note_of_a_rollback_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
-    """A run that starts anew comes to the same checkpoint, bit for bit, and has not been rolled back."""
-    for step in (1, 2, 3):
-        make(tmp_path / "checkpoints", step)
-    note(tmp_path / "checkpoints")
-    set_aside(tmp_path / "checkpoints", after_step=2)
-    assert resumed_ranges(tmp_path / "checkpoints/step-00000002") == [[34, 38]]
-    aside = set_aside(tmp_path / "checkpoints", after_step=1)
-    assert aside is not None and resumed_ranges(aside / "step-00000002") == [[34, 38]]
-    assert resumed_ranges(make(tmp_path / "checkpoints", 2)) == []
 
 
 def test_a_save_without_room_leaves_what_is_committed(tmp_path: Path) -> None:
