@@ -22,6 +22,8 @@ RESUME = {
     "allowed": "may change on a resume with allow_changes_on_resume",
     "constant": "may change on a resume with allow_changes_on_resume, or while lr_scheduler_type is constant and no "
     "stage of precision.schedule ends by until_share",
+    "calibration": "may change on a resume; with allow_changes_on_resume where a stage of precision.schedule after the "
+    "first begins by it",
     "fp8 <-> bf16": "fp8 may become bf16, and bf16 fp8, on a resume with allow_changes_on_resume",
     "content": "may change on a resume; of what it says, all but sizes with allow_changes_on_resume",
     "never": "cannot change on a resume",

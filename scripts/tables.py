@@ -46,6 +46,7 @@ ON_A_RESUME = {
     "free": "free",
     "allowed": "if allowed",
     "constant": "if allowed; free while lr_scheduler_type is constant and no stage ends by until_share",
+    "calibration": "free; if allowed where a stage of precision.schedule after the first begins by it",
     "fp8 <-> bf16": "if allowed, between fp8 and bf16",
     "content": "free; what it says, but sizes, if allowed",
     "never": "no",

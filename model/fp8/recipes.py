@@ -120,7 +120,7 @@ class PrecisionSettings:
         "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
         4,
         ge=0,
-        resume="free",
+        resume="calibration",
     )
     power_2_scales: bool | None = option(
         "current, block: powers of two as scales; null: block yes, current no", None

@@ -51,6 +51,8 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
     unread_keys = unread_by_either(old, new)
     if not (_depends_on_its_length(old) or _depends_on_its_length(new)):
         rules.add("constant")
+    if _calibrations_to_come(old) == _calibrations_to_come(new):
+        rules.add("calibration")
 
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         # the content of data folders is compared, not their paths
@@ -72,6 +74,13 @@ def _depends_on_its_length(values: dict[str, Any]) -> bool:
     """Whether a step of the run is another where max_steps is: its learning rate, or its stage."""
     stages = (values.get("precision") or {}).get("schedule") or []
     return values.get("lr_scheduler_type") != "constant" or any("until_share" in stage for stage in stages)
+
+
+def _calibrations_to_come(values: dict[str, Any]) -> list[Any]:
+    """calibration_passes of each stage with delayed scaling that begins after the run has."""
+    precision = values.get("precision") or {}
+    later = ({**precision, **stage, "schedule": None} for stage in (precision.get("schedule") or [])[1:])
+    return [own.get("calibration_passes") for own in later if "calibration_passes" not in unread(own)]
 
 
 def unread_by_either(old: dict[str, Any], new: dict[str, Any]) -> set[str]:

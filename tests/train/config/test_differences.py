@@ -85,3 +85,27 @@ def test_what_no_stage_reads_says_nothing() -> None:
     new = arguments(precision__recipe="delayed", precision__on_trouble="escalate").resolve(1).to_dict()
     old = {**new, "precision": {**new["precision"], "amax_epsilon": 1e-3}}
     assert resume_differences(old, new) == [Difference("precision.amax_epsilon", 1e-3, 0.0)]
+
+
+def test_calibration_counts_where_a_later_stage_begins_by_it() -> None:
+    """A run without a schedule has begun, as has its first stage; one with its own passes does not look at these."""
+    later = {"compute": "fp8"}
+    for stages, compute, counts in (
+        (None, "fp8", False),
+        ([{"until_step": 5}, {"compute": "bf16"}], "fp8", False),
+        ([{"until_step": 5}, {"recipe": "current"}], "fp8", False),
+        ([{"until_step": 5}, later], "bf16", True),
+        ([{"until_step": 5}, {**later, "until_step": 9}, {"compute": "bf16"}], "bf16", True),
+        ([{"until_step": 5, "recipe": "current"}, {}], "fp8", True),
+        ([{"until_step": 5}, {**later, "calibration_passes": 2}], "bf16", False),
+    ):
+        old, new = (
+            arguments(
+                precision__schedule=stages, precision__compute=compute, precision__calibration_passes=passes
+            )
+            .resolve(1)
+            .to_dict()
+            for passes in (4, 0)
+        )
+        expected = [Difference("precision.calibration_passes", 4, 0)] if counts else []
+        assert resume_differences(old, new) == expected, stages
