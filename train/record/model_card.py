@@ -92,7 +92,7 @@ def _facts(
         facts["precision"] += (
             f"; {len(taken)} modules went to other levels (precision.on_trouble)" if taken else ""
         )
-        facts["proved at the start"] = "; ".join(line.strip() for line in last.get("proof", []))
+        facts["proved at the start"] = _proved(trained, starts, step)
         facts["GPU"] = str(last.get("machine", {}).get("gpu", "none: the CPU reference of FP8"))
         facts["GPUs"] = str(last.get("gpus") or "")
         facts["versions"] = ", ".join(
@@ -101,6 +101,24 @@ def _facts(
         facts["commit"] = ", ".join(dict.fromkeys(str(start.get("commit", "unknown")) for start in starts))
         facts["starts"] = f"{len(starts)}" if len(starts) > 1 else ""
     return facts
+
+
+def _proved(config: dict[str, Any], starts: Sequence[dict[str, Any]], step: int) -> str:
+    """What the `starts` before `step` have proved: of each stage of precision.schedule the newest, and where there are
+    several, before which step it was."""
+    schedule, tokens_of_step = config["precision"].get("schedule") or [{}], config.get(COUNTED[1], 0)
+    proofs: dict[int, tuple[int, str]] = {}
+    for start in starts:
+        # what an earlier start came to after the checkpoint that this one went on from does not count
+        proofs = {stage: proof for stage, proof in proofs.items() if proof[0] <= start["step"]}
+        for proven in (start, *(stage for stage in start.get("stages", []) if stage.get("new_stage"))):
+            if (at := proven["step"]) < step:
+                tokens = start.get("tokens", 0) + (at - start["step"]) * tokens_of_step
+                stage = stage_of(schedule, config.get(COUNTED[0], 0), at, tokens)
+                proofs[stage] = at, "; ".join(line.strip() for line in proven.get("proof", []))
+    if len(proofs) == 1:
+        return next(iter(proofs.values()))[1]
+    return NEXT.join(f"before step {at + 1:,}: {proof}" for at, proof in sorted(proofs.values()))
 
 
 def _configured(config: dict[str, Any], step: int, tokens: int) -> dict[str, str]:

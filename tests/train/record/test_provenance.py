@@ -304,6 +304,30 @@ def test_a_model_card_has_the_stages_of_precision_that_the_checkpoint_has_come_t
     assert precision(16, changed, longer) == "| precision | fp8, delayed scaling (until step 15: bf16) |"
 
 
+def test_a_model_card_tells_what_was_proved_of_each_stage(tmp_path, monkeypatch):
+    """The newest of each that the checkpoint has come to; what a later start has left behind does not count."""
+    ends = [{"until_step": 10, "compute": "bf16"}, {"until_step": 20}, {"compute": "bf16"}]
+    monkeypatch.setitem(TRAINED["precision"], "schedule", ends)
+    monkeypatch.setitem(TRAINED, "max_steps", 30)
+
+    def stage(step: int, proof: str, new_stage: bool = True) -> dict:
+        return {"step": step, "new_stage": new_stage, "proof": [proof, "  attention"]}
+
+    def proved(step: int) -> str:
+        (row,) = (line for line in card(tmp_path, step=step).splitlines() if "proved" in line)
+        return row.removeprefix("| proved at the start | ")
+
+    starts = [start(0, 1.0, "stopped", 2.0), start(5, 3.0, "stopped", 4.0), start(10, 5.0, "done", 6.0)]
+    for number, one in enumerate(starts):
+        one["proof"] = [f"of start {number}"]
+    starts[1]["stages"] = [stage(10, "left behind"), stage(20, "left behind")]
+    starts[2]["stages"] = [stage(15, "of other levels", new_stage=False), stage(20, "bf16")]
+    make_run(tmp_path / "my run", starts=starts)
+    assert proved(5) == "of start 0 |" and proved(10) == "of start 1 |"
+    assert proved(11) == "before step 6: of start 1; then before step 11: of start 2 |" == proved(20)
+    assert proved(21) == proved(20)[:-2] + "; then before step 21: bf16; attention |"
+
+
 def test_a_model_card_of_the_user_stays_and_our_own_is_written_anew(tmp_path):
     ours = card(tmp_path)
     assert card(tmp_path, "# Mine\n") == "# Mine\n"
