@@ -26,7 +26,7 @@ class RunFolder:
         self.loss_plot = path / "loss.png"
         self.health_plot = path / "health.png"  # of FP8, with precision.health_steps
         self.tensorboard = path / "tensorboard"
-        self.wandb_run_id = path / "wandb_run_id"
+        self.wandb_run_id = path / "wandb_run_id"  # and this folder, of which a copy has another path
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on

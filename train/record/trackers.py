@@ -102,12 +102,16 @@ class Wandb:
         import wandb  # slow to import
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
-        if start_step == 0 or not folder.wandb_run_id.exists():
-            folder.wandb_run_id.write_text(secrets.token_hex(4), encoding="utf-8")
+        own, of = wandb_run_of(folder) if start_step else ("", "")
+        if own and is_copied(folder, own, of):
+            tell(f"wandb: {folder.path} is a copy of {of}, whose run is {own}: here a run of its own begins")
+            own = ""
+        own = own or secrets.token_hex(4)
+        folder.wandb_run_id.write_text(f"{own}\n{folder.path.resolve()}\n", encoding="utf-8")
         self.run = wandb.init(
             project=config["wandb_project"],
             name=config["run_name"],
-            id=folder.wandb_run_id.read_text(encoding="utf-8").strip(),
+            id=own,
             resume="allow" if mode == "online" else None,
             dir=str(folder.path),
             config=config,
@@ -161,6 +165,22 @@ class TensorBoard:
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def wandb_run_of(folder: RunFolder) -> tuple[str, str]:
+    """(id of the folder's run in wandb, what the folder was called then); "" of what is not known."""
+    try:
+        own, _, of = folder.wandb_run_id.read_text(encoding="utf-8").strip().partition("\n")
+    except OSError:
+        return "", ""
+    return own, of
+
+
+def is_copied(folder: RunFolder, own: str, of: str) -> bool:
+    """Whether the folder `of` is still there, another one than `folder`, and has the run `own` too. One that was
+    renamed or moved is not."""
+    there = RunFolder(of or folder.path)
+    return there.path.resolve() != folder.path.resolve() and wandb_run_of(there)[0] == own
 
 
 def has_wandb_key() -> bool:

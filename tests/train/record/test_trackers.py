@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -28,13 +29,12 @@ def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run_id = tmp_path / "wandb_run_id"
     ids = []
     for start_step in (0, 10, 0):
         tracker = open_trackers(tmp_path, "wandb", start_step)
         tracker.log({"step": start_step + 10, "loss": 1.0})
         tracker.close()
-        ids.append(run_id.read_text())
+        ids.append(trackers.wandb_run_of(RunFolder(tmp_path))[0])
     assert ids[0] == ids[1] != ids[2]  # a resumed run goes on, a new one does not
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
@@ -117,8 +117,36 @@ def test_wandb_goes_online_with_a_key_and_a_resume_may_be_its_first_run(
     init = dict(next(call[1:] for call in calls if call[0] == "init"))
     assert init["name"] == "mine" and init["config"] == config
     assert (init["mode"], init["resume"], init["project"]) == (used, resumes, "project")
-    assert init["id"] == (tmp_path / "wandb_run_id").read_text() and init["dir"] == str(tmp_path)
+    assert init["id"] == trackers.wandb_run_of(RunFolder(tmp_path))[0] and init["dir"] == str(tmp_path)
     assert ("define_metric", "*", ("step_metric", "step")) in calls
+
+
+def test_a_copy_of_a_run_does_not_log_into_the_run_of_the_original(tmp_path, calls, monkeypatch):
+    """One that was renamed goes on in its own, as one does whose file has the id alone."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    original, copied, renamed = (tmp_path / name for name in ("original", "copied", "renamed"))
+    said: list[str] = []
+
+    def run_id(folder: Path, step: int = 10) -> str:
+        config = {"report_to": "wandb", "run_name": None, "wandb_project": "project"}
+        Trackers(RunFolder(folder), config, step, said.append).close()
+        return dict([call[1:] for call in calls if call[0] == "init"][-1])["id"]
+
+    original.mkdir()
+    first = run_id(original, step=0)
+    shutil.copytree(original, copied)
+    said.clear()
+    own = run_id(copied)
+    assert own != first and said[0] == (
+        f"wandb: {copied} is a copy of {original}, whose run is {first}: here a run of its own begins"
+    )
+    said.clear()
+    assert run_id(original) == first and run_id(copied) == own
+    original.rename(renamed)
+    assert run_id(renamed) == first and not any("copy" in line for line in said)
+    (renamed / "wandb_run_id").write_text(first)  # as earlier versions wrote it
+    assert run_id(renamed) == first and run_id(renamed) == first
+    assert run_id(renamed, step=0) != first
 
 
 def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
