@@ -50,6 +50,11 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
     ("a misspelt option", options("--learning_rat", "1"), ["learning_rat", "did you mean learning_rate?"]),
     ("an option without its value", options("--learning_rate"), ["--learning_rate needs a value"]),
     ("a key of a section at the top", keys(recipe="current"), ["recipe: unknown key", "precision.recipe"]),
+    (
+        "a rate that no step can take",
+        keys(learning_rate=1e300),
+        ["learning_rate: 1e+300", "above 0 and of at most 100"],
+    ),
     ("a word for a number", keys(max_steps="many"), ['max_steps: "many"', "an integer above 0"]),
     ("a choice that there is not", keys(precision__compute="fp4"), ['"fp4"', "fp8, bf16, fp16, fp32"]),
     ("no such configuration", no_config, ["CONFIG: no file", "confg.json", "train_config_tiny.json"]),

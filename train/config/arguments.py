@@ -125,7 +125,8 @@ class TrainingArguments:
         resume="never",
         why="what the optimizer keeps of its steps is of another kind; model.init_from takes an export",
     )
-    learning_rate: float = option("peak of the schedule", 3e-4, gt=0)
+    # AdamW moves a weight by up to the rate in a step; some 1e37 is more than torch's float32 steps take
+    learning_rate: float = option("peak of the schedule", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
         "how the learning rate goes on after the warmup", "cosine"
     )

@@ -62,7 +62,10 @@ def test_defaults_follow_the_documented_names():
         ({"max_steps": 10.0}, ["max_steps: 10.0 is given, an integer above 0 is expected"]),
         ({"max_steps": "10"}, ['max_steps: "10" is given, an integer above 0 is expected']),
         ({"seed": None}, ["seed: null is given, an integer between 0 and 4294967295 is expected"]),
-        ({"learning_rate": False}, ["learning_rate: false is given, a number above 0 is expected"]),
+        (
+            {"learning_rate": False},
+            ["learning_rate: false is given, a number above 0 and of at most 100 is expected"],
+        ),
         ({"model": "tiny"}, ['model: "tiny" is given, an object', "for example --model.config VALUE"]),
         (
             {"data__sources": ["a"]},
@@ -70,7 +73,10 @@ def test_defaults_follow_the_documented_names():
         ),
         ({"deepspeed": 5}, ["""for example --deepspeed '{"zero_optimization": {"stage": 2}}'"""]),
         ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
-        ({"learning_rate": 0}, ["learning_rate: 0 is given, a number above 0 is expected"]),
+        (
+            {"learning_rate": 0},
+            ["learning_rate: 0 is given, a number above 0 and of at most 100 is expected"],
+        ),
         ({"learning_rate": float("nan")}, ["learning_rate: NaN is given, a finite number above 0"]),
         ({"seed": -1}, ["seed: -1", "between 0 and 4294967295"]),
         ({"seed": 2**32}, ["seed: 4294967296", "between 0 and 4294967295"]),
