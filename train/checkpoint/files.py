@@ -177,12 +177,18 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """name -> (bytes, sha256) of every file of the checkpoint `path`. Raises CheckpointError: there is no manifest; as
-    `read_signed`."""
-    found = read_signed(path / MANIFEST, "files")
+    """name -> (bytes, sha256) of every file of the checkpoint `path`. Raises CheckpointError: there is no manifest, or
+    the folder was given the name of another step; as `read_signed`."""
+    found = read_signed(path / MANIFEST, "step", "files")
     if not found:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed")
-    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in found[0]}
+    step, files = found
+    if FOLDER.fullmatch(path.name) and step_of(path) != step:
+        raise CheckpointError(
+            f"{path} is named as of step {step_of(path)} and is of step {step}, as its {MANIFEST} says: rename it to "
+            f"{name_of(step)}"
+        )
+    return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in files}
 
 
 def rolled_back(path: Path) -> list[list[int]] | None:

@@ -296,6 +296,22 @@ def test_a_manifest_of_another_schema_or_without_its_hash_is_refused(tmp_path: P
     assert problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
 
 
+def test_a_folder_with_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    """Its step would be taken from the one and the other: a later save would find its place taken, or go before it."""
+    make(tmp_path, 1)
+    renamed = make(tmp_path, 10).rename(tmp_path / name_of(20))
+    told = f"{renamed} is named as of step 20 and is of step 10, as its manifest.json says: rename it to step-00000010"
+    assert problems(renamed, hashes=False) == problems(renamed) == [told]
+    with pytest.raises(CheckpointError, match=f"{told}; give auto"):
+        choose(tmp_path, str(renamed))
+    chosen = tmp_path / name_of(1), [f"checkpoint step-00000020 is not used: {told}"]
+    assert choose(tmp_path) == chosen
+    renamed.rename(tmp_path / name_of(10))
+    assert choose(tmp_path) == (tmp_path / name_of(10), [])
+    best = (tmp_path / name_of(10)).rename(tmp_path / "best")  # says nothing of a step
+    assert problems(best) == []
+
+
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     path = make(tmp_path, 1)
     whole = (path / MANIFEST).read_bytes()
