@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -260,6 +261,19 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _exchange(work: Path, output: Path) -> None:
+    """Put the files in `work` in the place of the tokenizer that `output` has. tokenizer.model goes first and comes
+    last: with it the others are its own. It takes milliseconds, in which Ctrl-C is not heard."""
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for name in TOKENIZER_FILES:
+            (output / name).unlink(missing_ok=True)
+        for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
+            path.replace(output / path.name)
+    finally:
+        signal.signal(signal.SIGINT, heard)
+
+
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
@@ -290,6 +304,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         else ""
     )
     print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
+    exchanging = False
     with take_lock(output / "train_tokenizer.lock") as lock:
         try:
             check()  # reading takes minutes, in which another run may have written one
@@ -300,14 +315,13 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             some = [text[:10_000] for text in texts[:: max(1, len(texts) // 200)]]
             write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
             compared = check_identity(work, [*HARD_STRINGS, *some])
-            for (
-                name
-            ) in TOKENIZER_FILES:  # tokenizer.model goes first and comes last: with it the others are its own
-                (output / name).unlink(missing_ok=True)
-            for path in sorted(work.iterdir(), key=lambda path: path.name == MODEL_NAME):
-                path.replace(output / path.name)
+            exchanging = True
+            _exchange(work, output)
+            exchanging = False
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            # of an exchange that failed in the middle it stays, as after a kill, and so says that the rest is nobody's
+            if not exchanging:
+                shutil.rmtree(work, ignore_errors=True)
             os.unlink(lock.name)
     print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
           f"sentencepiece on {compared} texts", flush=True)  # fmt: skip

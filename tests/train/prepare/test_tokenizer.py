@@ -1,10 +1,12 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -155,8 +157,9 @@ def test_an_existing_tokenizer_is_kept(tmp_path, corpus, capsys, name):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
 
 
-def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, tokenizer_dir):
-    """Nor of a run that was killed while it put its files there, in whichever order."""
+@pytest.mark.parametrize("killed", [True, False])
+def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, tokenizer_dir, killed):
+    """Nor of a run that was killed, or failed, while it put its files there, in whichever order."""
     (tmp_path / "added_tokens.json").write_text('{"<other>": 7}')
     (tmp_path / "tokenizer.json").write_text("other")
     (tmp_path / "README").write_text("mine")
@@ -171,7 +174,8 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "replace", failing)
-        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        if killed:
+            patch.setattr("shutil.rmtree", lambda *_, **__: None)
         assert main([*arguments, "--overwrite"]) == 1
     assert not (tmp_path / "tokenizer.model").exists()
     assert main(arguments) == 0
@@ -212,6 +216,28 @@ def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, capsys, monkeypatch):
     arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
     assert main(arguments) == 130 and capsys.readouterr().err == "stopped; --output is as it was\n"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"tokenizer.model": "mine"}
+
+
+@pytest.mark.parametrize("call", ["unlink", "replace"])
+def test_ctrl_c_while_the_new_one_is_put_there_leaves_it_whole(
+    tmp_path, corpus, tokenizer_dir, monkeypatch, call
+):
+    (tmp_path / "tokenizer.model").write_text("other")
+    right, pressed = getattr(Path, call), list[str]()
+
+    def pressing(path: Path, *arguments: Any, **options: Any) -> None:
+        right(path, *arguments, **options)
+        pressed.append(path.name)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Path, call, pressing)
+    arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
+    assert main(arguments) == 0 and "tokenizer.model" in pressed
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in tokenizer_dir.iterdir()
+    }
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_two_at_once_do_not_mix(tmp_path, corpus, capsys):
