@@ -224,10 +224,17 @@ def stride_of(args: argparse.Namespace, length: int) -> int | None:
 
 
 def planned(args: argparse.Namespace, path: Path) -> Any:
-    """What is evaluated, with the options in it. Raises ValueError: a length that the model, or FP8, has not."""
+    """What is evaluated, with the options in it. Raises ValueError: a length that the model, or FP8, has not; float16
+    without a GPU."""
+    import torch
+
     from train.evaluation.models import plan as plan_of
 
     plan = plan_of(path, args.precision)
+    if plan.precision.compute == "fp16" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{plan.path} is of float16, which needs a CUDA device and there is none; give --precision fp32 or bf16"
+        )
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):

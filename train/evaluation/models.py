@@ -180,7 +180,7 @@ def plan(path: Path, compute: str | None) -> Plan:
         config = load_config(str(path))
         stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
         dtype = stored.get("dtype") or stored.get("torch_dtype")
-        compute = compute or ("fp32" if dtype == "float32" else "bf16")
+        compute = compute or {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")
         length = min(MAX_SEQ_LENGTH, config.max_position_embeddings)
         if compute == "fp8":
             precision = PrecisionConfig(compute="fp8", recipe="current")

@@ -95,6 +95,25 @@ def test_what_is_refused(
     assert message.format(**places) in refused(*(argument.format(**places) for argument in arguments))
 
 
+def test_float16_is_evaluated_as_such_or_refused(
+    own_hf: Path, data: Path, refused: Callable[..., str], evaluated: Callable[..., dict]
+) -> None:
+    """Not in bf16, which has an eighth of its precision, without a word."""
+    config = json.loads((own_hf / "config.json").read_text())
+    for dtype, compute in (("float16", "fp16"), ("float32", "fp32"), ("bfloat16", "bf16")):
+        (own_hf / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+        assert plan(own_hf, None).precision.compute == compute
+        assert plan(own_hf, "bf16").precision.compute == "bf16"
+    (own_hf / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    options = own_hf, data, "--max_samples", 1, "--max_seq_length", 64
+    if torch.cuda.is_available():
+        assert evaluated(*options)["precision"] == "fp16"
+    else:
+        told = "hf is of float16, which needs a CUDA device and there is none; give --precision fp32 or bf16"
+        assert told in refused(own_hf, data)
+        assert evaluated(*options, "--precision", "fp32")["precision"] == "fp32"
+
+
 def test_a_tolerated_document_is_named(
     trained: Path, tmp_path: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
