@@ -124,7 +124,8 @@ def obtain(args: TrainingArguments, task: Task, say: Callable[[str], None]) -> R
         asked = [
             d
             for d in asked
-            if d.key not in unread and not (d.key.startswith("precision.") and rule_of(d.key) == "free")
+            if d.key not in unread
+            and not (d.key.startswith("precision.") and rule_of(d.key) in ("free", "calibration"))
         ]
         # a run that goes on keeps its choice, and who names a file answers for other versions
         against = (
