@@ -13,8 +13,8 @@ from model.conversion import hf_parts
 from train.config.arguments import TrainingArguments
 from train.engine.zero import name_of, shape_of, step_parts_apart
 
-# Its functions are compiled by a decorator, which would import torch's whole compiler: a second of each start. Their
-# time is that of matrix products, with the compiler and without.
+# Its functions are compiled by a decorator, which would import torch's whole compiler, a second of each start, and
+# compile them for each shape. Left out: what that would gain on a GPU is not measured.
 with mock.patch.object(torch, "compile", lambda function, **_: function):
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from model.config import attention_pairs, load_sizes
+from model.config import attention_pairs, head_dim, load_sizes
 from model.variants import VARIANTS
 from train.config import command_line
 from train.config.arguments import TrainingArguments
@@ -38,6 +38,11 @@ STEPS = (
 OTHER_LOSSES = ("compiled", "liger")
 # Trainings of one model with each recipe, one GPU, nothing beside them.
 RECIPES_OF = "convergence"
+# Steps with Muon and with AdamW of two models: (report, row with AdamW, row with Muon).
+MUON_OF = (
+    ("hare_1.1b_switches_step", "graphs", "muon_te_layer_fp8_delayed_graph"),
+    ("evidence", "bf16", "muon"),
+)
 # What was measured before had te_linear compute SwiGLU in torch.
 FUSED_SWIGLU_SINCE = "2026-11-22"
 # And lm_head's gradients were in bf16.
@@ -208,14 +213,14 @@ def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
 
 
 def _optimizer_s(s: Setting, gpu: Gpu) -> float:
-    """AdamW and clipping: what plain torch took for each parameter beside the rows of hare_1.1b; and, never measured,
-    Muon's Newton-Schulz by its FLOPs, which ZeRO shares between ranks."""
+    """AdamW and clipping: what plain torch took for each parameter beside the rows of hare_1.1b; and what Muon took
+    beyond that, which ZeRO shares between ranks."""
     report = _report("hare_1.1b_step")
     each = min(report["optimizer_ms"]) / 1e3 / report["parameters"]
     if s.packs:
         each += _packing_s(s.optimizer_states)
     adamw = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
-    return (adamw + _newton_schulz_s(s)) / (s.ranks if s.zero_stage else 1)
+    return (adamw + _muon_s(s)) / (s.ranks if s.zero_stage else 1)
 
 
 @lru_cache
@@ -229,17 +234,44 @@ def _packing_s(states: str) -> float:
     return (steps[states] - steps["fp32"]) / 1e3 / report["parameters"]
 
 
-def _newton_schulz_s(s: Setting) -> float:
-    """Of m x n, m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) has 14 products of m x m by m x m and 4 with
-    m x n, or 15 where m = n."""
+def _muon_s(s: Setting) -> float:
     if s.optim != "muon":
         return 0
-    H, I, q, kv, _ = s.widths  # noqa: E741
+    matrices, flops = _newton_schulz(s.sizes)
+    a_matrix, a_flop = _muon_rates()
+    return matrices * a_matrix + flops * a_flop
+
+
+@lru_cache
+def _muon_rates() -> tuple[float, float]:
+    """Seconds a matrix and a FLOP of Newton-Schulz that a step takes longer than AdamW's, by the two of MUON_OF. The
+    hundred kernels of one matrix are too small to keep a GPU busy: of a small model their launches are all of it."""
+    equations = []
+    for name, adamw, muon in MUON_OF:
+        report = _report(name)
+        rows = {row["row"]: row for row in report["results"]}
+        if "training" in report:
+            model, tokens = report["training"]["model.config"], report["training"]["train_batch_size_tokens"]
+            longer = sum(
+                sign * tokens / rows[row]["tokens_per_second"] for row, sign in ((muon, 1), (adamw, -1))
+            )
+        else:
+            model, longer = report["model"], (rows[muon]["step_ms"] - rows[adamw]["step_ms"]) / 1e3
+        equations.append((*_newton_schulz(load_sizes(model)), longer))
+    (m, f, s), (n, g, t) = equations
+    return (s * g - t * f) / (m * g - n * f), (m * t - n * s) / (m * g - n * f)
+
+
+def _newton_schulz(sizes: Any) -> tuple[int, float]:
+    """(matrices, FLOPs of a step). Of m x n, m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) has 14 products
+    of m x m by m x m and 4 with m x n, or 15 where m = n."""
+    H, D = sizes.hidden_size, head_dim(sizes)
+    q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
     flops = 0.0
-    for rows, count in ((q, 2), (kv, 2), (I, 3)):
+    for rows, count in ((q, 2), (kv, 2), (sizes.intermediate_size, 3)):
         m, n = sorted((rows, H))
         flops += count * (30 * m**3 if m == n else 28 * m**3 + 8 * m * m * n)
-    return s.sizes.num_hidden_layers * flops / BF16_FLOPS
+    return 7 * sizes.num_hidden_layers, sizes.num_hidden_layers * flops
 
 
 def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
@@ -337,7 +369,7 @@ def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | 
     if gpu is not MEASURED_ON:
         notes, within = [f"{gpu.name} by its data sheet"], within + SURE_GPU
     if s.optim == "muon":
-        notes.append("Muon by its FLOPs, never measured")
+        notes.append("Muon by two models")
     if s.ranks > 1:
         notes.append("links between GPUs by data sheet")
         within += SURE_RANKS

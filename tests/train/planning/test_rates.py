@@ -28,6 +28,34 @@ def usual() -> Setting:
     )
 
 
+# ---------------------------------------------------------------- Muon
+
+
+@pytest.mark.parametrize(
+    ("model", "compute", "longer_ms"),
+    [("hare_1.1b", "fp8", 300), ("mistral_106m", "bf16", 61)],  # hare_1.1b_switches_step, evidence
+)
+def test_muon_takes_what_it_took(model: str, compute: str, longer_ms: float) -> None:
+    """Beyond AdamW's step, and shared between the ranks of ZeRO 1 alone."""
+    one, eight, no_zero = (
+        setting(
+            ranks=ranks,
+            model__config=model,
+            precision__compute=compute,
+            deepspeed=f"ds_config_zero{stage}.json",
+        )
+        for ranks, stage in ((1, 1), (8, 1), (8, 0))
+    )
+
+    def longer(s: Setting) -> float:
+        muon, adamw = (estimate(replace(s, optim=optim), H200).step_s for optim in ("muon", "adamw"))
+        return 1e3 * (muon - adamw)
+
+    assert longer(one) == pytest.approx(longer_ms, rel=0.1)
+    assert longer(eight) == pytest.approx(longer(one) / 8, rel=0.1)
+    assert longer(no_zero) == pytest.approx(longer(one), rel=0.1)
+
+
 # ---------------------------------------------------------------- between GPUs
 
 
@@ -150,12 +178,12 @@ def test_packed_states_take_what_was_measured_of_them_a_parameter_and_ranks_shar
 def test_the_flops_of_newton_schulz() -> None:
     """Of q and o 4 x 4, of k and v 2 x 4, of the MLP's three 4 x 6, in each of 3 layers. A product of m x k by k x n
     has 2 m k n: 15 of m x m by m x m are 30 m^3."""
-    sizes = SimpleNamespace(num_hidden_layers=3)
-    s: Any = SimpleNamespace(optim="muon", widths=(4, 6, 4, 2, 100), sizes=sizes)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
+    sizes = SimpleNamespace(num_hidden_layers=3, hidden_size=4, intermediate_size=6, **heads)
     square = 15 * 2 * 4 * 4 * 4
     of_kv = 14 * 2 * 2 * 2 * 2 + 4 * 2 * 2 * 2 * 4
     of_mlp = 14 * 2 * 4 * 4 * 4 + 4 * 2 * 4 * 4 * 6
-    assert rates._newton_schulz_s(s) * 700e12 == pytest.approx(3 * (2 * square + 2 * of_kv + 3 * of_mlp))
+    assert rates._newton_schulz(sizes) == (21, pytest.approx(3 * (2 * square + 2 * of_kv + 3 * of_mlp)))
 
 
 # ---------------------------------------------------------------- what an estimate says of itself
