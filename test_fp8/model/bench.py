@@ -64,7 +64,7 @@ class Bench:
         self.finished = dict.fromkeys(options.measure, 0)  # rounds
 
     def measure(self, command: str) -> int:
-        """All rounds, with the report of `command` after each; the exit status."""
+        """All rounds, with the report of `command` after each visit of a row; the exit status."""
         options, alone = self.options, not dist.is_initialized()
         if options.deterministic:
             make_deterministic()
@@ -114,16 +114,16 @@ class Bench:
         self.visitor = Visitor(reference, batch, options.seconds, options.document_length, options.steps)
 
     def run(self) -> Iterator[None]:
-        """Measure; yields after each round, when `results` has news."""
+        """Measure; yields after each visit, when `results` has news."""
         for measure in MEASURES:
             series = [s for s in self.series if s.measure == measure]
             for turn in range(self.options.rounds if series else 0):
                 if measure == "step":
                     self._time_optimizer(series)
-                for one in series if turn % 2 == 0 else reversed(series):
+                for place, one in enumerate(series if turn % 2 == 0 else reversed(series), start=1):
                     self._visit(one, turn)
-                self.finished[measure] += 1
-                yield
+                    self.finished[measure] += place == len(series)
+                    yield
 
     def _time_optimizer(self, series: Sequence[Series]) -> None:
         if dist.get_world_size() > 1:  # which share it

@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from model.fp8.machine import describe, headline
+from test_fp8 import bench_model
 from test_fp8.common import report, timing
 from test_fp8.common.options import Options, output_file, positive
+from test_fp8.model import visit as visits
 from train.files import drawing
 from train.record.provenance import commit
 
@@ -45,6 +48,28 @@ def test_written_report(tmp_path: Path) -> None:
     assert written["results"] == [{"loss": None, "ok": [1.5, None]}]
     assert written["tolerance"] == 0.1
     assert str(tmp_path) not in path.read_text()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_row_that_was_visited_is_written_whatever_comes_after(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    visit, stops = visits.Visitor.visit, iter((False, True))
+
+    def stopped(*args: Any) -> Any:
+        if next(stops):
+            raise KeyboardInterrupt
+        return visit(*args)
+
+    monkeypatch.setattr(visits.Visitor, "visit", stopped)
+    output = tmp_path / "bench.json"
+    options = ["--rows", "te_*_bf16", "--measure", "bare", "--rounds", "1", "--seconds", "0"]
+    with pytest.raises(KeyboardInterrupt):
+        bench_model.main([*options, "--output", str(output)])
+    written = json.loads(output.read_text())
+    first, second = written["results"]
+    assert first["tokens_per_second"] > 0 and written["rounds_finished"] == {"bare": 0}
+    assert (second["reason"], second["failed"]) == ("not visited", False)
 
 
 def test_a_key_of_the_report_cannot_be_overwritten(tmp_path: Path) -> None:
