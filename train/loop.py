@@ -347,6 +347,8 @@ class Loop:
         """The health of FP8; modules that go a level up end the loop with this step."""
         run, state, model, tell = self.run, self.state, self.engine.module, self.run.metrics.message
         found = step.record[FP8_HEALTH] = health_record(check, model.config.num_hidden_layers)  # waits
+        if step.skipped:  # by an inf, whatever it came from: that says nothing about scales
+            return
         step.record |= self.health.fp8_alarms.judge(state.step, found, tell, check.not_fp8)
         if changes := escalations(state.step, found, model, run.precision, tell):
             state.escalations += changes  # in place: run.json has this list

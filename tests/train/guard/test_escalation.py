@@ -241,6 +241,36 @@ def test_gradients_of_lm_head_that_underflow_are_computed_in_bf16(
     assert curve(again) == curve(whole)[2:] and tensors(again, 4) == tensors(whole, 4)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_step_that_is_skipped_takes_nothing_up(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """An inf that a sample made is in the gradients of all layers before; the samples are left, the weights stay."""
+    take = Loop._take_step
+
+    def with_an_inf(self: Loop) -> Any:
+        def overflow(gradient: torch.Tensor) -> torch.Tensor:
+            channel = torch.arange(gradient.shape[-1]) == 3
+            return gradient.masked_fill(channel, torch.inf) if self.state.step == 1 else gradient
+
+        hook = self.engine.module.model.norm.register_forward_hook(
+            lambda _, given, out: out.register_hook(overflow) and None
+        )
+        try:
+            return take(self)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(Loop, "_take_step", with_an_inf)
+    settings |= {"max_steps": 3, "precision": {**PRECISIONS[recipe], **ESCALATE}}
+    folder = run(settings)
+    lines = metrics(folder)
+    assert [m["step"] for m in lines if "skipped" in m] == [2] and lines[-1]["skipped_steps"] == 1
+    assert changes(folder) == [] and not [m for m in lines if "fp8_alarms" in m]
+    looked = lines[1]["fp8_health"]["model.layers.*.layernorm_mlp.fc2"]
+    assert max(looked["gradient"]["saturated"]) > 0.05 > max(looked["input"]["saturated"])
+
+
 @pytest.mark.slow
 def test_a_jump_of_the_rate_is_mended_by_scales_of_their_own(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
