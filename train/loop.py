@@ -22,7 +22,7 @@ from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
 from model.proof import check_attention
-from train.checkpoint.files import RunState, committed, name_of, step_of
+from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.resume import at_half_the_rate, to_go_on
 from train.checkpoint.rollback import Rollback, past_skipped
 from train.checkpoint.save import SaveError, Saver
@@ -64,6 +64,7 @@ class Run:
     metrics: MetricsLogger
     state: RunState
     resumed_from: Path | None
+    first_step: int  # taken before this start
     saver: Saver
     stop_vote: StopVote
     watchdog: Watchdog
@@ -78,7 +79,7 @@ class Run:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of this step, None with save_strategy no."""
-        if self.resumed_from is not None and step_of(self.resumed_from) == self.state.step:
+        if self.resumed_from is not None and self.state.step == self.first_step:
             return self.resumed_from
         if self.arguments.save_strategy == "no":
             return None

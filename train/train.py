@@ -207,6 +207,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         metrics=metrics,
         state=state,
         resumed_from=resume_from,
+        first_step=state.step,
         saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit, metrics.message),
         stop_vote=signals.StopVote(args.hang_timeout_s),
         watchdog=Watchdog(args.hang_timeout_s),

@@ -379,6 +379,17 @@ def test_a_finished_checkpoint_of_another_folder_is_exported(
     assert not RunFolder(tmp_path).is_exported(identity(last))
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_kept_checkpoint_may_have_another_name(
+    trained: Path, settings: dict, tmp_path: Path, step: int
+) -> None:
+    best = shutil.copytree(trained / f"checkpoints/step-{step:08d}", tmp_path / "best")
+    other = run(settings, output_dir=str(tmp_path / "other"), resume_from_checkpoint=str(best))
+    assert curve(other)[-1:] == curve(trained)[-1:] * (step < 6)
+    last = best if step == 6 else other / "checkpoints/step-00000006"
+    assert RunFolder(other).is_exported(identity(last))
+
+
 @pytest.mark.process
 def test_the_export_command(own_trained: Path, tmp_path: Path) -> None:
     """It gives what the run exported, and refuses a checkpoint that is not whole."""
