@@ -26,6 +26,7 @@ from torch import nn
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
+from model.fp8.recipes import recipe_of
 from model.te_reference.quantize import BLOCK, FP8_MAX
 
 OPERANDS = ("input", "weight", "gradient")
@@ -51,18 +52,21 @@ class HealthCheck:
 
     gemms: their names; those of a LayerNormMLP are <module>.fc1 and <module>.fc2. An lm_head whose gradients alone are
     FP8 products (model/head.py) is among them, with what these multiply. not_fp8: which of their operands are in high
-    precision, (GEMM, operand).
+    precision, (GEMM, operand). blocks: those with a scale for each 128 elements.
     """
 
     def __init__(self, model: nn.Module, precision: Precision):
         self.precision = precision
         self._modules: list[tuple[nn.Module, list[str]]] = []
         self.not_fp8: set[tuple[str, str]] = set()
+        self.blocks: set[str] = set()
         for name, module in modules_with_operands(model, precision).items():
             parts = [name] if len(matrices(module)) == 1 else [f"{name}.fc1", f"{name}.fc2"]
             self._modules.append((module, parts))
-            if precision.level(name) == "bf16_backward":
+            if (level := precision.level(name)) == "bf16_backward":
                 self.not_fp8.update((part, "gradient") for part in parts)
+            if recipe_of(level) == "block":
+                self.blocks.update(parts)
         self.gemms = [name for _, names in self._modules for name in names]
         self._rows = {name: 3 * index for index, name in enumerate(self.gemms)}
         self._seen: dict[int, torch.Tensor] = {}  # by the row in the table

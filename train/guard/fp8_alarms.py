@@ -47,8 +47,10 @@ WORDS = {
 STALE = "the scale is older than what came; precision.recipe current scales each tensor by itself"
 LARGER = "the scale is that of larger values; precision.recipe current scales each tensor by itself"
 OUTLIERS = (
-    "a few large values took the scale; precision.recipe block has one for each 128, bf16_modules needs none"
+    "a few large values took the scale; precision.recipe block has one for each 128, {module} in bf16_modules "
+    "has none"
 )
+OF_A_BLOCK = "a few large values took the scales of their 128; {module} in precision.bf16_modules has none"
 OF_THE_HEAD = (
     "a few large values took a scale; fp8_head_gradients false, with lm_head in bf16_modules, needs none"
 )
@@ -80,10 +82,12 @@ class FP8Alarms:
         health: dict[str, Any],
         tell: Callable[[str], None],
         not_fp8: Collection[tuple[str, str]] = (),
+        blocks: Collection[str] = (),
     ) -> dict[str, Any]:
-        """`health`: of health_record; `not_fp8`: operands of its GEMMs that are in high precision. `tell` hears of
-        alarms that begin and of those that are over. For metrics.jsonl, "fp8_alarms": those that began, those that are
-        over, how many there are, and how many there have been in the run; {} where all is well and was."""
+        """`health`: of health_record; `not_fp8`: operands of its GEMMs that are in high precision; `blocks`: its GEMMs
+        with a scale for each 128 elements. `tell` hears of alarms that begin and of those that are over. For
+        metrics.jsonl, "fp8_alarms": those that began, those that are over, how many there are, and how many there have
+        been in the run; {} where all is well and was."""
         began: list[dict[str, Any]] = []
         over: list[dict[str, Any]] = []
         told: list[tuple[float, str]] = []
@@ -95,7 +99,7 @@ class FP8Alarms:
                 self.active[key] = step
                 above = {what: value for what, value in found.items() if parts[what] > 1}
                 began.append({"gemm": gemm, "operand": operand, "found": above})
-                told.append((worst, _told(gemm, operand, above, found.get("range"))))
+                told.append((worst, _told(gemm, operand, above, found.get("range"), gemm in blocks)))
             elif key in self.active and worst < OVER:
                 over.append({"gemm": gemm, "operand": operand, "since": self.active.pop(key)})
         # bf16_modules may name a GEMM since; one whose operand alone is not finite is another matter
@@ -139,9 +143,10 @@ def by_operand(health: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]
     return found
 
 
-def _told(gemm: str, operand: str, above: dict[str, float], fraction: float | None) -> str:
+def _told(gemm: str, operand: str, above: dict[str, float], fraction: float | None, block: bool) -> str:
     how = ", ".join(WORDS[what].format(value) for what, value in above.items())
-    why = OF_THE_HEAD if gemm == "lm_head" else OUTLIERS
+    module = gemm.removesuffix(".fc1").removesuffix(".fc2")  # of a LayerNormMLP's two
+    why = OF_THE_HEAD if gemm == "lm_head" else (OF_A_BLOCK if block else OUTLIERS).format(module=module)
     if fraction is not None and fraction > 1.1:
         why = STALE
     elif fraction is not None and fraction < FAR_BELOW:

@@ -112,7 +112,7 @@ def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) ->
     for level in ("block", "bf16"):
         its.state.step += 1
         step = Step(0.0, torch.zeros(()), None, False, None)
-        its._look_at_fp8(step, SimpleNamespace(not_fp8=()))
+        its._look_at_fp8(step, SimpleNamespace(not_fp8=(), blocks=()))
         assert its.state.escalations[-1]["to"] == level
         precision.levels[mlp] = level
     assert step.record["fp8_alarms"] == {

@@ -126,6 +126,25 @@ def test_the_cause_is_told_by_how_much_of_its_range_a_scale_uses(fraction: float
     assert f"It seems that {cause}" in said[0]
 
 
+@pytest.mark.parametrize(("gemm", "module"), [("mlp.fc2", "mlp"), ("mlp.up_proj", "mlp.up_proj")])
+def test_what_is_advised_can_be_done(gemm: str, module: str) -> None:
+    """Modules, not their GEMMs, are what bf16_modules names; and block scaling is no advice where it is used."""
+    found = {f"model.layers.*.{gemm}": health("input", underflow=0.2)["model.layers.*.mlp.fc2"]}
+    for blocks, advice in (
+        (
+            [],
+            f"precision.recipe block has one for each 128, model.layers.1.{module} in bf16_modules has none",
+        ),
+        (
+            [f"model.layers.1.{gemm}"],
+            f"scales of their 128; model.layers.1.{module} in precision.bf16_modules has none",
+        ),
+    ):
+        said = list[str]()
+        FP8Alarms().judge(1, found, said.append, blocks=blocks)
+        assert said[0].endswith(advice)
+
+
 @pytest.mark.slow
 def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
     settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
