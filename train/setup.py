@@ -274,7 +274,8 @@ def _report(
     assert isinstance(args.deepspeed, dict)
     if said := msamp.described(args.deepspeed):
         lines.append(said)
-    levels = (own.described_levels(args.model.variant) for own in precisions_of(args.precision))
+    variant, most = args.model.variant, args.max_steps
+    levels = (own.described_levels(variant, most) for own in precisions_of(args.precision))
     lines += dict.fromkeys(filter(None, levels))
     if precision.emulated:
         lines.append(

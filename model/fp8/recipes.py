@@ -267,10 +267,15 @@ class PrecisionConfig(PrecisionSettings):
             parts.append(f"gradients are reduced in {self.gradient_communication}")
         return "; ".join(parts) or None
 
-    def described_levels(self, variant: str) -> str | None:
-        """For the log: what on_trouble may do, where it may do something."""
+    def described_levels(self, variant: str, max_steps: int) -> str | None:
+        """For the log: what on_trouble may do, where it may do something, in a run of so many steps."""
         if self.compute != "fp8" or self.on_trouble != "escalate":
             return None
+        if self.health_steps > max_steps:
+            return (
+                f"warning: precision.on_trouble escalate does nothing: the first look at FP8's operands would be in "
+                f"step {self.health_steps} (precision.health_steps), and the run has max_steps {max_steps}"
+            )
         above = ", ".join(LEVELS[LEVELS.index(self.recipe) + 1 :])
         without = (
             "; layernorm_mlp has no bf16_backward in Transformer Engine" if variant == "te_layer" else ""

@@ -354,14 +354,15 @@ def graphs_and_launches(variant: str, cache_weights: bool, recipe: str, device: 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize(("recipe", "cache_weights"), [("delayed", True), ("block", False)])
-def test_a_tape_holds_the_look(monkeypatch: pytest.MonkeyPatch, cache_weights: bool, recipe: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_tape_holds_the_look(monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str) -> None:
     use_tapes(monkeypatch)
     taken: list[Tensor] = []
     monkeypatch.setattr(
         "model.graphs.took_replay", lambda totals: taken.append(totals) or took_replay(totals)
     )
-    launched, replayed = graphs_and_launches("te_layer", cache_weights, recipe, "cpu")
+    launched, replayed = graphs_and_launches(variant, recipe != "block", recipe, "cpu")
     assert all(map(torch.equal, launched, replayed))
     assert len(taken) == 2  # others replay what was captured without a look
 

@@ -92,10 +92,15 @@ def test_what_a_parameters_states_take(keys: dict, bytes_: float, said: str | No
 )  # fmt: skip
 def test_the_log_says_where_a_module_in_trouble_may_go(recipe: str, variant: str, above: str) -> None:
     config = PrecisionConfig(recipe=recipe, on_trouble="escalate", health_steps=5)
-    said = config.described_levels(variant)
+    said = config.described_levels(variant, 100)
     assert said is not None and f"a module with an FP8 alarm goes a level up, {above}" in said
     for change in ({"on_trouble": "warn"}, {"compute": "bf16"}):
-        assert dataclasses.replace(config, **change).described_levels(variant) is None
+        assert dataclasses.replace(config, **change).described_levels(variant, 100) is None
+    assert config.described_levels(variant, 5) == said
+    told = config.described_levels(variant, 4)
+    assert told is not None and told.endswith(
+        "in step 5 (precision.health_steps), and the run has max_steps 4"
+    )
     (problem,) = dataclasses.replace(config, health_steps=0).problems()
     assert problem.startswith(
         "precision.on_trouble escalate: without looks at FP8's operands no trouble is seen"
