@@ -11,21 +11,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
+from model.fp8.recipes import PrecisionConfig
 from model.keys import STRICT, option
-from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig, variant_problems, why_no_graphs
+from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig
 from train.config import command_line, msamp
-from train.config.schedule import order_problems, precisions_of, stage_problems
-from train.config.schema import parse, read_json, unchangeable
-from train.data.mixture import MixtureStage, weight_problems
-from train.files import REPOSITORY, blocking, data_folder
+from train.config.across_keys import problems_across_keys
+from train.config.schedule import order_problems
+from train.config.schema import parse, read_json
+from train.data.mixture import MixtureStage
+from train.files import REPOSITORY, data_folder
 
 CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
@@ -267,90 +267,11 @@ class TrainingArguments:
         except UnicodeEncodeError as error:
             raise ConfigurationError(f"{source}: {text[error.start :][:40]!a} is not Unicode text") from error
         arguments, problems, bad = parse(cls, raw)
-        problems += arguments._problems_across_keys(bad)
+        problems += problems_across_keys(arguments, bad)
         if problems:
             plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
             raise ConfigurationError("\n  ".join([f"{source} has {plural}:", *problems]))
         return arguments
-
-    def _problems_across_keys(self, bad: set[str]) -> list[str]:
-        """Values that do not go together. Checks of a key in `bad`, which got no usable value, are left out."""
-        problems: list[str] = []
-
-        def check(keys: str, allowed: object, message: str) -> None:
-            if not allowed and bad.isdisjoint(keys.split()):
-                values = ((key, attrgetter(key)(self)) for key in keys.split())
-                problems.append(
-                    f"{', '.join(f'{key} {json.dumps(value)}' for key, value in values)}: {message}"
-                )
-
-        decays = self.lr_scheduler_type == "warmup_stable_decay"
-        check("warmup_steps max_steps", self.warmup_steps <= self.max_steps, "warmup is longer than the run")
-        check(
-            "lr_scheduler_type decay_steps",
-            (self.decay_steps is not None) == decays,
-            "decay_steps belongs to warmup_stable_decay: give it there, remove it elsewhere",
-        )
-        check(
-            "warmup_steps decay_steps max_steps",
-            not decays or self.warmup_steps + (self.decay_steps or 0) <= self.max_steps,
-            "warmup and decay together are longer than the run",
-        )
-        rollback = self.on_spike == "rollback"
-        check(
-            "on_spike save_strategy",
-            not rollback or self.save_strategy != "no",
-            "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
-        )
-        check(
-            "on_spike spike_threshold",
-            not rollback or self.spike_threshold > 0,
-            "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
-        )
-        if isinstance(self.allow_changes_on_resume, list):
-            problems += unchangeable(TrainingArguments, self.allow_changes_on_resume)
-        if "output_dir" not in bad and self.output_dir and (blocked := blocking(Path(self.output_dir))):
-            problems.append(
-                f"output_dir {json.dumps(self.output_dir)}: {blocked} is there and is not a folder; choose another "
-                "folder"
-            )
-        if self.data.weights is not None and bad.isdisjoint(("data.sources", "data.weights")):
-            problems += weight_problems(self.data.weights, list(self.data.sources))
-        if bad.isdisjoint(("precision.compute", "precision.recipe")):
-            problems += self.precision.problems()
-            if bad.isdisjoint(("model.variant", "model.compile")):
-                problems += variant_problems(self.model.variant, self.precision, self.model.compile)
-                if "precision.schedule" not in bad:
-                    problems += stage_problems(self)
-        check(
-            "precision.optimizer_states precision.optimizer_moments adam_beta2",
-            self.precision.optimizer_states != "bf16_remainder"
-            or self.precision.optimizer_moments == "fp32"
-            or self.adam_beta2 <= BF16_MOMENTS_MOST_BETA2,
-            f"second moments in bf16 would stand still with an adam_beta2 above {BF16_MOMENTS_MOST_BETA2}, as their "
-            "changes are rounded away; set optimizer_moments to fp32",
-        )
-        variant = VARIANTS[self.model.variant]
-        check(
-            "data.document_mask model.variant",
-            variant.documents or not self.data.document_mask,
-            "transformers' attention here has no documents; set it to false, or choose te_linear or te_layer",
-        )
-        no_graphs = why_no_graphs(self.model.variant, gradient_checkpointing=self.gradient_checkpointing)
-        check(
-            "speed.cuda_graphs gradient_checkpointing model.variant",
-            no_graphs is None or not self.speed.cuda_graphs,
-            no_graphs or "",
-        )
-        fp8 = any(own.compute == "fp8" for own in precisions_of(self.precision))
-        for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-            rows = (getattr(self, key) or 0) * self.max_seq_length
-            check(
-                f"{key} max_seq_length precision.compute",
-                not fp8 or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
-                f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
-            )
-        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `from_dict` makes equal arguments of."""
@@ -387,7 +308,7 @@ class TrainingArguments:
         out.per_device_eval_batch_size = self.per_device_eval_batch_size or self.per_device_train_batch_size
         out.deepspeed = load_deepspeed(self.deepspeed)
         problems = msamp.apply(out.deepspeed, out.precision)
-        if problems or (msamp.asked(out.deepspeed) and (problems := out._problems_across_keys(set()))):
+        if problems or (msamp.asked(out.deepspeed) and (problems := problems_across_keys(out, set()))):
             raise ConfigurationError("\n  ".join(["the DeepSpeed configuration has a problem:", *problems]))
         if problems := order_problems(out):
             raise ConfigurationError("\n  ".join(problems))

@@ -63,6 +63,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "gradient_accumulation_steps": ({}, 2),
     "train_batch_size_tokens": ({}, 1024),
     "decay_steps": (WSD, 20),
+    "muon_momentum": ({"optim": "muon"}, 0.9),
     "allow_changes_on_resume": ({}, ["seed"]),
     "deepspeed": ({}, {"zero_optimization": {"stage": 1, "overlap_comm": True}}),
 }

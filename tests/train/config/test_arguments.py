@@ -85,6 +85,7 @@ def test_defaults_follow_the_documented_names():
         ({"adam_beta1": 1.0}, ["adam_beta1: 1.0", "below 1"]),
         ({"warmup_steps": 101}, ["warmup_steps 101, max_steps 100", "longer than the run"]),
         ({"decay_steps": 5}, ["decay_steps 5", "warmup_stable_decay"]),
+        ({"muon_momentum": 0.9}, ['optim "adamw", muon_momentum 0.9', "belongs to muon"]),
         ({"lr_scheduler_type": "warmup_stable_decay"}, ["decay_steps null", "warmup_stable_decay"]),
         ({"save_strategy": "epoch"}, ['save_strategy: "epoch" is given, one of steps, no']),
         ({"lr_scheduler_type": "cosin"}, ['"cosin"', "cosine, linear, constant, warmup_stable_decay"]),
