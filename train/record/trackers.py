@@ -151,7 +151,9 @@ class TensorBoard:
         self.writer = SummaryWriter(self.folder, purge_step=step + 1, flush_secs=FLUSH_S)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        for key, value in metrics.items():
+        # fp8_alarms and its like have counts beside what they name
+        inner = {f"{k}/{name}": n for k, v in metrics.items() if isinstance(v, dict) for name, n in v.items()}
+        for key, value in (metrics | inner).items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and key not in ("step", "time") and math.isfinite(value):
                 self.writer.add_scalar(key, value, metrics["step"])

@@ -173,6 +173,7 @@ def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, call
             "mfu": None,
             "skipped": {"ranks": [0]},
             "ok": True,
+            "fp8_alarms": {"began": [{"gemm": "lm_head"}], "active": 1, "count": 3},
         }
     )
     log.log({"step": 30, "loss": float("nan")})
@@ -182,7 +183,8 @@ def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, call
     assert [dict(call[2:])["purge_step"] for call in writers] == [11, 11]
     assert {call[1] for call in writers} == {str(tmp_path / "tensorboard")}
     scalars = [call[1:] for call in calls if call[0] == "add_scalar"]
-    assert scalars == [("tokens", 64, 20), ("loss", 2.5, 20)]
+    counts = [("fp8_alarms/active", 1, 20), ("fp8_alarms/count", 3, 20)]
+    assert scalars == [("tokens", 64, 20), ("loss", 2.5, 20), *counts]
     assert "add_text" not in [call[0] for call in calls]  # the run that it goes on with has it
     assert [call[0] for call in calls][-1] == "close"
 
