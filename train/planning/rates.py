@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from model.config import attention_pairs, head_dim, load_sizes
+from model.config import attention_pairs, load_sizes
 from model.variants import VARIANTS
 from train.config import command_line
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.files import REPOSITORY
 from train.planning.memory import WORKSPACES_GIB, head_bytes, saved_by_layer
-from train.planning.setting import Setting
+from train.planning.setting import Setting, widths_of
 
 RESULTS = REPOSITORY / "test_fp8" / "results"
 STEPS = (
@@ -249,15 +249,14 @@ def _muon_rates() -> tuple[float, float]:
     equations = []
     for name, adamw, muon in MUON_OF:
         report = _report(name)
-        rows = {row["row"]: row for row in report["results"]}
-        if "training" in report:
-            model, tokens = report["training"]["model.config"], report["training"]["train_batch_size_tokens"]
-            longer = sum(
-                sign * tokens / rows[row]["tokens_per_second"] for row, sign in ((muon, 1), (adamw, -1))
-            )
-        else:
-            model, longer = report["model"], (rows[muon]["step_ms"] - rows[adamw]["step_ms"]) / 1e3
-        equations.append((*_newton_schulz(load_sizes(model)), longer))
+        training = report.get("training", {})
+        tokens = training.get("train_batch_size_tokens", 0)
+        seconds = {
+            row["row"]: row["step_ms"] / 1e3 if "step_ms" in row else tokens / row["tokens_per_second"]
+            for row in report["results"]
+        }
+        model = training.get("model.config") or report["model"]
+        equations.append((*_newton_schulz(load_sizes(model)), seconds[muon] - seconds[adamw]))
     (m, f, s), (n, g, t) = equations
     return (s * g - t * f) / (m * g - n * f), (m * t - n * s) / (m * g - n * f)
 
@@ -265,10 +264,9 @@ def _muon_rates() -> tuple[float, float]:
 def _newton_schulz(sizes: Any) -> tuple[int, float]:
     """(matrices, FLOPs of a step). Of m x n, m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz) has 14 products
     of m x m by m x m and 4 with m x n, or 15 where m = n."""
-    H, D = sizes.hidden_size, head_dim(sizes)
-    q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
+    H, I, q, kv, _ = widths_of(sizes)  # noqa: E741
     flops = 0.0
-    for rows, count in ((q, 2), (kv, 2), (sizes.intermediate_size, 3)):
+    for rows, count in ((q, 2), (kv, 2), (I, 3)):
         m, n = sorted((rows, H))
         flops += count * (30 * m**3 if m == n else 28 * m**3 + 8 * m * m * n)
     return 7 * sizes.num_hidden_layers, sizes.num_hidden_layers * flops

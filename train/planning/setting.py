@@ -18,6 +18,13 @@ REDUCE_BUCKET, MOST_LIVE_PARAMETERS = 500_000_000, 1_000_000_000
 ZERO_3_BUCKET = 50_000_000  # ds_config_zero3.json's
 
 
+def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
+    """(H hidden, I intermediate, q all query heads, kv all key heads, V vocabulary), elements of a token."""
+    D = head_dim(sizes)
+    q, kv = sizes.num_attention_heads * D, sizes.num_key_value_heads * D
+    return sizes.hidden_size, sizes.intermediate_size, q, kv, sizes.vocab_size
+
+
 @dataclass(frozen=True)
 class Setting:
     """One rank of a run. Sizes as the shape suffixes of model/ name them; buckets in elements. What the stages of
@@ -183,10 +190,7 @@ class Setting:
 
     @property
     def widths(self) -> tuple[int, int, int, int, int]:
-        """(H hidden, I intermediate, q all query heads, kv all key heads, V vocabulary), elements of a token."""
-        s, D = self.sizes, head_dim(self.sizes)
-        q, kv = s.num_attention_heads * D, s.num_key_value_heads * D
-        return s.hidden_size, s.intermediate_size, q, kv, s.vocab_size
+        return widths_of(self.sizes)
 
     @property
     def layer_matrices(self) -> int:

@@ -179,7 +179,7 @@ def test_the_flops_of_newton_schulz() -> None:
     """Of q and o 4 x 4, of k and v 2 x 4, of the MLP's three 4 x 6, in each of 3 layers. A product of m x k by k x n
     has 2 m k n: 15 of m x m by m x m are 30 m^3."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
-    sizes = SimpleNamespace(num_hidden_layers=3, hidden_size=4, intermediate_size=6, **heads)
+    sizes = SimpleNamespace(num_hidden_layers=3, hidden_size=4, intermediate_size=6, vocab_size=100, **heads)
     square = 15 * 2 * 4 * 4 * 4
     of_kv = 14 * 2 * 2 * 2 * 2 + 4 * 2 * 2 * 2 * 4
     of_mlp = 14 * 2 * 4 * 4 * 4 + 4 * 2 * 4 * 4 * 6
