@@ -214,7 +214,7 @@ class Loop:
         self.health.before_step()
         # torchao's compiled layers cannot be counted: what they run was fixed when they were proven
         counts = self._logs(state.step + 1) and of_transformer_engine(engine.module)
-        check = check_due(engine.module, run.precision, state.step + 1)
+        check = check_due(engine.module, run.precision, state.step + 1, self.health.fp8_alarms.look_again)
         with count_gemms(engine.module, run.precision) if counts else nullcontext() as gemms:
             for index in range(self.accumulation):
                 run.watchdog.doing(f"step {state.step + 1}, micro-batch {index + 1} of {self.accumulation}")
@@ -335,10 +335,8 @@ class Loop:
                 "taken out, for their scales could not have moved while they are in"
             )
         if (step.last or step.ends_stage) and self.args.precision.schedule:
-            what, speed = (
-                stage_text(self.args.precision, run.stage),
-                typical_speed(run.speeds[run.before_stage :]),
-            )
+            what = stage_text(self.args.precision, run.stage)
+            speed = typical_speed(run.speeds[run.before_stage :])
             run.metrics.message(f"step {state.step}: {what} is over, at {speed:,.0f} tokens/s")
             how = {key: state.precision[key] for key in ("compute", "recipe")}
             record["precision_stage"] = {"number": run.stage + 1, "tokens_per_second": speed, **how}
@@ -351,12 +349,13 @@ class Loop:
         if step.skipped:  # by an inf, whatever it came from: that says nothing about scales
             return
         step.record |= self.health.fp8_alarms.judge(state.step, found, tell, check.not_fp8, check.blocks)
-        if changes := escalations(state.step, found, model, run.precision, tell):
+        alarms = self.health.fp8_alarms
+        if changes := escalations(state.step, found, alarms, model, run.precision, tell):
             state.escalations += changes  # in place: run.json has this list
             step.record["fp8_escalations"] = {"changes": changes, "count": len(state.escalations)}
             step.saves = step.ends_stage = True
             if take_all_out(changes, model, run.precision):
-                step.record |= self.health.fp8_alarms.end(state.step, step.record["fp8_alarms"], tell)
+                step.record |= alarms.end(state.step, step.record["fp8_alarms"], tell)
 
     def _evaluate(self, step: Step) -> None:
         run = self.run

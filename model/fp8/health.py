@@ -126,11 +126,13 @@ def modules_with_operands(model: nn.Module, precision: Precision) -> dict[str, n
     }
 
 
-def check_due(model: nn.Module, precision: Precision, step: int) -> HealthCheck | None:
+def check_due(model: nn.Module, precision: Precision, step: int, again: bool = False) -> HealthCheck | None:
     """A check for the first micro-batch of `step`, which quantizes the weights, too; None where none is due, or no
-    module has FP8 operands (Precision.levels)."""
+    module has FP8 operands (Precision.levels). `again`: what the last one saw takes modules up (on_trouble escalate)
+    if this step has it, too."""
     steps = precision.health_steps
-    check = HealthCheck(model, precision) if steps and step % steps == 0 else None
+    again &= precision.config.on_trouble == "escalate"
+    check = HealthCheck(model, precision) if steps and (step % steps == 0 or again) else None
     return check if check and check.gemms else None
 
 

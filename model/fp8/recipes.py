@@ -144,8 +144,9 @@ class PrecisionSettings:
         resume="free",
     )
     on_trouble: Literal["warn", "escalate"] = option(
-        "escalate: a module with an alarm of health_steps goes a level up (delayed, current, block, bf16 in the "
-        "backward, bf16) and stays there; at each change the run saves, and goes on as a resume would",
+        "escalate: a module that two of four looks of health_steps find in trouble goes a level up (delayed, current, "
+        "block, bf16 in the backward, bf16) and stays there; at each change the run saves, and goes on as a resume "
+        "would",
         "warn",
         resume="free",
     )
@@ -281,8 +282,8 @@ class PrecisionConfig(PrecisionSettings):
             "; layernorm_mlp has no bf16_backward in Transformer Engine" if variant == "te_layer" else ""
         )
         return (
-            f"precision.on_trouble escalate: a module with an FP8 alarm goes a level up, to {above}{without}. The run "
-            "saves then, and goes on as a resume would"
+            "precision.on_trouble escalate: a module in trouble at two of four looks goes a level up, to "
+            f"{above}{without}. The run saves then, and goes on as a resume would"
         )
 
     def problems(self) -> list[str]:

@@ -39,6 +39,7 @@ LIMITS = {
     ("error", "gradient"): 0.4,
 }
 OVER = 0.5  # of the limit; an alarm is over when all is below
+RECENT = 3  # looks; what one of the last so many has found too is found again
 NAMED = 4  # operands, of those that a look finds
 WORDS = {
     "underflow": "{:.1%} of its elements became 0",
@@ -68,7 +69,13 @@ class FP8Alarms:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return {"count": self.count, "active": [[*key, step] for key, step in self.active.items()]}
+        return {
+            "count": self.count,
+            "active": [[*key, step] for key, step in self.active.items()],
+            "looks": self.looks,
+            "found": [[*key, look] for key, look in self._found.items()],
+            "look_again": self.look_again,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """What `state_dict` gave; {} of a run that begins."""
@@ -77,6 +84,15 @@ class FP8Alarms:
         self.active: dict[tuple[str, str], int] = {
             (gemm, operand): step for gemm, operand, step in saved.get("active", [])
         }
+        self.looks: int = saved.get("looks", 0)  # that were judged
+        # (GEMM, operand) -> the look that found it above a limit last, of the RECENT ones
+        self._found: dict[tuple[str, str], int] = {
+            (gemm, operand): look for gemm, operand, look in saved.get("found", [])
+        }
+        self.again = set[tuple[str, str]]()  # above a limit at the last look, and at a recent one before it
+        self.look_again: bool = saved.get(
+            "look_again", False
+        )  # that look found others, which may be over in a step
 
     def judge(
         self,
@@ -94,9 +110,18 @@ class FP8Alarms:
         over: list[dict[str, Any]] = []
         told: list[tuple[float, str]] = []
         before, operands = len(self.active), by_operand(health)
+        self.looks += 1
+        self._found = {key: look for key, look in self._found.items() if look >= self.looks - RECENT}
+        self.again, self.look_again = set(), False
         for (gemm, operand), found in operands.items():
             parts = {what: value / limit_of(what, operand) for what, value in found.items()}
             worst, key = max(parts.values()), (gemm, operand)
+            if worst > 1:
+                if key in self._found:
+                    self.again.add(key)
+                else:
+                    self.look_again = True
+                self._found[key] = self.looks
             if key not in self.active and worst > 1:
                 self.active[key] = step
                 above = {what: value for what, value in found.items() if parts[what] > 1}

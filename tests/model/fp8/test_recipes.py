@@ -93,7 +93,7 @@ def test_what_a_parameters_states_take(keys: dict, bytes_: float, said: str | No
 def test_the_log_says_where_a_module_in_trouble_may_go(recipe: str, variant: str, above: str) -> None:
     config = PrecisionConfig(recipe=recipe, on_trouble="escalate", health_steps=5)
     said = config.described_levels(variant, 100)
-    assert said is not None and f"a module with an FP8 alarm goes a level up, {above}" in said
+    assert said is not None and f"a module in trouble at two of four looks goes a level up, {above}" in said
     for change in ({"on_trouble": "warn"}, {"compute": "bf16"}):
         assert dataclasses.replace(config, **change).described_levels(variant, 100) is None
     assert config.described_levels(variant, 5) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from model.build import build_model
 from model.fp8 import te_backend
+from model.fp8.health import check_due
 from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
@@ -39,6 +41,44 @@ def look(**operands: dict[str, float]) -> dict[str, Any]:
     return found
 
 
+def judged(*looks: dict[str, Any]) -> FP8Alarms:
+    alarms = FP8Alarms()
+    for step, found in enumerate(looks):
+        alarms.load_state_dict(json.loads(json.dumps(alarms.state_dict())))  # stopped and resumed
+        alarms.judge(step, found, lambda _: None)
+    return alarms
+
+
+def test_what_one_look_finds_is_looked_at_in_the_next_step_and_goes_up_when_two_of_four_find_it() -> None:
+    precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
+    model = build_model(small_config(), "te_layer", precision)
+    one, other, both = (
+        look(**dict.fromkeys(names, {"range": 5.0}))
+        for names in (["fc1_input"], ["fc1_weight"], ["fc1_input", "fc1_weight"])
+    )
+    for looks, again, up in (
+        ([one], True, 0),
+        ([one, one], False, 1),
+        ([one, look()], False, 0),
+        ([one, other], True, 0),
+        ([one, both], True, 1),
+        ([one, look(), look(), one], False, 1),
+        ([one, look(), look(), look(), one], True, 0),
+        ([one, look(fc1_input={"range": 3.9})], False, 0),  # an alarm, but not above the limit
+    ):
+        alarms, said = judged(*looks), list[str]()
+        changes = escalations(9, looks[-1], alarms, model, precision, said.append)
+        assert (alarms.look_again, len(changes), len(said)) == (again, up, again + up)
+        asked = "step 9: precision.on_trouble: what is in trouble in the next step, too, goes a level up"
+        assert (asked in said) == again
+        for steps, due in ((100, again), (9, True), (0, False)):
+            precision.config.health_steps = steps
+            assert bool(check_due(model, precision, 9, alarms.look_again)) == due
+        precision.config.on_trouble = "warn"
+        assert check_due(model, precision, 10, True) is None
+        precision.config.on_trouble = "escalate"
+
+
 def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
     precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
     model = build_model(small_config(), "te_layer", precision)
@@ -46,7 +86,8 @@ def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
     trouble = look(
         fc1_input={"underflow": 0.06, "error": 0.11}, fc2_gradient={"underflow": 0.9, "saturated": 0.05}
     )
-    (change,) = escalations(7, trouble, model, precision, said.append)
+    alarms = judged(trouble, trouble)
+    (change,) = escalations(7, trouble, alarms, model, precision, said.append)
     mlp = "model.layers.1.layernorm_mlp"
     assert change == {
         "step": 7,
@@ -64,12 +105,13 @@ def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
         "0.9, the limit 0.6"
     ]
     at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
-    assert escalations(8, at_the_limit, model, precision, said.append) == []
+    assert escalations(8, at_the_limit, judged(trouble, at_the_limit), model, precision, said.append) == []
     precision.levels[mlp] = "block"
-    (change,) = escalations(8, look(fc1_weight={"error": 0.11}), model, precision, said.append)
+    wrong = look(fc1_weight={"error": 0.11})
+    (change,) = escalations(8, wrong, judged(wrong, wrong), model, precision, said.append)
     assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
     precision.config.on_trouble = "warn"
-    assert escalations(9, trouble, model, precision, said.append) == [] and len(said) == 2
+    assert escalations(9, trouble, alarms, model, precision, said.append) == [] and len(said) == 2
 
 
 def test_of_many_modules_some_are_named_the_worst_first() -> None:
@@ -77,9 +119,8 @@ def test_of_many_modules_some_are_named_the_worst_first() -> None:
     model = build_model(small_config(num_hidden_layers=10), "te_layer", precision)
     columns = {what: [value] * 10 for what, value in WELL.items()} | {"range": [5.0 + n for n in range(10)]}
     said: list[str] = []
-    found = escalations(
-        1, {"model.layers.*.self_attention.proj": {"input": columns}}, model, precision, said.append
-    )
+    trouble = {"model.layers.*.self_attention.proj": {"input": columns}}
+    found = escalations(1, trouble, judged(trouble, trouble), model, precision, said.append)
     assert [c["value"] for c in found] == [14.0 - n for n in range(10)] and len(said) == 9
     assert (
         "layers.9." in said[0]
@@ -104,7 +145,10 @@ def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) ->
         for columns in layers.values():
             columns |= {what: [None, column[1]] for what, column in columns.items()}
     its: Any = Loop.__new__(Loop)
-    its.state, its.health = SimpleNamespace(step=7, escalations=[]), SimpleNamespace(fp8_alarms=FP8Alarms())
+    its.state, its.health = (
+        SimpleNamespace(step=7, escalations=[]),
+        SimpleNamespace(fp8_alarms=judged(trouble)),
+    )
     its.engine = SimpleNamespace(module=model)
     its.run = SimpleNamespace(
         state=its.state, precision=precision, metrics=SimpleNamespace(message=said.append)
@@ -117,11 +161,11 @@ def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) ->
         precision.levels[mlp] = level
     assert step.record["fp8_alarms"] == {
         "began": [],
-        "over": [{"gemm": f"{mlp}.fc1", "operand": "input", "since": 8}],
+        "over": [{"gemm": f"{mlp}.fc1", "operand": "input", "since": 0}],
         "active": 0,
         "count": 1,
     }
-    assert said[3:] == [
+    assert said[2:] == [
         f"step 9: FP8 alarm over: {mlp}.fc1 (input)",
         "step 9: no module runs FP8 any more; precision.compute bf16 is the same and needs no looks",
     ]
