@@ -152,7 +152,13 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
         "skipped_in_a_row": 2,
         "spikes": 3,
         "interval": [4.0, 5.0],
-        "fp8_alarms": {"count": 6, "active": [["fc2", "input", 7]]},
+        "fp8_alarms": {
+            "count": 6,
+            "active": [["fc2", "input", 7]],
+            "looks": 5,
+            "found": [["fc2", "input", 4]],
+            "look_again": True,
+        },
         "loss": [8.0, 9.0],
         "grad_norm": [1.0],
     }
