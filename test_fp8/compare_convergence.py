@@ -47,13 +47,13 @@ from test_fp8.convergence import durations, evidence
 from test_fp8.convergence.earlier import take_over
 from test_fp8.convergence.results import compared, over_seeds, plot, print_table, settings_of, training_of
 from test_fp8.convergence.rows import (
-    CHANGE_TOOK,
     DEFAULT_ROWS,
     LOG,
     MAY_DIFFER,
     PRESETS,
     Plan,
     begun,
+    changes_s,
     comparable,
     conditions,
     is_twin,
@@ -157,7 +157,7 @@ def compare(
             "trained_under": under,
             "conditions_differ": [key for key in MAY_DIFFER if under[key] != of[key]],
             "fp8": "; then ".join(text for text, _ in groupby(told_by(log, "FP8: "))) or None,
-            "changes_s": [float(text.split()[3]) for text in told_by(log, CHANGE_TOOK)],
+            "changes_s": changes_s(plan.folder),
         }
         results.append(result)
     return results, band

@@ -277,9 +277,10 @@ def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
     run.attention, state.precision = proven.attention, args.to_dict()["precision"]
     run.saver.engine, run.saver.precision = run.engine, run.precision
     run.watchdog = Watchdog(args.hang_timeout_s)
-    run.metrics.message(f"the change took {time.monotonic() - began:.1f} s")
+    took_s = round(time.monotonic() - began, 2)
+    run.metrics.message(f"the change took {took_s:.1f} s")
     of_proof = {"fp8": proven.fp8, "proof": proven.lines}
-    return {"step": state.step, "stage": what, "new_stage": new_stage, **of_proof}
+    return {"step": state.step, "stage": what, "new_stage": new_stage, "took_s": took_s, **of_proof}
 
 
 @contextlib.contextmanager

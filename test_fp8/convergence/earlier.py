@@ -14,7 +14,6 @@ from test_fp8.common.report import Result
 from test_fp8.convergence.results import settings_of, training_of
 from test_fp8.convergence.rows import (
     AFTER_START,
-    CHANGE_TOOK,
     CONDITIONS,
     LOG,
     STAGE_ENDS,
@@ -111,13 +110,13 @@ def _write(plan: Plan, row: Result, name: str) -> None:
     folder.mkdir(parents=True)
     lines = (json.dumps(records[step]) + "\n" for step in sorted(records))
     RunFolder(folder).metrics.write_text("".join(lines), encoding="utf-8")
-    log = [f"taken from {name}", row["fp8"] or "", *(f"{CHANGE_TOOK}{s} s" for s in row.get("changes_s", ()))]
-    (folder / LOG).write_text("\n".join(log) + "\n", encoding="utf-8")
+    (folder / LOG).write_text(f"taken from {name}\n{row['fp8'] or ''}\n", encoding="utf-8")
     done = {
         "finished": True,
         "config": plan.config,
         "conditions": row["trained_under"],
         "health": row["health"],
+        "changes_s": row.get("changes_s", []),
     }
     write_durably(folder / CONDITIONS, json.dumps(done, indent=1) + "\n")
     folder.rename(plan.folder)

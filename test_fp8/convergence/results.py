@@ -265,9 +265,8 @@ def print_table(results: Sequence[Result], warmup_steps: int) -> None:
         if r["fp8"] and (r["settings"]["precision.compute"] == "fp8" or r["changes_s"]):
             print(f"{r['row']}: {r['fp8']}")
         if r["changes_s"]:
-            print(
-                f"{r['row']}: to change the precision took {', '.join(f'{s:.1f}' for s in r['changes_s'])} s"
-            )
+            seconds = ("?" if s is None else f"{s:.1f}" for s in r["changes_s"])
+            print(f"{r['row']}: to change the precision took {', '.join(seconds)} s")
         if r["measures_noise"] and r["compared_with"] == base["row"]:
             print(
                 f"{r['row']} differs from {base['row']} in initial weights and in the order of samples: "

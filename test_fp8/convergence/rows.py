@@ -44,9 +44,6 @@ PRESETS = {
 DEFAULT_ROWS = ["bf16", *RECIPES]
 CONDITIONS = "conditions.json"
 LOG = "log.txt"
-CHANGE_TOOK = (
-    "the change took "  # how the line of a log begins that says how long a change of the precision took
-)
 AFTER_START = "after_start"
 STAGE_ENDS = "precision_stage"  # in the record of the last step of a stage of precision.schedule
 # What of `conditions` may be another than today's, if that is asked for; the report says which rows differ.
@@ -224,6 +221,15 @@ def read_metrics(folder: Path) -> list[Result]:
         for first in timed[:1]:
             first[AFTER_START] = True
     return records
+
+
+def changes_s(folder: Path) -> list[float | None]:
+    """Seconds that each change of the precision in a row's training took; None where the training's version did not
+    note them. Of a row that was taken over what there is."""
+    starts = read_starts(RunFolder(folder))
+    if not starts:
+        return (begun(folder) or {}).get("changes_s", [])
+    return [stage.get("took_s") for start in starts for stage in start.get("stages", [])]
 
 
 def at_logging_steps(records: Sequence[Result], logging_steps: int) -> list[Result]:

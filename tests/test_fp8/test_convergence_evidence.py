@@ -156,7 +156,7 @@ def test_a_row_waits_for_its_reference(capsys: pytest.CaptureFixture) -> None:
     assert not comparable(plans, records)
 
 
-def test_what_is_compared_with_what(tmp_path: Path) -> None:
+def test_what_is_compared_with_what(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Neither the twin with another seed nor what has FP8 in a stage is the best row without FP8; conditions differ
     from today's."""
     options = ["--noise_seed", "7", "--work_dir", str(tmp_path)]
@@ -167,7 +167,12 @@ def test_what_is_compared_with_what(tmp_path: Path) -> None:
     for plan, loss in zip(plans, (3.0, 2.0, 2.9, 2.95, 1.0), strict=True):
         plan.folder.mkdir()
         trainings.note(plan, under | ({"sources": "new"} if plan.row.name == "muon" else {}), True)
-        (plan.folder / "log.txt").write_text("FP8: a\nFP8: a\nthe change took 1.5 s\nFP8: b\n")
+        (plan.folder / "log.txt").write_text("FP8: a\nFP8: a\nthe change took 9.5 s\nFP8: b\n")
+        starts = [
+            {"step": 0, "time": 1.0},
+            {"step": 9, "time": 2.0, "stages": [{"step": 9}, {"took_s": 1.5}]},
+        ]
+        (plan.folder / "run.json").write_text(json.dumps({"starts": starts}))
         records[plan.row.name] = training((10, 4.0), (20, loss))
         for record in records[plan.row.name]:
             record |= {"grad_norm": 1.0, "skipped_steps": 0}
@@ -185,7 +190,9 @@ def test_what_is_compared_with_what(tmp_path: Path) -> None:
         "muon_delayed": ["sources"],
         "later": ["sources"],
     }
-    assert found["later"]["fp8"] == "FP8: a; then FP8: b" and found["later"]["changes_s"] == [1.5]
+    assert found["later"]["fp8"] == "FP8: a; then FP8: b" and found["later"]["changes_s"] == [None, 1.5]
+    compare_convergence.print_table(results, 0)
+    assert "later: to change the precision took ?, 1.5 s" in capsys.readouterr().out
 
 
 def test_the_evidence_has_the_size_that_it_claims() -> None:

@@ -62,6 +62,7 @@ def test_a_change_is_a_stop_and_a_resume(
     (noted,) = start["stages"]
     assert start["fp8"] == "bf16" and noted["step"] == 3 and noted["fp8"].startswith("6/7 delayed")
     assert any("ran FP8" in line for line in noted["proof"])
+    assert f"the change took {noted['took_s']:.1f} s" in out
     assert read_history(whole).fp8() == f"bf16; then {noted['fp8']}"
     assert plan(whole / START, None).precision.compute == "bf16"
     assert read_state(whole / "checkpoints/step-00000005").precision["amax_history_len"] == 4

@@ -66,7 +66,7 @@ class RunRecord:
 
     def add_stage(self, stage: dict[str, Any]) -> None:
         """That the precision has changed is in run.json from here on: "step", "stage" (what has begun, in words),
-        "new_stage" (of precision.schedule; else modules went to other levels), "fp8", "proof"."""
+        "new_stage" (of precision.schedule; else modules went to other levels), "took_s", "fp8", "proof"."""
         self.start["stages"].append(stage)
         self._try_to_write(f"what was proved at step {stage['step']}")
 
