@@ -175,11 +175,16 @@ else:
     PrecisionStage.__pydantic_config__ = STRICT
 
 
+def end_step(stage: PrecisionStage, max_steps: int) -> int:
+    """After how many steps of a run of `max_steps` a stage is over that is not the last and does not end by tokens."""
+    return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+
+
 def is_over(stage: PrecisionStage, max_steps: int, step: int, tokens: int) -> bool:
     """Whether a stage that is not the last has ended, of a run of `max_steps` after so many steps and tokens."""
     if "until_tokens" in stage:
         return tokens >= stage["until_tokens"]
-    return step >= stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+    return step >= end_step(stage, max_steps)
 
 
 def stage_of(stages: list[PrecisionStage], max_steps: int, step: int, tokens: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK
+from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK, end_step, stage_of
 from train.checkpoint.files import CheckpointError, RunState, is_of
 from train.config.arguments import TrainingArguments
 from train.config.differences import (
@@ -21,7 +21,7 @@ from train.config.differences import (
     same_precision,
     why_never,
 )
-from train.config.schedule import at_stage, stage_at
+from train.config.schedule import at_stage, stage_at, text_of
 from train.record.run_folder import RunFolder
 
 ALLOW = "allow_changes_on_resume"
@@ -67,6 +67,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     if not found:
         return said
     said += [f"{ALLOW}: from step {saved.step + 1} on, of {path}:", *(f"  {change}" for change in found)]
+    said += _another_stage(saved, state, found)
     rates = [_rate(saved.step, s.train_config) for s in (saved, state)]
     if rates[0] != rates[1]:
         said.append(
@@ -90,11 +91,9 @@ def allowed_changes(
     refused = [c for c in found if c.never]
     unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
     if refused or unnamed:
-        raise CheckpointError(
-            f"{path} is of a run that was configured differently:\n  "
-            + "\n  ".join(map(str, refused + unnamed))
-            + f"\n{_remedy(saved, state, refused, found)}"
-        )
+        stages = [] if refused else _another_stage(saved, state, found)
+        lines = ["\n  ".join(map(str, refused + unnamed)), *stages, _remedy(saved, state, refused, found)]
+        raise CheckpointError(f"{path} is of a run that was configured differently:\n  " + "\n".join(lines))
     return found
 
 
@@ -167,6 +166,35 @@ def _rate(step: int, config: dict[str, Any]) -> float:
     from train.engine.optimizer import learning_rate_at  # torch, which a look before the start does without
 
     return learning_rate_at(step, cast(TrainingArguments, SimpleNamespace(**config)))
+
+
+def _another_stage(saved: RunState, state: RunState, found: list[Change]) -> list[str]:
+    """For people: that by the changes `found` the next step is in another stage of precision.schedule, whose ends by
+    until_share are elsewhere in a run of another length, and how it would stay in its own."""
+    (old, before), (new, after) = (
+        ((s.train_config.get("precision") or {}).get("schedule"), s.train_config["max_steps"])
+        for s in (saved, state)
+    )
+    if not (old and new):
+        return []
+    was, now = (stage_of(o, n, saved.step, saved.consumed_tokens) for o, n in ((old, before), (new, after)))
+    if was == now:
+        return []
+    said = f"step {saved.step + 1} is in {text_of(new, now)}, not in {text_of(old, was)} as before"
+    if old != new:  # which says why
+        return [said]
+    moved = [stage for stage in new[min(was, now) : max(was, now)] if "until_share" in stage]
+    ends = (
+        f"until_share {stage['until_share']} is step {end_step(stage, after)} of {after}, and was step "
+        f"{end_step(stage, before)} of {before}"
+        for stage in moved
+    )
+    said += f": {'; '.join(ends)}"
+    if now < was:
+        own = (f"until_step {end_step(s, before)} in place of until_share {s['until_share']}" for s in moved)
+        keys = [*(change.key for change in found), "precision.schedule"]
+        said += f". To stay in stage {was + 1}: {', '.join(own)}, and {allowing(keys)}"
+    return [said]
 
 
 def _is_of_stage(key: str, saved: RunState, state: RunState) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage, is_over, stage_of
+from model.fp8.recipes import ENDS, PrecisionConfig, PrecisionStage, end_step, is_over, stage_of
 from model.variants import variant_problems
 
 if TYPE_CHECKING:
@@ -66,12 +66,16 @@ def _end_step(
     many steps and tokens: with steps of as many tokens as today's from there on."""
     if "until_tokens" in stage:
         return step + -(-(stage["until_tokens"] - tokens) // (args.train_batch_size_tokens or 1))
-    return stage.get("until_step", round(stage.get("until_share", 1.0) * max_steps))
+    return end_step(stage, max_steps)
 
 
 def stage_text(section: PrecisionConfig, number: int) -> str:
     """ "stage 2 of 3 of precision.schedule ({...})", with what is its own."""
-    stages = section.schedule or [{}]
+    return text_of(section.schedule or [{}], number)
+
+
+def text_of(stages: list[PrecisionStage], number: int) -> str:
+    """The same of a schedule."""
     own = {key: value for key, value in stages[number].items() if key not in ENDS}
     how = json.dumps(own) if own else "as the section says"
     return f"stage {number + 1} of {len(stages)} of precision.schedule ({how})"

@@ -215,6 +215,44 @@ def test_max_steps_is_free_while_the_rate_is_constant() -> None:
         resumed(state_of({**constant, "max_steps": 200}), state_of(constant), False)
 
 
+def test_a_stage_that_another_length_leads_to_is_said_with_what_keeps_it() -> None:
+    """Where the change is refused, and where it is allowed; what is given to stay in the stage does so."""
+    schedule = [{"until_share": 0.01}, {"compute": "bf16", "until_share": 0.02}, {"recipe": "current"}]
+    saved, longer = state_of({"precision.schedule": schedule}), {"max_steps": 400}
+    told = (
+        "step 4 is in stage 1 of 3 of precision.schedule (as the section says), not in stage 3 of 3 of "
+        'precision.schedule ({"recipe": "current"}) as before: until_share 0.01 is step 4 of 400, and was step 1 of '
+        "100; until_share 0.02 is step 8 of 400, and was step 2 of 100. To stay in stage 3: until_step 1 in place of "
+        "until_share 0.01, until_step 2 in place of until_share 0.02, and "
+        """--allow_changes_on_resume '["max_steps", "precision.schedule"]'"""
+    )
+    with pytest.raises(CheckpointError, match="max_steps: 100 -> 400") as refused:
+        resumed(state_of({"precision.schedule": schedule, **longer}), saved, False)
+    assert told in str(refused.value).splitlines()
+    assert told in resumed(state_of({"precision.schedule": schedule, **longer}), saved, ["max_steps"])
+    stays = [{"until_step": 1}, {"compute": "bf16", "until_step": 2}, {"recipe": "current"}]
+    new = state_of({"precision.schedule": stays, **longer})
+    assert not [line for line in resumed(new, saved, ["max_steps", "precision.schedule"]) if "stage" in line]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        (
+            [{"until_share": 0.5}, {"compute": "bf16"}],
+            ": until_share 0.5 is step 2 of 5, and was step 50 of 100",
+        ),
+        ([{"until_step": 2}, {"compute": "bf16"}], ""),  # the schedule is another, which is listed
+    ],
+)
+def test_a_stage_that_begins_earlier_is_said(schedule: list[dict], why: str) -> None:
+    """There it cannot stay: the run would be over before the stage is."""
+    saved = state_of({"precision.schedule": [{"until_share": 0.5}, {"compute": "bf16"}]})
+    said = resumed(state_of({"precision.schedule": schedule, "max_steps": 5}), saved, True)
+    (line,) = (line for line in said if line.startswith("step 4 is in stage 2 of 2"))
+    assert line.endswith(f"not in stage 1 of 2 of precision.schedule (as the section says) as before{why}")
+
+
 def test_a_checkpoint_without_a_key_had_its_default() -> None:
     """That of a version before the key was there, or with one that is gone."""
     saved = state_of({})
