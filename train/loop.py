@@ -177,6 +177,8 @@ class Loop:
                     self._log(step, loss)
             if step.check is not None:
                 self._look_at_fp8(step, step.check)
+            else:
+                step.record |= self.health.end_alarms(state.step, run.metrics.message)
             if step.evaluates:
                 self._evaluate(step)
             if step.record:
@@ -189,13 +191,10 @@ class Loop:
         self.batches.close()
         return run.checkpoint
 
-    def _stage(self) -> int:
-        """The stage of precision.schedule that the next step belongs to."""
-        return stage_at(self.args, self.state.step, self.state.consumed_tokens)
-
     def _changes_precision(self) -> bool:
         """The next step has another precision than the engine: that of another stage, or modules at other levels."""
-        return self._stage() != self.run.stage or self.state.levels != self.run.precision.levels
+        stage = stage_at(self.args, self.state.step, self.state.consumed_tokens)
+        return stage != self.run.stage or self.state.levels != self.run.precision.levels
 
     def _logs(self, number: int) -> bool:
         return number == self.args.max_steps or number % self.args.logging_steps == 0

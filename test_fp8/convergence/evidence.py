@@ -115,7 +115,7 @@ def health(records: Sequence[Result]) -> Result | None:
     return {
         "looks": len(looks),
         "alarms": max((found["count"] for found in alarms), default=0),
-        "active_at_end": looks[-1].get(FP8_ALARMS, {}).get("active", 0),
+        "active_at_end": alarms[-1]["active"] if alarms else 0,
         "began": began,
         "worst": worst,
     }

@@ -108,6 +108,8 @@ def test_health_names_the_worst_of_each_statistic() -> None:
     assert found["worst"]["underflow"] == {"value": 0.2, "layer": 1, "step": 20, **place}
     assert found["worst"]["error"] == {"value": 0.04, "layer": 0, "step": 30, **place}
     assert evidence.health(records[:1]) is None
+    found = evidence.health([*records[:2], {"step": 40, "fp8_alarms": records[2]["fp8_alarms"]}])
+    assert found is not None and found["active_at_end"] == 0, "they ended with the looks"
 
 
 # ---------------------------------------------------------------- rows

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,15 @@ class Health:
         loss, tokens = self._interval
         self._interval = [0.0, 0.0]
         return loss / tokens if tokens else math.nan
+
+    def end_alarms(self, step: int, tell: Callable[[str], None]) -> dict[str, Any]:
+        """After a step without a look at FP8: where none follows, all its alarms are over, which `tell` hears. For
+        metrics.jsonl, "fp8_alarms" (FP8Alarms.judge); {} without alarms."""
+        if self.precision.health_steps or not self.fp8_alarms.active:
+            return {}
+        of = "health_steps 0" if self.precision.fp8 else f"compute {self.precision.config.compute}"
+        tell(f"step {step}: with precision.{of} nothing looks at FP8 any more, and its alarms are over")
+        return self.fp8_alarms.judge(step, {}, tell)
 
     def _mend_histories(self) -> None:
         """Take amaxes that are not finite out of the histories. FP8 casts saturate, so that an inf need not make a

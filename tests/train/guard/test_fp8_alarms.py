@@ -12,6 +12,7 @@ import torch
 from tests.train.runs import PRECISIONS, curve, metrics, run
 from train import loop
 from train.checkpoint.files import read_state
+from train.guard import fp8_alarms
 from train.guard.fp8_alarms import FP8Alarms
 from train.loop import Loop
 
@@ -166,6 +167,37 @@ def test_a_stale_scale_after_a_jump_of_the_rate_is_found_and_a_resume_knows_it(
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
     lines = [[m.get("fp8_alarms") for m in metrics(each) if m["step"] > 6] for each in (folder, again)]
     assert lines[0] == lines[1] and curve(again) == curve(folder)[6:]
+
+
+@pytest.mark.parametrize(
+    ("without", "told"), [({"compute": "bf16"}, "compute bf16"), ({"health_steps": 0}, "health_steps 0")]
+)
+def test_alarms_are_over_in_a_stage_that_does_not_look(
+    settings: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    without: dict[str, Any],
+    told: str,
+) -> None:
+    """Told once, also where a start goes on from the change; and begun anew when somebody looks again."""
+    monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
+    schedule = [{"until_step": 2}, {"until_step": 4, **without}, {}]
+    settings |= {"max_steps": 5, "precision": {"health_steps": 1, "schedule": schedule}, "logging_steps": 5}
+    folder = run(settings)
+    found = {m["step"]: m["fp8_alarms"] for m in metrics(folder) if "fp8_alarms" in m}
+    assert list(found) == [1, 2, 3, 5] and found[2]["active"] == len(found[1]["began"]) > 0
+    assert found[3] == {"began": [], "over": found[3]["over"], "active": 0, "count": found[2]["count"]}
+    assert len(found[3]["over"]) == found[2]["active"] == len(found[5]["began"])
+    out = capsys.readouterr().out
+    assert out.count("nothing looks at FP8 any more") == out.count("FP8 alarm over") == 1
+    assert f"step 3: with precision.{told} nothing looks at FP8 any more" in out
+
+    start = str(folder / "checkpoints/step-00000002")
+    again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
+    assert {m["step"]: m["fp8_alarms"] for m in metrics(again) if "fp8_alarms" in m} == {
+        step: found[step] for step in (3, 5)
+    }
 
 
 @pytest.mark.slow
