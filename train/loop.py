@@ -320,8 +320,7 @@ class Loop:
         norm = self.engine.get_global_grad_norm()  # DeepSpeed computes none at ZeRO 0 in float32
         record["loss"], record["step_loss"] = health.interval_loss(), loss
         record["grad_norm"] = None if norm is None else float(norm)
-        record["learning_rate"] = step.learning_rate
-        record["tokens_per_second"] = rate
+        record["learning_rate"], record["tokens_per_second"] = step.learning_rate, rate
         run.speeds.append(rate)
         record["mfu"] = mfu(rate / self.world, self.flops, self.peak)
         record["memory_gib"] = (
@@ -369,6 +368,8 @@ class Loop:
         """In the background, unless it is the last save of this engine. Raises SaveError as `settle`."""
         run, last = self.run, step.last or step.stops or step.ends_stage
         self.state.health = self.health.state_dict()
+        if step.ends_stage:
+            self.state.precision_changes.append(self.state.step)
         run.watchdog.met(f"saves step {self.state.step}")
         settle(run)
         background = self.args.save_async and not last

@@ -171,7 +171,7 @@ def starting_point(
         state.began_at = saved.began_at if is_of(resume_from, checkpoints) else origin(resume_from)
         state.health, state.evaluation_due = saved.health, saved.evaluation_due
         state.precision = saved.precision
-        state.escalations = saved.escalations
+        state.escalations, state.precision_changes = saved.escalations, saved.precision_changes
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
     if problems := order_problems(args, state.step, state.consumed_tokens):

@@ -65,6 +65,8 @@ class RunState:
     precision: dict[str, Any] = field(default_factory=dict)
     # what precision.on_trouble has taken a level up (train/guard/escalation.py), oldest first
     escalations: list[dict[str, Any]] = field(default_factory=list)
+    # steps that were saved because the next one has another precision: precision.schedule, on_trouble
+    precision_changes: list[int] = field(default_factory=list)
 
     @property
     def levels(self) -> dict[str, str]:
@@ -73,9 +75,11 @@ class RunState:
 
     @property
     def unscheduled(self) -> set[int]:
-        """Steps that were saved because a module went a level up, and not by save_steps."""
+        """Steps that were saved because the precision changed, and not by save_steps."""
         every = self.train_config.get("save_steps")
-        return {change["step"] for change in self.escalations if not every or change["step"] % every}
+        # a version that knew no `precision_changes` has left escalations alone
+        steps = {*self.precision_changes, *(change["step"] for change in self.escalations)}
+        return {step for step in steps if not every or step % every}
 
     def __post_init__(self) -> None:
         if not self.precision:  # of a version without schedules
@@ -250,8 +254,8 @@ def undo_save(path: Path, needed: int, error: Exception) -> str:
 
 def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:
     """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all. Those of steps
-    `unscheduled` go first, so that a module in trouble, which saves at each level, does not push out what was saved
-    before it."""
+    `unscheduled` go first, so that a module in trouble, which saves at each level, or a schedule of many stages does
+    not push out what was saved before it."""
     older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
     older.sort(key=lambda p: (step_of(p) not in unscheduled, step_of(p)))
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
