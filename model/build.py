@@ -43,18 +43,24 @@ def build_model(
     compile: bool | None = None,
     document_mask: bool = False,
 ) -> nn.Module:
-    """A model on `precision.device` in `precision.dtype`, initialized from `seed` or from the Hugging Face folder
-    `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
+    """A model to train, on `precision.device` in `precision.dtype`, initialized from `seed` or from the Hugging Face
+    folder `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
     document_mask: te_*: attention stays within the `documents` of each forward.
 
     Raises ValueError: an unknown variant, one that has no document mask, an `init_from` of another architecture;
     PrecisionError: a precision or `compile` that the variant does not have, a bf16_modules pattern that matches
-    nothing, dimensions FP8 cannot take.
+    nothing, dimensions FP8 cannot take, float16 on a CPU.
     """
     if variant not in VARIANTS:
         raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems))
+    if (
+        precision.config.compute == "fp16" and precision.device.type == "cpu"
+    ):  # a backward takes minutes there
+        raise PrecisionError(
+            "precision.compute: fp16 needs a CUDA device to train on and there is none; use bf16 or fp32"
+        )
     if document_mask and not VARIANTS[variant].documents:
         raise ValueError(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "

@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("data", metavar="DATA", nargs="*", type=unicode, help=text)
     add(
         "--precision",
-        choices=("fp8", "bf16", "fp32"),
+        choices=("fp8", "bf16", "fp16", "fp32"),
         help="default: the checkpoint's; of a folder, its dtype",
     )
     text = "packed: documents one behind the other, as in training; document: each alone (packed)"
@@ -224,17 +224,10 @@ def stride_of(args: argparse.Namespace, length: int) -> int | None:
 
 
 def planned(args: argparse.Namespace, path: Path) -> Any:
-    """What is evaluated, with the options in it. Raises ValueError: a length that the model, or FP8, has not; float16
-    without a GPU."""
-    import torch
-
+    """What is evaluated, with the options in it. Raises ValueError: a length that the model, or FP8, has not."""
     from train.evaluation.models import plan as plan_of
 
     plan = plan_of(path, args.precision)
-    if plan.precision.compute == "fp16" and not torch.cuda.is_available():
-        raise ValueError(
-            f"{plan.path} is of float16, which needs a CUDA device and there is none; give --precision fp32 or bf16"
-        )
     plan.max_seq_length = args.max_seq_length or plan.max_seq_length
     plan.batch_size = args.batch_size or plan.batch_size
     if plan.max_seq_length > (most := plan.config.max_position_embeddings):
@@ -263,6 +256,8 @@ def evaluate(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
     path = ranks.of_rank_0(lambda: find(args.model, ranks.tell))
     plan = ranks.together(lambda: planned(args, path))
     ranks.tell(plan.describe())
+    if plan.precision.compute == "fp16" and not torch.cuda.is_available():
+        ranks.tell("note: float16 can take several times as long on a CPU as --precision fp32")
     found = ranks.together(lambda: texts(args, plan, ranks))
     ranks.tell(*(f"note: {note}" for text in found for note in text.notes))
     model, precision = ranks.together(plan.build)

@@ -73,10 +73,6 @@ class Precision:
             if torch.cuda.is_available():
                 device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        if config.compute == "fp16" and self.device.type == "cpu":
-            raise PrecisionError(
-                "precision.compute: fp16 needs a CUDA device and there is none; use bf16 or fp32"
-            )
         self.emulated = config.emulated
         self.levels = dict(levels or {})
         self.recipe = None

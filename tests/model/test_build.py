@@ -269,6 +269,14 @@ def test_the_embedding_of_the_pad_token_is_trained(variant: str) -> None:
     assert torch.equal(*gradients)
 
 
+def test_float16_is_not_trained_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of its backward take minutes on a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    precision = Precision(PrecisionConfig(compute="fp16"))
+    with pytest.raises(PrecisionError, match="fp16 needs a CUDA device .*; use bf16 or fp32"):
+        build_model(small_config(), "te_linear", precision)
+
+
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
 def test_torchao_without_fp8_is_named_as_what_it_would_be(compute: Any) -> None:
     precision = Precision(PrecisionConfig(compute=compute))

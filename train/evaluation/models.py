@@ -147,9 +147,11 @@ class Plan:
             raise ValueError(f"{self.path}: {error}") from error
         wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         if wrong:
+            why = "the training had gone wrong by then; take an earlier checkpoint"
+            if self.precision.compute == "fp16":
+                why = "float16 ends at 65504; give --precision bf16 or fp32"
             raise ValueError(
-                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: the training "
-                "had gone wrong by then; take an earlier checkpoint"
+                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: {why}"
             )
         if precision.has_state:
             saved = torch.load(self.path / rank_file(0), map_location="cpu", weights_only=True)

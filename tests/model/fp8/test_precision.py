@@ -152,13 +152,6 @@ def test_fp8_without_hardware_is_an_error() -> None:
     assert Precision(PrecisionConfig()).te.name == "reference"
 
 
-def test_fp16_without_a_gpu_is_an_error() -> None:
-    """Its products would take minutes each on a CPU."""
-    with pytest.raises(PrecisionError, match="fp16 needs a CUDA device and there is none; use bf16 or fp32"):
-        Precision(PrecisionConfig(compute="fp16"), torch.device("cpu"))
-    assert Precision(PrecisionConfig(compute="fp16"), torch.device("cuda")).dtype == torch.float16
-
-
 @pytest.mark.parametrize("module", ["lm_head", "model.layers.0.mlp.up_proj"])
 def test_a_module_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """As where memory runs out in it: the scales of later passes would never move."""

@@ -60,9 +60,11 @@ def test_a_checkpoint_has_the_loss_that_its_training_logged(
             "te_layer in FP8 (current scaling)",
         ),
         ([trained / "hf", data, "--max_seq_length", 64], "hf in bf16"),
+        ([trained, "--precision", "fp16"], "te_layer in fp16"),
+        ([trained / "hf", data, "--max_seq_length", 64, "--precision", "fp16"], "hf in fp16"),
     ):
         report = evaluated(*options, "--max_samples", SAMPLES)
-        assert report["model"].endswith(how) and (report["fp8"] is None) == ("bf16" in how)
+        assert report["model"].endswith(how) and (report["fp8"] is None) == ("FP8" not in how)
         assert report["all"]["loss"] == pytest.approx(logged, rel=2e-3)
         assert report["all"]["loss"] != pytest.approx(logged, rel=1e-6)
 
