@@ -55,9 +55,8 @@ def build_model(
         raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems))
-    if (
-        precision.config.compute == "fp16" and precision.device.type == "cpu"
-    ):  # a backward takes minutes there
+    # a backward takes minutes there
+    if precision.config.compute == "fp16" and precision.device.type == "cpu":
         raise PrecisionError(
             "precision.compute: fp16 needs a CUDA device to train on and there is none; use bf16 or fp32"
         )

@@ -90,9 +90,8 @@ class FP8Alarms:
             (gemm, operand): look for gemm, operand, look in saved.get("found", [])
         }
         self.again = set[tuple[str, str]]()  # above a limit at the last look, and at a recent one before it
-        self.look_again: bool = saved.get(
-            "look_again", False
-        )  # that look found others, which may be over in a step
+        # at the last look alone: what is over in the next step needs no change
+        self.look_again: bool = saved.get("look_again", False)
 
     def judge(
         self,
