@@ -35,7 +35,7 @@ from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
 from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
-from train.record.run_folder import EXPORTED_FROM
+from train.record.run_folder import EXPORTED_FROM, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
 
@@ -67,10 +67,10 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
         found.append(
             f"{tokenizer} has no tokenizer.model or tokenizer.json; --tokenizer DIR names a folder that has"
         )
-    if out.exists() and not (out / EXPORTED_FROM).exists():
-        found.append(f"{out} exists and is no export of this program; remove it or choose another folder")
-    if out.is_symlink():
-        found.append(f"{out} is a link; name the folder itself")
+    if why := why_not_replaced(out):
+        found.append(
+            f"{why}; {'name the folder itself' if out.is_symlink() else 'remove it or choose another folder'}"
+        )
     if form != "hf" and out.name == "hf" and (out.parent / "checkpoints").is_dir():
         found.append(
             f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "

@@ -163,6 +163,16 @@ def export_as_output(world: World) -> None:
     (world.output / EXPORTED_FROM).write_text("{}")
 
 
+def export_of_somebody_else(world: World) -> None:
+    (world.output / "hf").mkdir(parents=True)
+    (world.output / "hf/config.json").write_text("{}")
+
+
+def export_by_a_link(world: World) -> None:
+    world.output.mkdir()
+    (world.output / "hf").symlink_to(world.folder)
+
+
 def output_of_somebody_else(world: World) -> None:
     world.patch.setattr(check.os, "access", lambda place, mode: place != world.folder)
 

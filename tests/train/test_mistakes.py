@@ -23,6 +23,8 @@ from tests.train.mistakes import (
     damaged_checkpoint,
     data_as_output,
     export_as_output,
+    export_by_a_link,
+    export_of_somebody_else,
     held_out_by_another_tokenizer,
     hf_folder,
     huge_model,
@@ -141,6 +143,12 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
     ("a file as output_dir", a_file_as_output, ["output_dir", "is not a folder", "choose another folder"]),
     ("prepared data as output_dir", data_as_output, ["output_dir", "prepared data", "choose another folder"]),
     ("an export as output_dir", export_as_output, ["is a checkpoint, an export", "--resume_from_checkpoint"]),
+    (
+        "somebody's own model where the run's will be",
+        export_of_somebody_else,
+        ["output_dir", "hf exists and is no export", "in the end", "move it away, or choose another"],
+    ),
+    ("a link there", export_by_a_link, ["output_dir", "hf is a link", "in the end", "move it away"]),
     (
         "somebody else's folder",
         output_of_somebody_else,

@@ -28,8 +28,8 @@ from train.data.source import TokenSource, check_fit, check_same_tokenizer, open
 from train.guard.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
-from train.preflight.sizes import disk_findings, existing, memory_findings
-from train.record.run_folder import EXPORTED_FROM, RunFolder
+from train.preflight.sizes import disk_findings, existing, is_done, memory_findings
+from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 from train.record.trackers import check_installed
 
 T = TypeVar("T")
@@ -172,8 +172,8 @@ def check_weights(args: TrainingArguments, sizes: Any) -> None:
 
 
 def check_output(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: output_dir cannot be written, or is what another program replaces or a run removes;
-    LockError: another run is in it."""
+    """Raises ConfigurationError: output_dir cannot be written, or is what another program replaces or a run removes, or
+    has an hf/ that the run's own could not replace in the end; LockError: another run is in it."""
     folder = RunFolder(args.output_dir)
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
@@ -184,6 +184,11 @@ def check_output(args: TrainingArguments) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {place} cannot be written by this user; choose another folder'
+        )
+    if args.save_strategy != "no" and not is_done(args, folder) and (why := why_not_replaced(folder.hf)):
+        raise ConfigurationError(
+            f'output_dir "{args.output_dir}": {why}, and what this run trains would be exported there in the end; move '
+            "it away, or choose another output_dir"
         )
     Lock(folder.lock).look()
 

@@ -145,7 +145,7 @@ def disk_need(args: TrainingArguments, sizes: Any, zero_stage: int) -> DiskNeed:
 def disk_findings(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple[str, str]:
     """(why not even the first save has room, what to know of later ones); "" where there is nothing to say."""
     folder = RunFolder(args.output_dir)
-    if args.save_strategy == "no" or _is_done(args, folder):
+    if args.save_strategy == "no" or is_done(args, folder):
         return "", ""
     need = disk_need(args, sizes, zero_stage)
     place = existing(folder.checkpoints)
@@ -180,7 +180,7 @@ def disk_plan(args: TrainingArguments, sizes: Any, zero_stage: int) -> str:
     )
 
 
-def _is_done(args: TrainingArguments, folder: RunFolder) -> bool:
+def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
     """It has its last checkpoint already."""
     there = committed(folder.checkpoints)
     return args.resume_from_checkpoint == "auto" and bool(there) and there[-1].name >= name_of(args.max_steps)

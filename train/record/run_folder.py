@@ -9,6 +9,15 @@ from pathlib import Path
 EXPORTED_FROM = "exported_from.json"
 
 
+def why_not_replaced(out: Path) -> str:
+    """What keeps an export from taking the place of `out`: what is there is somebody's own; "" where nothing does."""
+    if out.is_symlink():
+        return f"{out} is a link"
+    if out.exists() and not (out / EXPORTED_FROM).exists():
+        return f"{out} exists and is no export of this program"
+    return ""
+
+
 class RunFolder:
     """The parts of the folder `path` (output_dir of resolved arguments), whether they are there or not."""
 
