@@ -253,7 +253,7 @@ def undo_save(path: Path, needed: int, error: Exception) -> str:
 
 
 def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:
-    """Leave the `keep` newest checkpoints up to `path`, which was committed just now; 0: all. Those of steps
+    """Leave the `keep` newest checkpoints up to `path`, which counts as one of them; 0: all. Those of steps
     `unscheduled` go first, so that a module in trouble, which saves at each level, or a schedule of many stages does
     not push out what was saved before it."""
     older = [p for p in committed(path.parent) if step_of(p) < step_of(path)]
@@ -263,8 +263,15 @@ def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> Non
             # the manifest first: a kill half way leaves no half checkpoint that counts
             (old / MANIFEST).unlink()
             shutil.rmtree(old)
-        except OSError as error:  # the new one is committed all the same
+        except OSError as error:  # the new one can be committed all the same
             warnings.warn(f"the old checkpoint {old} could not be removed: {error}", stacklevel=2)
+
+
+def discard_surplus(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:
+    """Before `path` is written: leave the `keep` newest before it, of which an earlier start with a higher limit may
+    have left more; 0: all."""
+    if keep:
+        discard_old(path, keep + 1, unscheduled)
 
 
 # ---------------------------------------------------------------- verify

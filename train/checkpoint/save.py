@@ -36,6 +36,7 @@ from train.checkpoint.files import (
     RunState,
     describe_file,
     discard_old,
+    discard_surplus,
     make_room,
     name_of,
     rank_file,
@@ -203,6 +204,8 @@ class Job:
         ranks, first = self.ranks, self.ranks.rank == 0
         try:
             self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
+            if first:
+                discard_surplus(self.path, self.keep, self.unscheduled)
             ranks.run(lambda: make_room(self.path, self.needed) if first else None)
             entries = [entry for each in ranks.run(self._write) for entry in each]
             ranks.run(lambda: write_manifest(self.path, entries, self.changes) if first else None)

@@ -149,14 +149,19 @@ def disk_findings(args: TrainingArguments, sizes: Any, zero_stage: int) -> tuple
         return "", ""
     need = disk_need(args, sizes, zero_stage)
     place = existing(folder.checkpoints)
-    # what a save that was killed left goes before the next one
-    left = (p for p in step_folders(folder.checkpoints) if not (p / MANIFEST).is_file())
+    # what a save that was killed left goes before the next one, and so does what is beyond save_total_limit
+    left = [p for p in step_folders(folder.checkpoints) if not (p / MANIFEST).is_file()]
+    # else those of later steps are moved aside, and stay
+    there = committed(folder.checkpoints) if args.resume_from_checkpoint == "auto" else []
+    left += there[: -args.save_total_limit]
     free = shutil.disk_usage(place).free + sum(file.stat().st_size for p in left for file in p.iterdir())
     of = f"{size_text(free)} are free in {place}, and a checkpoint has about {size_text(need.checkpoint)}"
     if free < need.checkpoint:
+        kept = min(len(there), args.save_total_limit)
+        fewer = f"lower save_total_limit, by which {kept} checkpoints stay there, " if kept > 1 else ""
         return (
-            f"output_dir {args.output_dir}: the disk has no room for the first save: {of}; make room there, choose "
-            "another output_dir, or, to only measure, save_strategy no"
+            f"output_dir {args.output_dir}: the disk has no room for the first save: {of}; make room there, {fewer}"
+            "choose another output_dir, or, to only measure, save_strategy no"
         ), ""
     if free < need.total:
         return "", (

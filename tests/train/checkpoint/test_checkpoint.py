@@ -36,7 +36,7 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
-from train.checkpoint.save import SaveError, rank_state
+from train.checkpoint.save import Job, Ranks, SaveError, rank_state
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -269,6 +269,28 @@ def test_only_older_checkpoints_make_room_for_a_new_one(tmp_path: Path) -> None:
     assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
     discard_old(tmp_path / "step-00000009", keep=0)
     assert [step_of(p) for p in committed(tmp_path)] == [3, 9]
+
+
+def test_what_is_beyond_the_limit_makes_room_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk is full and save_total_limit was lowered, as the message of the full disk says."""
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    there: list[list[int]] = []
+
+    def looked(path: Path, needed: int) -> None:
+        there.append([step_of(p) for p in committed(tmp_path)])
+        make_room(path, needed)
+
+    monkeypatch.setattr("train.checkpoint.save.make_room", looked)
+    for step, keep in ((4, 2), (5, 0), (6, 1)):
+        job = Job(tmp_path / name_of(step), Ranks(), keep, start=0.0)
+        job.run_state = json.dumps(vars(RunState(step, 8 * step, 64 * step, 1, 1, {}, {})))
+        job.run()
+        assert job.failure is None
+    assert there == [[2, 3], [3, 4], [5]]
+    assert [step_of(p) for p in committed(tmp_path)] == [6]
 
 
 def test_a_kill_while_an_old_one_is_removed_leaves_no_half_that_counts(

@@ -132,6 +132,19 @@ def test_a_run_that_is_done_needs_no_disk_until_it_has_more_steps(world: World, 
         checked(world)
 
 
+def test_checkpoints_beyond_the_limit_are_room_for_the_next_save(world: World, own_trained: Path) -> None:
+    """own_trained has those of steps 3 and 6; of a limit of 1 the first one goes before the save."""
+    keys(output_dir=str(own_trained), max_steps=9, allow_changes_on_resume=["max_steps"])(world)
+    world.disk(0.5 * checkpoint_bytes(load_sizes(str(world.model)), 1, "fp8"))
+    for limit, setting in ((2, "auto"), (1, str(own_trained / "checkpoints/step-00000003"))):
+        keys(save_total_limit=limit, resume_from_checkpoint=setting)(world)
+        with pytest.raises(check.PreflightError, match="no room for the first save") as refused:
+            checked(world)
+        assert ("lower save_total_limit, by which 2 checkpoints stay" in str(refused.value)) == (limit == 2)
+    keys(save_total_limit=1, resume_from_checkpoint="auto")(world)
+    assert checked(world) == []
+
+
 def test_a_run_that_goes_on_needs_no_weights_to_begin_with(world: World, own_trained: Path) -> None:
     keys(output_dir=str(own_trained), model__init_from=str(world.folder / "gone"))(world)
     assert checked(world) == []
