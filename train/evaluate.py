@@ -215,7 +215,14 @@ def texts(args: argparse.Namespace, plan: Any, ranks: Ranks) -> list[Any]:
         encoder = plan.encoder(args.tokenizer)
         for name in text:
             documents.add_text(name, encoder, args.text_key, args.split_on, args.max_dropped, ranks.tell)
-    return [*found, documents] if documents.sources else found
+    found += [documents] if documents.sources else []
+    if anew := plan.prepared_anew(prepared.values()):
+        found[0].notes.insert(
+            0,
+            f"{' and '.join(anew)}: prepared anew since the model was trained on it, so that the eval split is "
+            "another, and may have what the model was trained on",
+        )
+    return found
 
 
 def stride_of(args: argparse.Namespace, length: int) -> int | None:

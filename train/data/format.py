@@ -93,6 +93,12 @@ class Manifest:
         """The shards of one split, in the order of their tokens."""
         return [shard for shard in self.shards if shard.split == split]
 
+    def split_digest(self, split: str) -> str:
+        """A hash of the hashes of one split's shards, in order: the identity of its tokens."""
+        return hashlib.sha256(
+            "".join(shard.sha256 for shard in self.split_shards(split)).encode()
+        ).hexdigest()
+
     def split_tokens(self, split: str) -> int:
         """Tokens in one split."""
         return sum(shard.tokens for shard in self.split_shards(split))

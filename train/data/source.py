@@ -1,6 +1,5 @@
 """The token shards of one prepared folder as windows of training: `TokenSource`."""
 
-import hashlib
 import io
 import itertools
 import os
@@ -150,10 +149,6 @@ class TokenSource:
             f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
             "prepare or copy the data again"
         )
-
-    def digest(self) -> str:
-        """A hash of the hashes of the split's shards, in order: the identity of its tokens."""
-        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:

@@ -224,7 +224,7 @@ class SampleStream:
         sources: dict[str, dict[str, Any]] = {
             source.name: {
                 "tokenizer_sha256": source.manifest.tokenizer_sha256,
-                "shards_sha256": source.digest(),
+                "shards_sha256": source.manifest.split_digest(source.split),
                 "tokens": source.num_tokens,
             }
             for source in self.sources

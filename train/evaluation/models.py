@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from train.checkpoint.files import (
     read_state,
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
+from train.data.format import read_manifest
 from train.files import data_folder, sha256_file
 from train.record.run_folder import RunFolder
 
@@ -90,6 +92,17 @@ class Plan:
         """The data folders that a checkpoint was trained on, by name; {} of a Hugging Face folder."""
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
+
+    def prepared_anew(self, folders: Iterable[str]) -> list[str]:
+        """Those of `folders` that the checkpoint was trained on and that hold other tokens by now."""
+        trained_on = {os.path.realpath(folder): name for name, folder in self.sources().items()}
+        found = []
+        for folder in folders:
+            if (name := trained_on.get(os.path.realpath(folder))) is not None and self.state is not None:
+                seen = self.state.data_fingerprint["sources"][name]["shards_sha256"]
+                if read_manifest(folder).split_digest("train") != seen:
+                    found.append(folder)
+        return found
 
     def tokenizer_folder(self, given: Path | None) -> Path:
         """Where the model's tokenizer is: `given`, the Hugging Face folder, or with the data of the training, else

@@ -200,6 +200,19 @@ def test_the_data_of_the_training_are_others_by_now(
     assert expected in refused(trained)
 
 
+def test_the_data_of_the_training_were_prepared_anew(
+    trained: Path, other: Path, data: Path, evaluated: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same tokenizer, so that nothing else shows it; named or not. Other data are not remarked on."""
+    begins = f"{other}: prepared anew since the model was trained on it"
+    few = ("--max_samples", 1)
+    assert not any("anew" in note for note in evaluated(trained, other, *few)["notes"])
+    assert not any("anew" in note for note in evaluated(trained, *few)["notes"])
+    monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(other)})
+    for named in ((), (other,), (f"{other}/.", data)):
+        assert evaluated(trained, *named, *few)["notes"][0].replace("/.:", ":").startswith(begins)
+
+
 def test_damaged_weights(
     trained: Path, own_hf: Path, own_trained: Path, data: Path, refused: Callable[..., str]
 ) -> None:
