@@ -95,7 +95,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--output {args.output}: allowed is a file that ends in .json, in a folder that is there"
         )
-    if len(set(args.data)) < len(args.data):
+    if args.output and (
+        args.output.is_dir() or not os.access(args.output.absolute().parent, os.W_OK | os.X_OK)
+    ):
+        parser.error(f"--output {args.output}: it is a folder, or its folder cannot be written by this user")
+    if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA: one is given twice; name each once")
     for name in (args.model, *args.data):
         if not (

@@ -25,10 +25,11 @@ from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
+from train.files import existing
 from train.guard.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
-from train.preflight.sizes import disk_findings, existing, is_done, memory_findings
+from train.preflight.sizes import disk_findings, is_done, memory_findings
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 from train.record.trackers import check_installed
 

@@ -28,8 +28,8 @@ from model.fp8.torchao_fp8 import CAPABILITY
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of
 from train.data.stream import open_stream
+from train.files import existing
 from train.preflight.devices import Health, Speed, health_of_gpu, speed_of_gpu
-from train.preflight.sizes import existing
 from train.record.run_folder import RunFolder
 
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to others after a while

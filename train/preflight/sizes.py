@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from model.config import GIB, num_parameters
@@ -16,6 +15,7 @@ from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step
 from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.schedule import escalates
+from train.files import existing
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,
@@ -189,11 +189,3 @@ def is_done(args: TrainingArguments, folder: RunFolder) -> bool:
     """It has its last checkpoint already."""
     there = committed(folder.checkpoints)
     return args.resume_from_checkpoint == "auto" and bool(there) and there[-1].name >= name_of(args.max_steps)
-
-
-def existing(folder: Path) -> Path:
-    """The folder that `folder` is or will be made in."""
-    place = folder.resolve()
-    while not place.is_dir():
-        place = place.parent
-    return place

@@ -17,6 +17,7 @@ from pathlib import Path
 import sentencepiece
 
 from train.data.encoder import TOKENIZER_FILES
+from train.files import why_not_written
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
 from train.prepare.readers import MISSING_KEY, Dropped, Place, Text
@@ -286,6 +287,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     work = output / ".unfinished"  # of a run that was killed, if it is there
 
     def check() -> None:
+        if why := why_not_written(output):
+            raise ValueError(f"--output {output} {why}")
         # of one whose exchange was interrupted the model is gone, and what is left is nobody's
         is_left = work.exists() and not (output / MODEL_NAME).exists()
         has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)

@@ -63,9 +63,12 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096: the model has 2048 positions"),
         (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7 is 14, and FP8 needs a multiple"),
         (["{run}", "{data}", "{data}"], "DATA: one is given twice"),
+        (["{run}", "{data}", "{data}/."], "DATA: one is given twice"),
         (["{run}", "--stride", "8"], "--stride: is of --by document"),
         (["{run}", "--output", "{none}/x.json"], "allowed is a file that ends in .json, in a folder that is there"),
         (["{run}", "--output", "{empty}/x.txt"], "allowed is a file that ends in .json"),
+        (["{run}", "--output", "{folder}"], "it is a folder, or its folder cannot be written by this user"),
+        (["{run}", "--output", "{locked}/x.json"], "it is a folder, or its folder cannot be written by this user"),
         (["{run}", "--batch_size", "0"], "0: allowed is 1 or more"),
     ],
 )  # fmt: skip
@@ -77,6 +80,7 @@ def test_what_is_refused(
     shards: Path,
     tmp_path: Path,
     refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts = {
         "file.txt": "some text",
@@ -89,7 +93,12 @@ def test_what_is_refused(
     (tmp_path / "empty").mkdir()
     (tmp_path / "half/prepare_data.unfinished").mkdir(parents=True)
     shutil.copytree(data, tmp_path / "part", ignore=shutil.ignore_patterns("manifest.json"))
-    folders = ("none", "empty", "half", "part")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr(
+        "train.evaluate.os.access", lambda place, mode: place != tmp_path / "locked"
+    )  # root may all
+    folders = ("none", "empty", "half", "part", "folder.json", "locked")
     places = {name.split(".")[0]: str(tmp_path / name) for name in (*folders, *texts)}
     places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}
     assert message.format(**places) in refused(*(argument.format(**places) for argument in arguments))

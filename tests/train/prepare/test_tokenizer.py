@@ -149,6 +149,17 @@ def test_a_python_without_the_packages_says_what_to_do():
     assert "pip install -r requirements.txt" in done.stderr
 
 
+def test_an_output_that_cannot_be_written_is_told_before_the_text_is_read(tmp_path, capsys, monkeypatch):
+    """Reading takes minutes. Root may write everywhere, so that the system is not asked."""
+    (tmp_path / "file").touch()
+    arguments = ["--input", str(tmp_path / "none"), "--vocab_size", "390", "--output"]
+    assert main([*arguments, str(tmp_path / "file/tokenizer")]) == 2
+    assert "file/tokenizer is a file, or in one; give a folder" in capsys.readouterr().err
+    monkeypatch.setattr("train.files.os.access", lambda place, mode: place != tmp_path)
+    assert main([*arguments, str(tmp_path / "new/tokenizer")]) == 2
+    assert f"cannot be written: {tmp_path} is not this user's" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 def test_an_existing_tokenizer_is_kept(tmp_path, corpus, capsys, name):
     (tmp_path / name).write_text("mine")
