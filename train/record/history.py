@@ -86,14 +86,20 @@ class History:
         return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
-        """What was proved of the last start, in short, and of the stages of precision.schedule that began in it; of
-        each stage what was proved last, as modules may have gone to other levels in it (precision.on_trouble)."""
-        last, proved = self.starts[-1:], list[str]()
-        stages = (last[0].get("stages") or []) if last else []
-        for each in (*last, *stages):
-            if not each.get("new_stage", True):
-                proved.pop()
-            proved.append(str(each.get("fp8", "")))
+        """What was proved, in short, of each start that took steps and of the stages of precision.schedule that began
+        in it, without repetitions; of each stage what was proved last, as modules may have gone to other levels in it
+        (precision.on_trouble)."""
+        proved: list[str] = []
+        for start, following in zip_longest(self.starts, self.starts[1:]):
+            ends = following["step"] if following else (start.get("ended") or {}).get("step", math.inf)
+            if start["step"] >= ends and (following or proved):
+                continue
+            for each in (start, *(stage for stage in start.get("stages") or [] if stage["step"] < ends)):
+                said = str(each.get("fp8", ""))
+                if not each.get("new_stage", True):
+                    proved.pop()
+                if proved[-1:] != [said]:
+                    proved.append(said)
         return "; then ".join(proved)
 
     def state(self) -> str:

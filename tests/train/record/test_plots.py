@@ -82,9 +82,27 @@ def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
 
 def test_what_is_proved_last_of_each_stage_is_shown(tmp_path):
     """Modules may have gone to other levels in it (precision.on_trouble)."""
-    stages = [{"fp8": "b", "new_stage": True}, {"fp8": "c", "new_stage": False}, {"fp8": "d"}]
-    starts = [start(0, 1.0), start(2, 2.0) | {"fp8": "a", "stages": stages}]
+    stages = [
+        {"step": 3, "fp8": "b", "new_stage": True},
+        {"step": 4, "fp8": "c", "new_stage": False},
+        {"step": 5, "fp8": "d"},
+    ]
+    starts = [start(0, 1.0) | {"fp8": "a", "stages": stages}]
     assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "a; then c; then d"
+
+
+def test_what_each_start_proved_is_shown(tmp_path):
+    """But of one that took no step, and of a stage that a later start has left behind."""
+    stages = [{"step": 3, "fp8": "a", "new_stage": True}, {"step": 6, "fp8": "left behind"}]
+    starts = [
+        start(0, 1.0) | {"fp8": "no step"},
+        start(0, 2.0) | {"fp8": "bf16", "stages": stages},
+        start(5, 3.0) | {"fp8": "a"},
+        start(7, 4.0) | {"fp8": "b"},
+        start(9, 5.0, "done", 6.0) | {"fp8": "was done"},
+    ]
+    assert read_history(make_run(tmp_path / "a", starts=starts)).fp8() == "bf16; then a; then b"
+    assert read_history(make_run(tmp_path / "b", starts=starts[-1:])).fp8() == "was done"
 
 
 def test_each_figure_has_its_panel(tmp_path, monkeypatch):
