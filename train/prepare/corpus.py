@@ -118,6 +118,7 @@ def list_sources(
         OSError: the system cannot read a folder, for a reason that is not the user's to mend.
     """
     files: list[tuple[Path, str]] = []
+    beside: dict[str, list[Path]] = {}
     for name in inputs:
         try:
             name.encode()
@@ -129,14 +130,17 @@ def list_sources(
         if not found:
             others = f", but {_in_words(left_out)}" if left_out else ""
             raise ValueError(f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}")
-        if left_out and tell:
-            tell(f"input {name}: {len(left_out):,} files left out by suffix: {_in_words(left_out)}")
         files += found
+        beside[name] = left_out
     seen: set[str] = set()
     for file, _ in files:
         if (real := os.path.realpath(file)) in seen:
             raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
         seen.add(real)
+    for name, of_folder in beside.items():
+        left_out = [file for file in of_folder if os.path.realpath(file) not in seen]  # else named by itself
+        if left_out and tell:
+            tell(f"input {name}: {len(left_out):,} files left out by suffix: {_in_words(left_out)}")
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
         raise ValueError("--split_on splits .txt, and there is none among the inputs; leave it out")
     return [Source.at(file, kind) for file, kind in files]

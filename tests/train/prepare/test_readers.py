@@ -203,6 +203,11 @@ def test_what_a_folder_has_besides_is_named_and_counted(tmp_path, prepare, capsy
         f"({folder}/LICENSE), 1 .json ({folder}/package.json), 1 .gz ({folder}/table.csv.gz); name .json and .csv "
         "files themselves to read them\n"
     ) in capsys.readouterr().err
+    told: list[str] = []
+    write(folder / "package.json", b'{"text": "a"}')
+    found = list_sources([str(folder), str(folder / "package.json")], tell=told.append)
+    assert [Path(source.path).name for source in found] == ["c.txt", "d.TXT.gz", "package.json"]
+    assert "4 files left out by suffix: 2 .png" in told[0] and "package.json" not in told[0]
     with pytest.raises(ValueError, match=r"holds nothing to read, but 1 .png .*b.png"):
         list_sources([str(folder / "sub")])
 
