@@ -51,7 +51,8 @@ class Quantized:
 
 
 def quantize_rows(weight: torch.Tensor) -> Quantized:
-    """[R, C] with a scale a row: its largest magnitude / 448; of a row of zeros 1."""
+    """[R, C] with a scale a row: its largest magnitude / 448; of a row of zeros 1. float64 is taken as float32."""
+    weight = weight.float() if weight.dtype == torch.float64 else weight
     codes, scale = quantize_blocks(weight, (1, weight.shape[1]), torch.float8_e4m3fn, power_2_scale=False)
     return Quantized(codes, scale)
 

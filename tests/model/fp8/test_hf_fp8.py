@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
-from model.fp8.hf_fp8 import Quantized, read_quantized
+from model.fp8.hf_fp8 import Quantized, quantize_rows, read_quantized
 
 ROWS = {
     "quant_method": "compressed-tensors",
@@ -58,6 +58,16 @@ def test_a_scale_a_block(tmp_path: Path) -> None:
     expected[128:, :128] *= 4
     expected[128:, 128:] *= 8
     assert torch.equal(up.dequantize(torch.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_type_get_the_codes_of_float32(dtype: torch.dtype) -> None:
+    weight = torch.cat(
+        (torch.randn(7, 32, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 32))
+    ).to(dtype)
+    found, expected = quantize_rows(weight), quantize_rows(weight.float())
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(found.scale, expected.scale) and found.scale.dtype == torch.float32
 
 
 def test_a_folder_without_fp8_has_plain_tensors(tmp_path: Path) -> None:
