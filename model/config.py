@@ -76,7 +76,8 @@ def config_file(name_or_path: str) -> Path:
             f"model.config: {name_or_path!r} is neither a file, nor a folder, nor one of {names}"
         )
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"model.config: the folder {name_or_path!r} has no config.json")
+        exported = f": that of a run is in {path / 'hf'}" if (path / "hf/config.json").exists() else ""
+        raise ValueError(f"model.config: the folder {name_or_path!r} has no config.json{exported}")
     return path / "config.json" if path.is_dir() else path
 
 

@@ -160,6 +160,10 @@ def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.Mon
     """And what lies here comes before what is shipped."""
     with pytest.raises(ValueError, match=rf"the folder '.*{tmp_path.name}' has no config.json"):
         load_config(str(tmp_path))
+    (tmp_path / "hf").mkdir()  # as in a run's output_dir
+    write_config(tmp_path / "hf/config.json", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=rf"has no config.json: that of a run is in {tmp_path / 'hf'}"):
+        load_config(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert load_config("tiny").num_hidden_layers == 4
     write_config(tmp_path / "tiny", num_hidden_layers=2)
