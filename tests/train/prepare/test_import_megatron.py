@@ -174,6 +174,14 @@ def test_eod_of_the_source_becomes_eos(tmp_path, run_import, eod):
         )
 
 
+@pytest.mark.parametrize(("eod", "warned"), [(70000, True), (399, True), (EOS, False)])
+def test_an_eod_that_is_nowhere_is_told(tmp_path, run_import, eod, warned):
+    documents = [[[*(min(token, 398) for token in d), EOS]] for d in whole(random_documents(20))]
+    prefix = write_dataset(tmp_path / "a", documents)
+    status, _, errors = run_import(tmp_path / "out", prefix, eod_id=eod)
+    assert status == 0 and (f"warning: the id {eod} is nowhere in the datasets" in errors) == warned
+
+
 def test_sequences_belong_to_their_documents(tmp_path, run_import):
     documents: Documents = [[[5], [6, 7], [8]], [], [[9, 9]], [[], [10], []], [[]], [[11]], []]
     prefix = write_dataset(tmp_path / "a", documents, "H")
