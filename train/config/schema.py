@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {name} is not JSON; give a finite number")
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     try:

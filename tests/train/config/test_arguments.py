@@ -19,7 +19,7 @@ from train.config.arguments import (
 from train.config.command_line import help_text
 from train.config.differences import Difference, differences, resume_differences, rule_of
 from train.config.display import table
-from train.config.schema import keys_of
+from train.config.schema import keys_of, read_json
 
 MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
 
@@ -279,6 +279,13 @@ def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, monkeypatch)
     (tmp_path / "output").touch()
     with pytest.raises(ConfigurationError, match='output_dir "output/run": output is there'):
         load_arguments([path])  # the default's
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    """Which some editors put first, and texts and prompts may have, too."""
+    path = tmp_path / "run.json"
+    path.write_text('{"max_steps": 1}', encoding="utf-8-sig")
+    assert read_json(path) == {"max_steps": 1}
 
 
 @pytest.mark.parametrize(
