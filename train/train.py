@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         gc.disable()
         import torch.distributed as dist
 
-        from train import setup  # noqa: F401  (all that a run needs before its export)
+        # all that a run needs to its end: its sources may be edited meanwhile
+        from train import export, setup  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
         from train.record.run_folder import RunFolder

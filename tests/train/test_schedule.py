@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from model.fp8.precision import PrecisionError
 from model.proof import ProofError
-from tests.reliability.launching import launch
-from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
+from tests.reliability.launching import clean_environment, launch
+from tests.train.runs import PRECISIONS, ROOT, curve, gradients_without_fp8, metrics, run
 from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
@@ -356,3 +358,38 @@ def test_a_bad_schedule_is_one_error_that_says_what_to_do(
     schedule = [{**schedule[0], "compute": "fp8"}, {}] if "max_seq_length" in changes else schedule
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         arguments(settings, schedule, **changes)
+
+
+EDITED_MEANWHILE = """
+import sys
+from train import train
+from train.loop import Loop
+
+take = Loop._take_step
+
+class Edited:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] in ("train", "model"):
+            raise ImportError(f"{name} has another text than what runs")
+
+def step(self):
+    if self.state.step == 0:
+        sys.meta_path.insert(0, Edited())
+    return take(self)
+
+Loop._take_step = step
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+def test_sources_that_are_edited_while_it_runs_do_not_end_a_run(settings: dict, tmp_path: Path) -> None:
+    """Whatever comes after the first step: an evaluation, another precision, the export."""
+    settings |= {"max_steps": 3, "eval_steps": 1}
+    settings["precision"] = {"schedule": [{"until_step": 2}, {"compute": "bf16"}]}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    program = [sys.executable, "-c", EDITED_MEANWHILE, str(tmp_path / "config.json")]
+    done = subprocess.run(program, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (Path(settings["output_dir"]) / "hf/model.safetensors").is_file()
