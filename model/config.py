@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,14 +115,14 @@ def load_sizes(name_or_path: str) -> Any:
     values = _read_file(path)
     whole = all(type(values.get(key)) is int for key in POSITIVE if key != "head_dim")
     whole &= type(values.get("head_dim", 0)) is int and type(values.get("tie_word_embeddings")) is bool
-    whole &= {"rms_norm_eps", "sliding_window"} <= values.keys() and not values.get("rope_scaling")
+    whole &= type(values.get("rms_norm_eps")) is float and type(values.get(WINDOW, "")) in (int, NoneType)
+    whole &= not values.get("rope_scaling")
     whole &= "rope_theta" in values or isinstance(values.get("rope_parameters"), dict)
     if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
         return load_config(name_or_path)
     config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
     try:
         check_config(config)
-        rope_theta(config)
     except ValueError as error:
         raise ValueError(f"model.config: {path}: {str(error).removeprefix('model.config: ')}") from error
     return config
@@ -208,13 +209,19 @@ def check_config(config: MistralConfig) -> None:
         problems.append(
             f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
         )
+    if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
+        problems.append(f"rope_theta {theta!r} is no positive number")
     if problems:
         raise ValueError("model.config: " + "; ".join(problems))
 
 
 def rope_theta(config: MistralConfig) -> float:
     """The base of the rotary frequencies; transformers 5 keeps it in `rope_parameters`."""
-    return float(_rope_parameters(config).get("rope_theta", getattr(config, "rope_theta", 10000.0)))
+    return float(_rope_theta(config))
+
+
+def _rope_theta(config: MistralConfig) -> Any:
+    return _rope_parameters(config).get("rope_theta", getattr(config, "rope_theta", 10000.0))
 
 
 def _rope_parameters(config: MistralConfig) -> dict[str, Any]:
