@@ -60,6 +60,8 @@ USUAL_KEYS = frozenset(
     "initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
     "problem_type return_dict transformers_version use_cache _name_or_path".split()
 )
+# What rope_parameters, or rope_scaling, its older name, may have: without scaling nothing else of them is read.
+ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 # How alike (difflib's ratio) an unknown key and a field are when the one must be meant to be the other: 0.7 finds
 # num_layers and hidden_dim.
 MISSPELT = 0.7
@@ -117,7 +119,8 @@ def load_sizes(name_or_path: str) -> Any:
     whole &= type(values.get("head_dim", 0)) is int and type(values.get("tie_word_embeddings")) is bool
     whole &= type(values.get("rms_norm_eps")) is float and type(values.get(WINDOW, "")) in (int, NoneType)
     whole &= not values.get("rope_scaling")
-    whole &= "rope_theta" in values or isinstance(values.get("rope_parameters"), dict)
+    rope = values.get("rope_parameters")
+    whole &= "rope_theta" in values if rope is None else isinstance(rope, dict) and ROPE_KEYS >= rope.keys()
     if not whole or values.keys() - USUAL_KEYS - LEGACY_KEYS - set(ARCHITECTURE) - set(POSITIVE):
         return load_config(name_or_path)
     config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
@@ -175,7 +178,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(path: Path) -> None:
-    """Raises ValueError: as _read_file; a key that MistralConfig would let through, misspelt."""
+    """Raises ValueError: as _read_file; a key that MistralConfig would let through, misspelt, or in rope_parameters one
+    that it does not read."""
     values = _read_file(path)
     from transformers import MistralConfig
 
@@ -186,6 +190,12 @@ def _check_keys(path: Path) -> None:
             continue
         if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
             problems.append(f"{key}: unknown key (did you mean {close[0]}?)")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = values.get(name)
+        if not isinstance(rope, dict) or _rope_type(rope) != "default":
+            continue
+        if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS)):
+            problems.append(f"{name} has {unknown}: only rope_type and rope_theta are read; remove it")
     if problems:
         raise ValueError(f"model.config: {path}: " + "; ".join(problems))
 
@@ -205,7 +215,7 @@ def check_config(config: MistralConfig) -> None:
     if head_dim(config) % 8:
         problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
     rope = _rope_parameters(config)
-    if (rope_type := rope.get("rope_type") or rope.get("type") or "default") != "default":  # the older name
+    if (rope_type := _rope_type(rope)) != "default":
         problems.append(
             f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
         )
@@ -222,6 +232,10 @@ def rope_theta(config: MistralConfig) -> float:
 
 def _rope_theta(config: MistralConfig) -> Any:
     return _rope_parameters(config).get("rope_theta", getattr(config, "rope_theta", 10000.0))
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"  # the older name
 
 
 def _rope_parameters(config: MistralConfig) -> dict[str, Any]:

@@ -69,6 +69,11 @@ def test_what_transformers_writes_loads(tmp_path: Path) -> None:
         ({"head_dim": 20}, "head_dim 20 is not a multiple of 8"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1: only 0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear': only 'default'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_thetta": 1e6}},
+            "rope_parameters has rope_thetta: only rope_type and rope_theta are read",
+        ),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has factor: only"),
         ({"rope_theta": None}, "rope_theta None is no positive number"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta 0.0 is no positive number"),
         ({"model_type": "llama"}, "model_type 'llama'; only mistral"),

@@ -122,6 +122,7 @@ def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) 
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"model_type": "llama"}, "only mistral"),
+        ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_parameters has rope_thetta"),
         ({"sliding_window": "4096"}, "sliding_window"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps.*expected float, got str"),
         ({"rope_theta": None}, "rope_theta None is no positive number"),
