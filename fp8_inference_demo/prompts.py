@@ -177,7 +177,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     """Write the completions of a file of prompts to `path`, behind those that are there.
 
     Raises ValueError, before anything is loaded: a file that will not do (`read_prompts`, `open_output`). EngineError:
-    out of memory; what is written by then stays.
+    logits that are not finite; torch.OutOfMemoryError: too little memory. What is written by then stays.
     """
     if not prompts.is_file():
         raise ValueError(f"--prompts {prompts}: allowed is a file, which is read several times, no pipe")

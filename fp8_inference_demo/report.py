@@ -32,6 +32,11 @@ from model.fp8.hf_fp8 import quantization_of
 from model.fp8.machine import describe, headline
 
 PRECISIONS = ("bf16", "fp8")
+STORED = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}  # what config.json says of weights
 BATCH_SIZES = (1, 4, 16, 64, 256)
 WINDOW_TOKENS = 2048  # each begins with BOS; nothing before it is seen
 CHARACTERS = 16  # of a text that are read for a token
@@ -132,7 +137,8 @@ def free() -> None:
 def write_report(session: Session, text: Path, output: Path | None) -> None:
     """Measure, print, and write where an output is given.
 
-    Raises ValueError: a text that will not do, logits that are not finite. EngineError: both models do not fit.
+    Raises ValueError: a text that will not do, logits that are not finite. torch.OutOfMemoryError: both models do not
+    fit.
     """
     arguments, folder, gpu = session.arguments, session.folder, torch.cuda.is_available()
     compared = COMPARED[gpu]
@@ -140,9 +146,11 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     ids = session.encode(content, f"--report {text}")
     if len(ids) < 3:
         raise ValueError(f"--report {text}: {len(ids)} tokens; give a text of some thousand")
-    stored = "FP8" if quantization_of(folder) else "bf16"
+    stored = "FP8" if quantization_of(folder) else STORED.get(session.config.dtype, "unknown")
     if stored == "FP8":
         print("note: the weights are stored in FP8; bf16 is these, multiplied out", file=sys.stderr)
+    elif stored in ("fp32", "fp16"):
+        print(f"note: the weights are stored in {stored}; bf16 is these, rounded", file=sys.stderr)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(output.parent, os.W_OK):

@@ -129,7 +129,7 @@ def test_a_report_in_table_json_and_plot(
     monkeypatch.setattr(Engine, "__init__", no_room_for_four_rows)
     arguments = ("--model", folder.parent, "--report", text, "--output", output, "--max_length", 24)
     assert demo(*arguments) == 0
-    table = capfd.readouterr().out
+    table, log = capfd.readouterr()
     results = json.loads(output.read_text(encoding="utf-8"))
     assert [(q["path"], q["tokens"]) for q in results["quality"]] == [("many rows", 60), ("few rows", 20)]
     for q in results["quality"]:
@@ -150,7 +150,7 @@ def test_a_report_in_table_json_and_plot(
         f"python fp8_inference_demo/fp8_inference.py --model {folder.parent.name} --report text.txt --max_length 24"
     )
     assert {"cpu", "torch_threads"} <= results["machine"].keys() and "torch" in results["versions"]
-    assert results["model"]["weights"] == "bf16"
+    assert results["model"]["weights"] == "fp32" and "stored in fp32; bf16 is these, rounded" in log
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
@@ -181,6 +181,27 @@ def test_a_folder_in_fp8_is_read_as_it_is_and_said(
     text.write_text("def main(): return the value of the thing", encoding="utf-8")
     assert demo("--model", fp8, "--report", text, "--max_length", 24, "--batch_size", 1) == 0
     assert "the weights are stored in FP8; bf16 is these, multiplied out" in capfd.readouterr().err
+
+
+def test_weights_in_bf16_are_not_rounded(
+    folder: Path, tmp_path: Path, small: None, demo: Demo, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "report.json"
+    text.write_text("def main(): return the value of the thing", encoding="utf-8")
+    bf16 = tmp_path / "hf"
+    bf16.mkdir()
+    for file in folder.iterdir():
+        (bf16 / file.name).write_bytes(file.read_bytes())
+    tensors = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, bf16 / "model.safetensors", {"format": "pt"})
+    config = json.loads((bf16 / "config.json").read_text())
+    (bf16 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert (
+        demo("--model", bf16, "--report", text, "--output", output, "--max_length", 24, "--batch_size", 1)
+        == 0
+    )
+    assert json.loads(output.read_text())["model"]["weights"] == "bf16"
+    assert "stored in" not in capfd.readouterr().err
 
 
 def test_texts_that_will_not_do(
