@@ -298,7 +298,7 @@ class MistralBase(nn.Module):
 
 def _drop_extra_state(model: nn.Module) -> None:
     """Keep TE's `_extra_state` out of state dicts: it is a pickle that TE itself refuses to load. FP8 state is saved
-    as plain tensors by `model.fp8_state`."""
+    as plain tensors by `fp8_state` in model/fp8/state.py."""
 
     def strip(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
         for key in [k for k in state_dict if k.endswith("_extra_state")]:
