@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fp8_inference_demo import fp8_inference, prompts
 from fp8_inference_demo.completions import Options, Request
 from fp8_inference_demo.engine import Engine
-from fp8_inference_demo.sampling import Sampling, row_seed
+from fp8_inference_demo.sampling import Sampler, Sampling, row_seed
 from fp8_inference_demo.session import Printer, Session
 
 
@@ -102,6 +103,23 @@ def test_a_row_whose_context_ends_first_is_complete(folder: Path) -> None:
     completions, run = session.complete(requests)
     assert [(c.tokens, c.finish_reason) for c in completions] == [(7, "length"), (4, "length")]
     assert run.full == {1}
+
+
+def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Sampler.draw
+
+    def with_eos(self: Sampler, logits: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        tokens = draw(self, logits, steps)
+        tokens[0] = torch.where(steps[0] == 3, 2, tokens[0])
+        return tokens
+
+    monkeypatch.setattr(Sampler, "draw", with_eos)
+    session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 7)
+    session.load(3, 2)
+    completions, _ = session.complete([Request("", [1, 5, 6], seed) for seed in (0, 1)])
+    assert [(c.tokens, c.finish_reason) for c in completions] == [(4, "stop"), (7, "length")]
 
 
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
