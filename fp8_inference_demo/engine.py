@@ -170,9 +170,12 @@ class Generation:
             )
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
+            instead = (
+                "--precision bf16, or another checkpoint" if self.engine.weights.fp8 else "another checkpoint"
+            )
             error = EngineError(
                 f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
-                "the model diverged; try --precision bf16, or another checkpoint"
+                f"the model diverged; try {instead}"
             )
             error.row = out.index(-1)
             raise error

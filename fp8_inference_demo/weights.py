@@ -148,7 +148,7 @@ def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, pr
     as it goes, so that they are not held twice.
 
     Beside weights that are stored in FP8 the others were meant to stay as they are; a fused matrix with both is bf16.
-    Raises ValueError: sizes that no FP8 product takes.
+    Raises ValueError: sizes that no FP8 product takes, or values that are not finite where they become FP8.
     """
     dtype = DTYPES[precision]
     stored = any(isinstance(tensor, Quantized) for tensor in tensors.values())
@@ -161,6 +161,11 @@ def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, pr
     def part(name: str) -> Matrix:
         tensor = tensors.pop(name)
         if precision == "fp8" and isinstance(tensor, torch.Tensor) and not stored:
+            if not tensor.isfinite().all():  # of an infinite one FP8 would make its largest number
+                raise ValueError(
+                    f"{name} has values that are not finite: the weights are damaged or the model diverged; take "
+                    "another checkpoint"
+                )
             tensor = quantize_rows(tensor)
         if isinstance(tensor, torch.Tensor):
             return Matrix(tensor.to(dtype).contiguous())

@@ -243,11 +243,29 @@ def test_times_are_those_of_the_prompts_and_of_the_steps_behind(
     assert Timing(5000, 2.0).line() == "prefill 5000 tokens at 2,500.0 tokens/s"
 
 
-def test_logits_that_are_not_finite_end_with_an_error(model: tuple[Path, MistralForCausalLM]) -> None:
-    engine = Engine.load(model[0], "bf16", batch_size=2, max_length=48)
-    engine.weights.layers[1].down.values[3, 5] = math.nan
-    with pytest.raises(EngineError, match="row 0 are not finite at new token 0"):
+@pytest.mark.parametrize(
+    ("precision", "instead"), [("bf16", "another"), ("fp8", "--precision bf16, or another")]
+)
+def test_logits_that_are_not_finite_end_with_an_error(
+    model: tuple[Path, MistralForCausalLM], precision: str, instead: str
+) -> None:
+    engine = Engine.load(model[0], precision, batch_size=2, max_length=48)
+    engine.weights.norm[5] = math.nan
+    with pytest.raises(
+        EngineError, match=f"row 0 are not finite at new token 0: .*; try {instead} checkpoint$"
+    ):
         tokens(engine, prompts(2), 4)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_weights_that_are_not_finite_do_not_become_fp8(
+    model: tuple[Path, MistralForCausalLM], value: float
+) -> None:
+    tensors = {name: p.detach().clone() for name, p in model[1].named_parameters()}
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    with pytest.raises(ValueError, match="layers.1.mlp.down_proj.weight has values that are not finite"):
+        pack(dict(tensors), model[1].config, "fp8")
+    pack(dict(tensors), model[1].config, "bf16")
 
 
 @pytest.mark.parametrize(
