@@ -90,9 +90,9 @@ def read_quantized(
                 problems.append(f"{name}{suffix} has shape {tuple(scale.shape)}, {name} needs {expected}")
                 continue
             weights[name] = Quantized(tensor, scale.float())
-        elif not (name.endswith(suffix) and name.removesuffix(suffix) in tensors):
+        elif not name.endswith(suffix):
             weights[name] = tensor
-        elif tensors[name.removesuffix(suffix)].dtype != torch.float8_e4m3fn:
+        elif (codes := tensors.get(name.removesuffix(suffix))) is None or codes.dtype != torch.float8_e4m3fn:
             problems.append(f"{name} belongs to no FP8 weights")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""

@@ -95,6 +95,7 @@ def test_a_folder_without_fp8_has_plain_tensors(tmp_path: Path) -> None:
             {"up.weight": CODES.float(), "up.weight_scale": torch.ones(200, 1)},
             "up.weight_scale belongs to no FP8 weights",
         ),
+        (ROWS, {"up.weight_scale": torch.ones(200, 1)}, "up.weight_scale belongs to no FP8 weights"),
         (BLOCKS | {"weight_block_size": [64, 64]}, {}, "weight_block_size': .64, 64.*is not read here"),
         (BLOCKS | {"activation_scheme": "static"}, {}, "is not read here"),
         (BLOCKS | {"scale_fmt": "ue8m0"}, {}, "is not read here"),
