@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
-from model.proof import ProofError, attention_errors, check_attention, probe_tokens, prove
-from tests.conftest import small_config
+from model.proof import ProofError, attention_errors, check_attention, probe_tokens, prove, proving_fp8
+from tests.conftest import random_ids, small_config
 
 
 def model_of(**config: object) -> tuple[torch.nn.Module, Precision]:
@@ -39,6 +40,24 @@ def test_positions_that_are_no_multiple_of_16_pass(recipe: str) -> None:
     assert bool(state) == (recipe == "delayed") and all(p.grad is None for p in model.parameters())
     for key, tensor in state.items():
         assert tensor.eq(1.0 if key.endswith(".scale") else 0.0).all(), key
+
+
+def test_a_block_of_passes_runs_fp8_as_planned_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What benchmarks and precision.auto measure, they prove by it."""
+    model, precision = model_of()
+    ids = random_ids(model.config, 1, 16)
+
+    def train(passes: int) -> None:
+        with proving_fp8(model, precision, 2):
+            for _ in range(passes):
+                model(ids, labels=ids).loss.backward()
+
+    train(2)
+    with pytest.raises(ProofError, match="14 modules did not run in the precision"):
+        train(1)
+    monkeypatch.setattr(precision, "autocast", nullcontext)
+    with pytest.raises(ProofError, match="FP8 was asked for and no module ran FP8"):
+        train(2)
 
 
 @pytest.mark.parametrize(
