@@ -123,11 +123,11 @@ class Session:
             answers += completions
             timing.add(run.timing)
             if run.full:
-                print(
-                    f"note: the context ends at {self.engine.max_length} tokens; --max_length may be up to "
-                    f"{self.config.max_position_embeddings}",
-                    file=sys.stderr,
+                ends, most = self.engine.max_length, self.config.max_position_embeddings
+                how = (
+                    f"; --max_length may be up to {most}" if ends < most else ", as the model's positions do"
                 )
+                print(f"note: the context ends at {ends} tokens{how}", file=sys.stderr)
         print(timing.line(), file=sys.stderr)
         return answers
 

@@ -121,6 +121,8 @@ def test_the_end_of_the_context_is_told(say: Demo, capsys: Captured) -> None:
         captured.out.strip()
         and "the context ends at 10 tokens; --max_length may be up to 512" in captured.err
     )
+    assert say("--prompt", "z" * 508, "--max_new_tokens", 20) == 0
+    assert "note: the context ends at 512 tokens, as the model's positions do\n" in capsys.readouterr().err
     assert say("--max_length", 3) == 2
     assert "--prompt has" in capsys.readouterr().err
     assert say("--max_length", 600) == 2
