@@ -4,7 +4,7 @@ variant saves for its backward, and what a step has besides.
 Bytes of a token are counted by walking through the modules: Transformer Engine 2.20.2 (LayerNormLinear, LayerNormMLP,
 Linear, their `prepare_for_saving`), transformers' Mistral and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q
 and kv widths of all query and key heads, V vocabulary, e bytes of a 16- or 32-bit activation. tests/train/planning
-compares with every peak in test_fp8/results/.
+compares with the peaks in test_fp8/results/ that the rates are of (train/planning/rates.py, STEPS).
 """
 
 from __future__ import annotations

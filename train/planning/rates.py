@@ -26,6 +26,7 @@ from train.planning.setting import Setting, widths_of
 RESULTS = REPOSITORY / "test_fp8" / "results"
 STEPS = (
     "hare_0.4b_step",
+    "hare_0.4b_shipped_step",
     "hare_0.4b_fp8_head_step",
     "hare_1.1b_shipped_step",
     "hare_1.1b_step",

