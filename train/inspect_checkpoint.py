@@ -2,8 +2,8 @@
 """Look at checkpoints: `python train/inspect_checkpoint.py DIR [--verify]`.
 
 DIR is an output_dir, its folder checkpoints, or one checkpoint. Prints each step's folder: committed or why not,
-tokens, ranks, ZeRO stage, size, time, what resumes changed, what is missing, truncated or altered, and which one a
-resume with "auto" takes.
+tokens, ranks, ZeRO stage, size, time, what resumes changed, what is missing, truncated or altered, and of a run which
+one a resume with "auto" takes.
 Sizes are always compared with the manifest; --verify also recomputes every hash.
 
 Ends with status 0 when the newest committed checkpoint is good, 1 when it is not, 2 where nothing
@@ -24,6 +24,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from train.checkpoint.files import (
     FOLDER,
     MANIFEST,
+    RUN_STATE,
     CheckpointError,
     problems,
     read_state,
@@ -86,11 +87,16 @@ def look_at(path: Path, verify: bool) -> tuple[list[str] | None, list[str]]:
     return damage, [head, verdict, *changes, *(damage or [])]
 
 
+def is_one(given: Path) -> bool:
+    """Whether DIR is a checkpoint, which may have been copied under another name."""
+    return bool(FOLDER.fullmatch(given.resolve().name)) or (given / RUN_STATE).is_file()
+
+
 def folders_of(given: Path) -> list[Path]:
     """The step folders that DIR means, oldest first. Raises CheckpointError: there are none."""
     if not given.is_dir():
         raise CheckpointError(f"{given} is not a folder; give an output_dir, its checkpoints, or one of them")
-    if FOLDER.fullmatch(given.resolve().name) or (given / MANIFEST).is_file():
+    if is_one(given):
         return [given]
     root = RunFolder(given).checkpoints
     if found := step_folders(root if root.is_dir() else given):
@@ -102,13 +108,12 @@ def inspect(given: Path, verify: bool) -> bool:
     """Print all about DIR; returns whether its newest committed checkpoint is good. Raises as `folders_of`."""
     reports = [(path, report(path, verify)) for path in folders_of(given)]
     candidates = [(path, damage) for path, damage in reports if damage is not None]
-    good = [path for path, damage in candidates if not damage]
-    if good:
-        print(f'a resume with "auto" takes {good[-1].name}')
-    elif candidates:
-        print('a resume with "auto" is refused: no committed checkpoint is good')
-    else:
-        print('a resume with "auto" starts anew: nothing is committed')
+    if not is_one(given):  # of a run's others nothing is known by one
+        good = [path for path, damage in candidates if not damage]
+        takes = "starts anew: nothing is committed"
+        if candidates:
+            takes = f"takes {good[-1].name}" if good else "is refused: no committed checkpoint is good"
+        print(f'a resume with "auto" {takes}')
     return bool(candidates) and not candidates[-1][1]
 
 

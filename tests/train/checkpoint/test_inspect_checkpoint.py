@@ -64,6 +64,26 @@ def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert status == 0 and "sizes hold (--verify computes the hashes)" in out and "00000010" not in out
 
 
+def test_of_one_that_is_not_the_newest_auto_is_not_said_to_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first = make(tmp_path / "checkpoints", 10)
+    make(tmp_path / "checkpoints", 20)
+    copy = first.rename(tmp_path / "best")
+    for one in (tmp_path / "checkpoints" / name_of(20), copy):
+        status, out = inspect(capsys, one)
+        assert status == 0 and "committed, sizes hold" in out and "auto" not in out
+
+
+def test_prepared_data_are_no_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """They have a manifest.json, too."""
+    (tmp_path / MANIFEST).write_text('{"schema": 1, "shards": []}')
+    assert inspect(capsys, tmp_path) == (
+        2,
+        f"error: {tmp_path} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder\n",
+    )
+
+
 def test_what_resumes_changed_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     changes = [{"step": 4, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
     make(tmp_path, 10, changes=changes, began_at={"path": "old/step-00000002", "manifest_sha256": "0"})
