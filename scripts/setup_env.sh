@@ -273,10 +273,14 @@ setup_env() {
     { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""
   fi
   if [[ -n "$lock" ]]; then
-    flock -n "$kind" "$lock" || {
+    local status=0
+    flock -n "$kind" "$lock" || status=$?
+    if ((status == 1)); then
       say "set-up: another set-up is under way in $ROOT; waiting for it"
       flock "$kind" "$lock"
-    }
+    elif ((status)); then # as of Lustre that is mounted without locks; flock has said it
+      say "set-up: the file system of $ROOT has no locks, by which two set-ups wait for each other: start one at a time"
+    fi
   fi
   choose_environment "${files[@]}"
   need_compiler

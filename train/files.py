@@ -1,16 +1,19 @@
-"""Files that are whole or absent, also after a power cut, their hashes, who has them open; the console, and plots."""
+"""Files that are whole or absent, also after a power cut, hashes, locks, who has them open; the console, and plots."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import glob
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -86,6 +89,28 @@ def without_patterns(folder: Path) -> Iterator[Path]:
         link = Path(temporary) / "folder"
         link.symlink_to(folder.resolve())
         yield link
+
+
+# What flock says where a file system has no locks, such as Lustre that is mounted without them.
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def locks(file: IO) -> bool:
+    """Lock the file for this process until it is closed; False: another one has it. Where there are no locks that is
+    told, and nobody is kept out. Raises OSError: the system's own."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        tell(
+            f"note: the file system of {file.name} has no locks ({error.strerror}), so nothing keeps a second process "
+            "from writing there at the same time: start one",
+            file=sys.stderr,
+        )
+    return True
 
 
 def sha256_file(path: str | Path) -> str:

@@ -13,7 +13,6 @@ may come at any moment, also to Slurm's batch shell, in whose place this process
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import re
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
@@ -38,7 +36,7 @@ from train.checkpoint.resume import to_go_on
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
 from train.engine.launchers import first_host, nodes_by_hostfile, port_of
-from train.files import tell
+from train.files import locks, tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.record.run_folder import RunFolder
@@ -288,15 +286,6 @@ class Job:
         demo = python(program, "--model", folder, *how.split(), "--ignore_eos", *prompt)
         tell(f"\ndemo: python {os.path.relpath(ROOT / program)} --model {folder} {shlex.join(prompt)}")
         os.execv(demo[0], demo)
-
-
-def locks(file: TextIO) -> bool:
-    """Lock the file for this process, unless another has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- what the configuration says of the run

@@ -3,7 +3,6 @@ there are GPUs for, stopped in time with a checkpoint, and gone on with by the n
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -30,7 +29,7 @@ from test_fp8.convergence.rows import (
 )
 from train.config.arguments import TrainingArguments
 from train.config.differences import differences, leaves
-from train.files import write_durably
+from train.files import locks, write_durably
 from train.guard.signals import INTERRUPTED, STOPPED, at_parents_end
 
 LAST_LINES = 20
@@ -85,13 +84,11 @@ def alone_in(folder: Path) -> Iterator[int]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locks(file):
             raise ComparisonError(
                 f"another call of this program, or a training that it left, is at work in {folder}; wait until it has "
                 "ended, or give another --work_dir"
-            ) from None
+            )
         yield file.fileno()
 
 

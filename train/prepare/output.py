@@ -1,6 +1,5 @@
 """The writing side of the data format: token shards, and the folder that has the old data until the new is whole."""
 
-import fcntl
 import filecmp
 import hashlib
 import math
@@ -29,7 +28,7 @@ from train.data.format import (
     token_dtype,
     write_manifest,
 )
-from train.files import sync_folder
+from train.files import locks, sync_folder
 
 WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
 LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
@@ -180,12 +179,13 @@ def take_lock(path: Path) -> TextIO:
         raise DataError(f"--output {path.parent} is a file, or in one; give a folder") from error
     lock = open(path, "a")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
-            raise FileNotFoundError  # its process has just ended
-    except (BlockingIOError, FileNotFoundError) as error:
+        # another file by now: its process has just ended
+        is_ours = locks(lock) and os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
+    except FileNotFoundError:
+        is_ours = False
+    if not is_ours:
         lock.close()
-        raise DataError(f"another process is writing to {path.parent}; wait for it") from error
+        raise DataError(f"another process is writing to {path.parent}; wait for it")
     return lock
 
 

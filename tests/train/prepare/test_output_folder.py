@@ -1,5 +1,7 @@
 """The folder of a preparation: what is there stays until the new data are whole; what is stopped goes on."""
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -203,6 +205,22 @@ def test_all_that_bytes_depend_on_makes_another_preparation(
     given = ["--input", "a.txt", "b.txt", "--tokenizer", str(tokenizer_dir), "--output", "out"]
     usual, other = (Preparation.of(parse_arguments([*given, *more])).identity() for more in ([], words))
     assert (usual != other) is another
+
+
+def test_a_file_system_without_locks_has_its_data_prepared(tmp_path, prepare, corpus, capsys, monkeypatch):
+    """As Lustre, mounted without them; any other error of the system is told."""
+
+    def flock(error):
+        def fail(*_):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(fcntl, "flock", fail)
+
+    flock(errno.EIO)
+    assert prepare(tmp_path / "out", corpus) == 1 and "Input/output error" in capsys.readouterr().err
+    flock(errno.ENOSYS)
+    assert prepare(tmp_path / "out", corpus) == 0 and (tmp_path / "out" / "manifest.json").exists()
+    assert "prepare_data.lock has no locks (Function not implemented)" in capsys.readouterr().err
 
 
 def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):
