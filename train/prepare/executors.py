@@ -5,6 +5,8 @@ Each stage has a folder with datatrove's logs and its marks of completed tasks: 
 
 import multiprocessing
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from datatrove.utils.logging import logger
 from train.data.format import DataError
 from train.prepare.tally import Stage
 
+TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # by the shell
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 5.0
 # A local rank: what tasks of another one than 0 do, datatrove writes to the terminal only if they fail.
@@ -157,12 +160,17 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
             ray.shutdown()
 
 
-def need_slurm() -> None:
-    """That there are the commands which submit jobs and tell of them.
+def need_slurm(output: Path) -> None:
+    """That there are the commands which submit jobs and tell of them, and that jobs can find `output`.
 
     Raises:
-        DataError: there is no sbatch, or no squeue.
+        DataError: there is no sbatch, or no squeue; or bash would take the path apart, which datatrove does not quote.
     """
+    if found := TAKEN_APART.search(str(output)):
+        raise DataError(
+            f"--executor slurm: datatrove's job scripts do not quote paths, and the shell would take {output} apart at "
+            f"{found[0]!r}; choose an --output without it"
+        )
     for command in ("sbatch", "squeue"):
         if shutil.which(command) is None:
             raise DataError(
@@ -187,7 +195,8 @@ def submit_slurm(
         DataError: sbatch refuses a job.
     """
     logger.remove()  # datatrove's lines about itself
-    environment = f"export PYTHONPATH={_python_path()}\nexport PATH={Path(sys.executable).parent}:$PATH"
+    python_path, programs = shlex.quote(_python_path()), shlex.quote(str(Path(sys.executable).parent))
+    environment = f"export PYTHONPATH={python_path}\nexport PATH={programs}:$PATH"
     jobs: list[str] = []
     for stage, folder in stages:
         executor = SlurmPipelineExecutor(

@@ -322,7 +322,8 @@ def _is_on_its_way(preparation: Preparation) -> bool:
 
 def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
     """Submit the stages, the last of which writes the manifest. No job of an earlier call waits or runs."""
-    need_slurm()  # where it is not, nothing is known of earlier jobs, and their records stay
+    # where it is not, nothing is known of earlier jobs, and their records stay
+    need_slurm(preparation.output)
     records = preparation.output / SLURM_NAME
     shutil.rmtree(records, ignore_errors=True)  # of an earlier preparation, or attempt
     records.mkdir()

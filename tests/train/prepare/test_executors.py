@@ -288,7 +288,7 @@ def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_p
     (folder / "sbatch").write_text(
         f"#!/bin/sh\necho $@ >> {folder}/calls\necho Submitted batch job $(wc -l < {folder}/calls)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", "theirs")
+    monkeypatch.setenv("PYTHONPATH", "the irs")
     stages = [(Stage(name, [], 9), tmp_path / name) for name in ("first", "second", "third")]
     options = {"qos": "high", "kill-on-invalid-dep": "no"}
     # each has another one behind it, which sums up datatrove's statistics
@@ -300,7 +300,7 @@ def test_each_slurm_job_waits_for_the_one_before_and_has_the_given_options(tmp_p
     for script in scripts:
         for line in ("array=0-8%5", "qos=high", "partition=cpu", "time=1:00:00", "kill-on-invalid-dep=no"):
             assert f"#SBATCH --{line}\n" in script
-        assert f"export PYTHONPATH={ROOT}:theirs\n" in script
+        assert f"export PYTHONPATH='{ROOT}:the irs'\n" in script
 
 
 # Accepts as many jobs as the file "most" says, as a cluster with a limit of them does
@@ -429,6 +429,8 @@ def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypat
     (slurm() / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     assert prepare(tmp_path / "out", corpus, **SLURM) == 2
     assert "sbatch refused stage tokenize" in capsys.readouterr().err
+    assert prepare(tmp_path / "my out", corpus, **SLURM) == 2
+    assert "the shell would take" in (said := capsys.readouterr().err) and "apart at ' '" in said
 
 
 # ---------------------------------------------------------------- Ray
