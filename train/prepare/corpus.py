@@ -120,12 +120,7 @@ def list_sources(
     files: list[tuple[Path, str]] = []
     beside: dict[str, list[Path]] = {}
     for name in inputs:
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"input {name!r}: its name is not UTF-8, which a manifest is; rename it"
-            ) from error
+        check_name("input", name)
         found, left_out = _readable_files_of(name)
         if not found:
             others = f", but {_in_words(left_out)}" if left_out else ""
@@ -144,6 +139,14 @@ def list_sources(
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
         raise ValueError("--split_on splits .txt, and there is none among the inputs; leave it out")
     return [Source.at(file, kind) for file, kind in files]
+
+
+def check_name(what: str, name: str) -> None:
+    """Raises ValueError: a manifest could not hold the name of this file or folder."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} {name!r}: its name is not UTF-8, which a manifest is; rename it") from error
 
 
 def _readable_files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:

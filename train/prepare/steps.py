@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from model.keys import unicode
 from train.data.format import DataError
 from train.files import sha256_file
-from train.prepare.corpus import list_sources
+from train.prepare.corpus import check_name, list_sources
 from train.prepare.tally import Stage, Tally
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = No
 
     Raises:
         DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had.
+        ValueError: a file's name that is not UTF-8.
     """
     _check_values(args)
     from train.prepare.filters import check_splitter, language_model
@@ -103,6 +104,8 @@ def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = No
         check_splitter(args.quality_language)
     evaluation = [source.path for file in args.decontaminate for source in list_sources([file], tell=tell)]
     files = [*([model] if model else []), *evaluation]
+    for file in files:  # of a folder not all names were given
+        check_name("--language_model or --decontaminate", file)
     values: dict[str, Any] = {key.name: getattr(args, key.name, None) for key in fields(StepOptions)}
     values |= {name: tuple(values[name]) for name in ("languages", "quality", "decontaminate")}
     values["sha256"] = tuple((file, sha256_file(file)) for file in files)

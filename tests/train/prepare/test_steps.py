@@ -1,5 +1,6 @@
 """The steps of preparation together, and their flags."""
 
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -55,3 +56,10 @@ def test_bad_flags_are_named_together(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit):
             parse(*flags)
         assert flags[0] in capsys.readouterr().err
+
+
+def test_an_evaluation_file_that_no_manifest_can_name_is_refused_at_once(tmp_path: Path) -> None:
+    """In a folder, of which the name alone was given. The manifest is written when all is done."""
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a text")
+    with pytest.raises(ValueError, match="--decontaminate '.*caf.udce9.txt': its name is not UTF-8"):
+        parse("--decontaminate", str(tmp_path))
