@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -73,12 +74,7 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         said.append(
             f"the learning rate of step {saved.step + 1} is {rates[1]:.3e}; it would have been {rates[0]:.3e}"
         )
-    if saved.data_fingerprint != _through_json(state.data_fingerprint):
-        said.append(
-            f"the run had consumed {saved.consumed_samples:,} samples of {old_length} tokens and goes on with sample "
-            f"{state.consumed_samples:,} of {new_length} tokens (rounded up). What it has seen was in the old order: "
-            "in the new one texts may come again, or not at all, until the epochs that are under way end"
-        )
+    said += _another_order(saved, state)
     return said
 
 
@@ -91,7 +87,7 @@ def allowed_changes(
     refused = [c for c in found if c.never]
     unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
     if refused or unnamed:
-        stages = [] if refused else _another_stage(saved, state, found)
+        stages = [] if refused else [*_another_stage(saved, state, found), *_from_here_alone(saved, state)]
         lines = ["\n  ".join(map(str, refused + unnamed)), *stages, _remedy(saved, state, refused, found)]
         raise CheckpointError(f"{path} is of a run that was configured differently:\n  " + "\n".join(lines))
     return found
@@ -195,6 +191,73 @@ def _another_stage(saved: RunState, state: RunState, found: list[Change]) -> lis
         keys = [*(change.key for change in found), "precision.schedule"]
         said += f". To stay in stage {was + 1}: {', '.join(own)}, and {allowing(keys)}"
     return [said]
+
+
+def _another_order(saved: RunState, state: RunState) -> list[str]:
+    """For people: what another order of samples means for what the run has seen."""
+    before, now = saved.data_fingerprint, _through_json(state.data_fingerprint)
+    if before == now:
+        return []
+    old_length, new_length = (s.train_config["max_seq_length"] for s in (saved, state))
+    said = (
+        f"the run had consumed {saved.consumed_samples:,} samples of {old_length} tokens and goes on with sample "
+        f"{state.consumed_samples:,} of {new_length} tokens (rounded up). "
+    )
+    if _until(before, saved.consumed_samples) == _until(now, saved.consumed_samples):
+        return [f"{said}Up to there the order is as it was, but for one sample of each source at the most"]
+    said += (
+        "What it has seen was in the old order: in the new one texts may come again, or not at all, until the epochs "
+        "that are under way end"
+    )
+    return [said, *_from_here_alone(saved, state)]
+
+
+def _until(fingerprint: dict[str, Any], position: int) -> Any:
+    """What the order of samples depends on up to sample `position`."""
+    sources = {}
+    for name, its in fingerprint["sources"].items():
+        weights: dict[str, float] = its.get("weight_from_sample", {"0": its.get("weight", 1.0)})
+        begun = [(int(start), weight) for start, weight in weights.items() if int(start) < position]
+        changes = [b for a, b in pairwise([(0, 0.0), *begun]) if a[1] != b[1]]
+        if changes:
+            sources[name] = its.get("tokenizer_sha256"), its.get("shards_sha256"), changes
+    return {key: value for key, value in fingerprint.items() if key != "sources"}, sources
+
+
+def _from_here_alone(saved: RunState, state: RunState) -> list[str]:
+    """For people: how another mixture, of the same sources or more, would leave the order of what the run has seen as
+    it was. [] where it does, or nothing could."""
+    old, new = saved.train_config, state.train_config
+    before, now = (s.data_fingerprint["sources"] for s in (saved, state))
+    length, position = old["max_seq_length"], saved.consumed_samples * old["max_seq_length"]
+    added = new["data"]["sources"].keys() - old["data"]["sources"].keys()
+    other = any(
+        its.get("shards_sha256") != now.get(name, {}).get("shards_sha256") for name, its in before.items()
+    )
+    other |= len(added) != len(new["data"]["sources"]) - len(old["data"]["sources"])  # one is gone
+    if other or any(old[key] != new[key] for key in ("max_seq_length", "seed")):
+        return []
+    by_size = {name: (its.get("tokens", 0) - 1) // length for name, its in before.items()}
+    former, following = (_stages_until(c["data"]["weights"] or by_size, position) for c in (old, new))
+    if former == following and (new["data"]["weights"] or not added):
+        return []
+    weights = new["data"]["weights"]
+    last = json.dumps(weights) if isinstance(weights, dict) else "..."
+    return [
+        "so that what the run has seen neither comes again nor is left out, have the new mixture begin here: "
+        f'data.weights {json.dumps(former)[:-1]}, {{"weights": {last}}}]'
+    ]
+
+
+def _stages_until(weights: dict[str, float] | list[dict[str, Any]], position: int) -> list[dict[str, Any]]:
+    """The stages of data.weights that begin before `position`, in tokens, at which the last one of them ends."""
+    stages: list[dict[str, Any]] = [{"weights": weights}] if isinstance(weights, dict) else weights
+    begins: list[int] = [0, *(stage.get("until_tokens") or position for stage in stages)]
+    return [
+        {"until_tokens": min(end, position), "weights": stage["weights"]}
+        for stage, (begin, end) in zip(stages, pairwise(begins), strict=True)
+        if begin < position
+    ]
 
 
 def _is_of_stage(key: str, saved: RunState, state: RunState) -> bool:

@@ -3,7 +3,7 @@
 null                                          by tokens
 {"web": 0.7, "code": 0.3}                     the same in the whole run
 [{"until_tokens": 10^10, "weights": {...}},   by stage; the last one has no end, and a source that a stage
- {"weights": {...}}]                          does not name gives nothing in it
+ {"weights": {...}}]                          does not name gives nothing in it, but for what it owes (order.Mixture)
 """
 
 import math
