@@ -185,7 +185,7 @@ def _read_text(lines: Lines) -> Items:
     data, where = lines.rest(MAX_DOCUMENT_BYTES), str(lines.path)
     if len(data) > MAX_DOCUMENT_BYTES:
         yield Dropped(TOO_LONG, where, SHORTER)
-    elif data:
+    elif lines.number:  # also of a byte order mark alone
         yield _decoded(data, where)
 
 

@@ -1,5 +1,6 @@
 """Text with separators, .json and .csv, packed or not; a single text that is cut for its eval split."""
 
+import codecs
 import errno
 import gzip
 import json
@@ -111,6 +112,7 @@ RECORDS = {
     "key.csv": (b"id;content\n1;one\n2;two\n", ["missing key "]),
     "head.csv": (b"id,text\n", ["empty document "]),
     "none.csv": (b"", ["empty document "]),
+    "mark.txt": (codecs.BOM_UTF8, ["empty document "]),
     "cut.txt.gz": (b"", ["truncated or corrupt .gz :1"]),
 }  # fmt: skip
 
