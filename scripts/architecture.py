@@ -9,6 +9,7 @@ A room is a folder of sources; on train/'s floor every file is one of its own.
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -106,7 +107,8 @@ def purpose(room: str) -> str:
     path = ROOT / room if room.endswith(".py") else ROOT / room / "__init__.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else None
     first = (text or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-    return first.split(". ")[0].rstrip(".:") + "." if first else ""
+    # not at the dots of a command that takes several
+    return re.split(r"(?<!\.)\. ", first)[0].rstrip(".:") + "." if first else ""
 
 
 def page_with(drawn: str) -> str:

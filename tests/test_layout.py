@@ -117,6 +117,8 @@ def test_the_drawing_is_current() -> None:
     assert architecture.page_with(architecture.drawing()) == page, (
         "python scripts/architecture.py writes it anew"
     )
+    cut_off = [line for line in page.splitlines() if line.startswith("| `") and line.count("`") % 2]
+    assert not cut_off
 
 
 def test_the_questions_name_files_that_are_there() -> None:
