@@ -31,6 +31,7 @@ INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
+LONG_WINDOW = "packed by zstd --long, beyond 128 MiB"
 BAD_PARQUET = "unreadable .parquet"
 SHORTER = "split it (--split_on does that to .txt), or give it as .jsonl"
 
@@ -155,8 +156,10 @@ def read_stream(
     except (EOFError, OSError, zlib.error) as error:
         if not packing or _is_of_disk(error):
             raise
-        number = lines.number if lines else 0
-        yield Dropped(f"truncated or corrupt {packing}", f"{path}:{number + 1}", str(error))
+        reason, detail = f"truncated or corrupt {packing}", str(error)
+        if "too much memory" in detail:  # Arrow's limit
+            reason, detail = LONG_WINDOW, "repack it: zstd -dc --long=31 FILE | zstd -o OTHER.zst"
+        yield Dropped(reason, f"{path}:{(lines.number if lines else 0) + 1}", detail)
     finally:
         place.file = None
 

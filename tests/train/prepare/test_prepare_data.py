@@ -141,6 +141,12 @@ BAD = {
     "notgz.jsonl.gz": (GOOD, "truncated or corrupt .gz", "notgz.jsonl.gz:1"),
     "cut.jsonl.zst": (CUT_ZST, "truncated or corrupt .zst", "cut.jsonl.zst:"),
     "notzst.jsonl.zst": (GOOD, "truncated or corrupt .zst", "notzst.jsonl.zst:1"),
+    # a whole frame with a window of 256 MiB, and in it a block as it is
+    "long.txt.zst": (
+        bytes.fromhex("28b52ffd0090") + (4 << 3 | 1).to_bytes(3, "little") + b"text",
+        "packed by zstd --long, beyond 128 MiB",
+        "long.txt.zst:1: repack it: zstd -dc --long=31",
+    ),
     "bad.parquet": (b"PAR1 not really", "unreadable .parquet", "bad.parquet"),
 }
 
