@@ -149,7 +149,24 @@ def read_manifest(folder: str | Path) -> Manifest:
     try:
         return _parse_manifest(path.read_text(encoding="utf-8"))
     except ValueError as error:
+        if other := of_something_else(path):
+            raise DataError(f"{other}; name a folder that this version has prepared") from error
         raise DataError(f"{path} is corrupt: {error}; {remedy} --overwrite") from error
+
+
+def of_something_else(path: Path) -> str:
+    """Why the manifest.json `path` is none that this version can have written, which it would be wrong to call corrupt
+    or to replace; "" where nothing speaks against it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        schema = int(content["schema"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if not content.keys() & {"shards", "dtype", "vocab_size"}:
+        return f"{path} is not of prepared data: a checkpoint has a file of that name, too"
+    if schema > SCHEMA:
+        return f"{path} is of a newer version of this program: it has schema {schema}, and this one reads {SCHEMA}"
+    return ""
 
 
 def _parse_manifest(text: str) -> Manifest:

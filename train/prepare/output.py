@@ -24,6 +24,7 @@ from train.data.format import (
     DataError,
     Manifest,
     Shard,
+    of_something_else,
     read_manifest,
     token_dtype,
     write_manifest,
@@ -202,8 +203,8 @@ class OutputFolder:
     `resumable`: then the next run of that may go on in it.
 
     Raises:
-        DataError: the folder holds prepared data and `overwrite` is not set, has shards or another tokenizer of unknown
-            origin, or another process is writing to it.
+        DataError: the folder holds prepared data and `overwrite` is not set, is something else that has a manifest, has
+            shards or another tokenizer of unknown origin, or another process is writing to it.
     """
 
     def __init__(
@@ -238,7 +239,9 @@ class OutputFolder:
         remedy = "choose another --output, or --overwrite it"
         if is_begun and not (self.resumable or self.overwrite):
             return f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be lost; {remedy}"
-        if (self.folder / MANIFEST_NAME).exists():
+        if (manifest := self.folder / MANIFEST_NAME).exists():
+            if other := of_something_else(manifest):
+                return f"{other}; choose another --output"
             replaces = is_begun or self.overwrite
             return None if replaces else f"{self.folder} already holds prepared data; {remedy}"
         foreign = [(path, "there is no manifest that lists it") for path in self._shard_files()]

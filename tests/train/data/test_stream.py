@@ -299,7 +299,7 @@ def more_documents_than_tokens(manifest):
     [
         (lambda m: m.pop("dtype"), "lacks dtype"),
         (lambda m: m["shards"][0].pop("sha256"), "lacks shards.0.sha256"),
-        (lambda m: m.update(schema=99), "'schema' is 99"),
+        (lambda m: m.update(schema=99), "newer version of this program: it has schema 99"),
         (lambda m: m.update(vocab_size="400"), "'vocab_size' is '400'"),
         (lambda m: m.update(dtype="uint32"), "does not fit vocab_size 400"),
         (lambda m: m.update(vocab_size=70_000), "does not fit vocab_size 70000"),

@@ -35,6 +35,30 @@ def test_prepared_data_is_kept_unless_overwritten(tmp_path, prepare, corpus, cap
     assert decoded(tmp_path, "eval") == [HELD_OUT]
 
 
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        ('{"schema": 2, "step": 10, "files": []}', "is not of prepared data: a checkpoint has"),
+        (
+            '{"schema": 2, "shards": []}',
+            "is of a newer version of this program: it has schema 2, and this one",
+        ),
+    ],
+)
+def test_what_else_has_a_manifest_is_not_overwritten(tmp_path, prepare, corpus, capsys, manifest, why):
+    """Without its manifest a checkpoint is none, and the next start of its run removes it."""
+    out = tmp_path / "step-00000010"
+    out.mkdir()
+    (out / "manifest.json").write_text(manifest)
+    for more in ({}, {"overwrite": True}):
+        assert prepare(out, corpus, **more) == 2
+        error = capsys.readouterr().err
+        assert f"{out}/manifest.json {why}" in error and "--overwrite" not in error
+    assert contents(out) == {"manifest.json": manifest.encode()}
+    with pytest.raises(DataError, match=f"{why}.*; name a folder that this version has prepared"):
+        open_stream({"a": out}, None, 16, seed=0)
+
+
 @pytest.mark.parametrize("count, split", [(5, "eval"), (0, "train")])
 def test_data_that_cannot_be_trained_on_are_not_committed(tmp_path, prepare, capsys, count, split):
     inputs = write_jsonl(tmp_path / "a.jsonl", corpus_texts(count) if count else [HELD_OUT])
