@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from model.keys import unicode
+from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.readers import (
     BAD_UTF8,
     BLANK_LINE,
@@ -41,6 +42,7 @@ TEXT_SUFFIXES = frozenset(
 NAMED_ONLY = (".json", ".csv")
 RECORD_SUFFIXES = (".jsonl", ".parquet", *NAMED_ONLY)
 SPLITTABLE = (".jsonl", ".parquet", ".arrow")
+RECORDS = (WORK_NAME, SLURM_NAME)  # folders of an unfinished preparation
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets' save_to_disk leaves
 ALLOWED = (
     f"{', '.join(RECORD_SUFFIXES)}, {' '.join(sorted(TEXT_SUFFIXES))} (all but .parquet also as .gz or .zst; "
@@ -341,14 +343,17 @@ def _unpacked(name: str) -> str:
 
 
 def _walk(folder: Path) -> list[Path]:
-    """All files but hidden ones. Raises OSError for a folder that cannot be listed, ValueError for links to nothing."""
+    """All files but hidden ones, and those of a preparation whose --output lies in the folder.
+
+    Raises OSError for a folder that cannot be listed, ValueError for links to nothing.
+    """
     files, visited = [], set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
         if (real := os.path.realpath(parent)) in visited:  # a link back to a folder above
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in RECORDS)
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     # a link to nothing may stand for a folder, too; of another suffix it would be left out whatever it led to
     broken = sorted(f for f in files if (_kind(f) or not f.suffix) and not f.is_file())

@@ -32,6 +32,7 @@ from train.data.format import (
 from train.files import locks, sync_folder
 
 WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
+SLURM_NAME = "prepare_data.slurm"  # stays there: the ids of Slurm's jobs and the log of the last
 LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
 IDENTITY_NAME = "job.json"  # in the work folder: what is prepared; without it there is nothing to go on from
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")

@@ -20,7 +20,7 @@ from train.files import write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
-from train.prepare.output import IDENTITY_NAME, WORK_NAME, OutputFolder
+from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
 from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Pace, Stage, Tally
@@ -29,7 +29,6 @@ LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000
 PROGRESS_S = 5.0
-SLURM_NAME = "prepare_data.slurm"  # stays in the output folder: the ids of the jobs and the log of the last
 JOBS_NAME = "jobs.txt"
 
 

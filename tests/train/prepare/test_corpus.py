@@ -78,6 +78,17 @@ def test_a_folder_is_read_through_links_once(tmp_path):
     assert texts_of(read_documents([str(inputs)])) == ["here", "there"]
 
 
+def test_what_an_unfinished_preparation_has_in_the_folder_is_no_input(tmp_path):
+    """The same command goes on with it: another list of inputs would be another preparation."""
+    write_lines(tmp_path / "a.jsonl", ["text"])
+    before = list_sources([str(tmp_path)])
+    for name in ("prepare_data.slurm/jobs.txt", "prepare_data.unfinished/notes/a.txt"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True)
+        (tmp_path / "out" / name).write_text("1000\n")
+    told = []
+    assert list_sources([str(tmp_path)], tell=told.append) == before and not told
+
+
 UNREADABLE = {
     "a link to nothing": (
         lambda path: path.symlink_to("nowhere"),

@@ -23,8 +23,7 @@ from tests.train.runs import ROOT
 from train.data.format import read_manifest
 from train.prepare import preparation
 from train.prepare.executors import run_local, submit_slurm
-from train.prepare.output import WORK_NAME
-from train.prepare.preparation import SLURM_NAME
+from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.tally import Stage
 from train.prepare_data import main
 
