@@ -21,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -404,8 +404,14 @@ def read_state(path: Path) -> RunState:
     Raises CheckpointError: it has none, or not in this form.
     """
     try:
-        return RunState(**json.loads((path / RUN_STATE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        values = json.loads((path / RUN_STATE).read_text())
+        if unknown := sorted(values.keys() - {key.name for key in fields(RunState)}):
+            raise CheckpointError(
+                f"{path / RUN_STATE} is of another version of this program, with {', '.join(unknown)}, which this one "
+                "does not know: go on with that version"
+            )
+        return RunState(**values)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / RUN_STATE} cannot be read: {error}") from error
 
 

@@ -366,3 +366,19 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
     load.set_random_state(torch.load(tmp_path / "rank_00000.pt", weights_only=True))
     assert [draw(), draw()] == [first, second]
+
+
+def test_a_run_state_of_a_newer_version_is_named_as_one(tmp_path: Path) -> None:
+    """Not as damaged: its hash is right."""
+    file = make(tmp_path, 3) / RUN_STATE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"horizon": 7}))
+    with pytest.raises(CheckpointError, match="is of another version of this program, with horizon, which"):
+        read_state(file.parent)
+    for content, problem in (
+        ("[]", "cannot be read"),
+        ("{}", "cannot be read.*step"),
+        ("{", "cannot be read"),
+    ):
+        file.write_text(content)
+        with pytest.raises(CheckpointError, match=problem):
+            read_state(file.parent)
