@@ -215,7 +215,7 @@ def _another_order(saved: RunState, state: RunState) -> list[str]:
 def _until(fingerprint: dict[str, Any], position: int) -> Any:
     """What the order of samples depends on up to sample `position`."""
     sources = {}
-    for name, its in fingerprint["sources"].items():
+    for name, its in fingerprint.get("sources", {}).items():
         weights: dict[str, float] = its.get("weight_from_sample", {"0": its.get("weight", 1.0)})
         begun = [(int(start), weight) for start, weight in weights.items() if int(start) < position]
         changes = [b for a, b in pairwise([(0, 0.0), *begun]) if a[1] != b[1]]
@@ -228,14 +228,14 @@ def _from_here_alone(saved: RunState, state: RunState) -> list[str]:
     """For people: how another mixture, of the same sources or more, would leave the order of what the run has seen as
     it was. [] where it does, or nothing could."""
     old, new = saved.train_config, state.train_config
-    before, now = (s.data_fingerprint["sources"] for s in (saved, state))
+    before, now = (s.data_fingerprint.get("sources", {}) for s in (saved, state))
     length, position = old["max_seq_length"], saved.consumed_samples * old["max_seq_length"]
     added = new["data"]["sources"].keys() - old["data"]["sources"].keys()
     other = any(
         its.get("shards_sha256") != now.get(name, {}).get("shards_sha256") for name, its in before.items()
     )
     other |= len(added) != len(new["data"]["sources"]) - len(old["data"]["sources"])  # one is gone
-    if other or any(old[key] != new[key] for key in ("max_seq_length", "seed")):
+    if not before or other or any(old[key] != new[key] for key in ("max_seq_length", "seed")):
         return []
     by_size = {name: (its.get("tokens", 0) - 1) // length for name, its in before.items()}
     former, following = (_stages_until(c["data"]["weights"] or by_size, position) for c in (old, new))

@@ -108,3 +108,11 @@ def test_nothing_is_advised_where_nothing_helps(
     saved, _ = run_of(folders, "ab", None)
     said = resumed(run_of(folders, names, weights, length)[0], saved, True)
     assert any("may come again" in line for line in said) and not any("begin here" in line for line in said)
+
+
+def test_a_checkpoint_that_knows_no_order_is_refused_without_advice(folders: dict[str, str]) -> None:
+    saved, _ = run_of(folders, "ab", None)
+    saved.data_fingerprint = {}
+    with pytest.raises(CheckpointError, match="data.weights") as refused:
+        resumed(run_of(folders, "ab", TWO)[0], saved, False)
+    assert "begin here" not in str(refused.value)
