@@ -222,13 +222,24 @@ def identity(path: Path) -> str:
 # ---------------------------------------------------------------- the place of a save
 
 
+def remove(path: Path) -> None:
+    """Remove the folder of a save; of a link to one, which is somebody else's, the link alone.
+
+    The manifest goes first: a kill half way leaves no half checkpoint that counts. Raises OSError."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
 def make_room(path: Path, needed: int) -> None:
     """Clear the place for a save, and check that the disk has `needed` bytes.
 
     Raises OSError: it has not, or there is a checkpoint of this step (`set_aside` has moved those of later steps).
     """
     if path.exists() and not (path / MANIFEST).exists():
-        shutil.rmtree(path)  # left by a run that died in its save
+        remove(path)  # left by a run that died in its save
     path.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(path.parent).free) < needed:
         raise OSError(
@@ -242,7 +253,7 @@ def undo_save(path: Path, needed: int, error: Exception) -> str:
     removed = "what it wrote is removed"
     try:
         if path.exists() and not (path / MANIFEST).exists():  # with one it is what was there before
-            shutil.rmtree(path)
+            remove(path)
     except OSError as reason:
         removed = f"what it wrote could not be removed ({reason})"
     return (
@@ -260,9 +271,7 @@ def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> Non
     older.sort(key=lambda p: (step_of(p) not in unscheduled, step_of(p)))
     for old in older[: max(len(older) - (keep - 1), 0)] if keep else []:
         try:
-            # the manifest first: a kill half way leaves no half checkpoint that counts
-            (old / MANIFEST).unlink()
-            shutil.rmtree(old)
+            remove(old)
         except OSError as error:  # the new one can be committed all the same
             warnings.warn(f"the old checkpoint {old} could not be removed: {error}", stacklevel=2)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from train.checkpoint.files import (
     newest_good,
     rank_file,
     read_state,
+    remove,
     rolled_back,
     step_folders,
     step_of,
@@ -100,7 +100,7 @@ def set_aside(root: Path, after_step: int) -> Path | None:
     root = root.resolve()  # a link to another disk, to which nothing can be moved
     for path in step_folders(root):
         if not (path / MANIFEST).exists():
-            shutil.rmtree(path)
+            remove(path)
     newer = [p for p in committed(root) if step_of(p) > after_step]
     if not newer:
         return None

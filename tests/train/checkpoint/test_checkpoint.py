@@ -382,3 +382,16 @@ def test_a_run_state_of_a_newer_version_is_named_as_one(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(CheckpointError, match=problem):
             read_state(file.parent)
+
+
+@pytest.mark.filterwarnings("error")
+def test_of_a_checkpoint_that_is_linked_from_elsewhere_the_link_alone_goes(tmp_path: Path) -> None:
+    """As one of an archive, from which a run began."""
+    kept, half, root = make(tmp_path / "archive", 2), tmp_path / "archive/step-00000004", tmp_path / "run"
+    half.mkdir()
+    newest = make(root, 3)
+    for path in (kept, half):
+        (root / path.name).symlink_to(path)
+    discard_old(newest, keep=1)
+    assert set_aside(root, after_step=3) is None
+    assert sorted(root.iterdir()) == [newest] and problems(kept) == [] and half.is_dir()
