@@ -8,6 +8,7 @@ the output OUTPUT.settings.json says of what and how it was made.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -26,6 +27,7 @@ from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import decoded
 
 ADDED = "choices"
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # from flock, where a file system has none
 # What completions depend on, besides the prompts, the model and the length of the context. A batch of another size may
 # round otherwise, but is what to go on with where memory ran out.
 SETTINGS = (
@@ -125,6 +127,13 @@ def open_output(path: Path, prompts: Path, settings: dict[str, Any]) -> Iterator
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"--output {path}: another process writes it") from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"note: --output {path}: its file system has no locks; let one process write it",
+                file=sys.stderr,
+            )
         _check_settings(path, settings)
         done = _check_lines(path, prompts, file)
         yield Output(path, file, done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -157,6 +158,21 @@ def test_two_processes_do_not_write_one_output(fill: Fill, out: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         status, error = fill()
     assert status == 2 and "another process writes it" in error
+
+
+def test_an_output_on_a_file_system_without_locks(
+    fill: Fill, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lustre, mounted without them; any other error of the system is told."""
+    for number, status in ((errno.EIO, 2), (errno.ENOSYS, 0)):
+
+        def flock(*_: object, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        found, error = fill()
+        assert found == status and ("has no locks" in error) == (status == 0), error
+    assert len(out.read_text(encoding="utf-8").splitlines()) == len(TEXTS)
 
 
 BAD_LINES = {
