@@ -48,7 +48,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 from model.config import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.keys import between, unicode
-from train.files import tell, write_durably
+from train.files import reason, tell, write_durably
 from train.preflight.machine import out_of_memory
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 
@@ -338,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
-        what = str(error)
+        what = reason(error)
         if line := out_of_memory(error):
             what = f"{line}; give a smaller --batch_size"
         elif isinstance(error, RuntimeError) and not isinstance(error, UserError):

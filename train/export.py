@@ -33,6 +33,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
+from train.files import naming, reason
 from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, why_not_replaced
@@ -52,11 +53,12 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     no FP8 form. LockError: another export to `out` is under way. OSError: `out` cannot be written; what was is removed.
     """
     lock = Lock(out.with_name(f"{out.name}.lock"), "export", out, "OUT")
-    lock.acquire()
-    try:
-        return _export_alone(path, out, tokenizer, form)
-    finally:
-        lock.release()
+    with naming(out):
+        lock.acquire()
+        try:
+            return _export_alone(path, out, tokenizer, form)
+        finally:
+            lock.release()
 
 
 def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str]:
@@ -231,7 +233,7 @@ def main() -> None:
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
         lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
     except (CheckpointError, DataError, LockError, ValueError, OSError) as error:
-        parser.exit(1 if isinstance(error, OSError) else 2, f"error: {error}\n")
+        parser.exit(1 if isinstance(error, OSError) else 2, f"error: {reason(error)}\n")
     print("\n".join([*lines, f"wrote {arguments.out}"]))
 
 

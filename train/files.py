@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+FULL = os.strerror(errno.ENOSPC)  # the words of libraries that have no OSError of it, as safetensors
 
 
 def discarded_name(path: Path) -> Path:
@@ -27,12 +29,34 @@ def discarded_name(path: Path) -> Path:
 def write_durably(path: Path, text: str) -> None:
     """Write `text` beside `path`, flush it to the disk and rename it there: `path` is whole or absent."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A full disk in the block, which the system tells without a file, is one of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def reason(error: BaseException) -> str:
+    """What a command that failed says of it; of a full disk also what to do."""
+    if getattr(error, "errno", None) in NO_ROOM or FULL in str(error):
+        return f"{error}; make room there, or give a place on another disk"
+    return str(error)
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between, unicode
+from train.files import reason
 from train.prepare.corpus import eval_fraction
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
         manifest, warning = import_datasets(args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         from train.prepare.output import is_being_exchanged

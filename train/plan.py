@@ -23,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from model.config import CONFIGS, UserError, load_sizes
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config
-from train.files import tell
+from train.files import reason, tell, write_durably
 from train.planning.plan import PlanError, gpu_called, lines, parse_tokens, plan
 from train.planning.setting import Setting
 
@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
         planned = plan(Path(arguments.model.config).name, setting, gpu, tokens, options.network)
         tell(*lines(planned))
         if options.output:
-            options.output.write_text(json.dumps(planned.to_json(), indent=1) + "\n", encoding="utf-8")
+            write_durably(options.output, json.dumps(planned.to_json(), indent=1) + "\n")
             tell(f"wrote {os.path.abspath(options.output)}")
     except (ValueError, UserError, OSError) as error:
-        tell(f"error: {error}", file=sys.stderr)
+        tell(f"error: {reason(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -21,6 +21,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
     sys.exit(2)
 
 from model.keys import between
+from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
         train_tokenizer(args)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped; --output is as it was", file=sys.stderr)

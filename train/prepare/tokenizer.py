@@ -17,7 +17,7 @@ from pathlib import Path
 import sentencepiece
 
 from train.data.encoder import TOKENIZER_FILES
-from train.files import why_not_written
+from train.files import naming, why_not_written
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
 from train.prepare.readers import MISSING_KEY, Dropped, Place, Text
@@ -172,7 +172,8 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, vocab[BOS])]
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # not by its own save, which raises plain Exception where the disk is full
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         # Not LlamaTokenizer, which in transformers 5 replaces the normalizer of tokenizer.json by Metaspace.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -308,7 +309,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     )
     print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
     exchanging = False
-    with take_lock(output / "train_tokenizer.lock") as lock:
+    with naming(output), take_lock(output / "train_tokenizer.lock") as lock:
         try:
             check()  # reading takes minutes, in which another run may have written one
             shutil.rmtree(work, ignore_errors=True)

@@ -217,7 +217,7 @@ def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
     monkeypatch.setattr("sys.argv", ["export.py", str(tmp_path), str(tmp_path / "out")])
     monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
     for error, status in (
-        (OSError(28, "No space left on device"), 1),
+        (OSError(5, "Input/output error"), 1),
         (CheckpointError("of another run"), 2),
     ):
 

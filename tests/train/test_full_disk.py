@@ -1,0 +1,81 @@
+"""Where the disk is full, a command names what it could not write, and says what to do. /dev/full is such a disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from train import evaluate, export, plan, train_tokenizer
+from train.checkpoint.files import RunState
+
+REMEDY = "make room there, or give a place on another disk\n"
+
+
+def fail(error: Exception | None = None) -> Any:
+    def raises(*given: Any, **options: Any) -> None:
+        raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return raises
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A file that there is no room for."""
+    (tmp_path / "full.json.tmp").symlink_to("/dev/full")
+    return tmp_path / "full.json"
+
+
+def test_a_plan(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["tiny", "--output", str(full)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: [Errno 28] No space left on device: '{full}'; {REMEDY}"
+    assert not list(full.parent.iterdir())
+
+
+def test_an_evaluation(
+    full: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "evaluate", lambda *_: {"loss": 1.0})
+    assert evaluate.main([str(full.parent), "--output", str(full)]) == 2
+    assert f"No space left on device: '{full}'; {REMEDY}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["pathlib.Path.write_bytes", "pathlib.Path.write_text"])
+def test_a_tokenizer(
+    part: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(part, fail())
+    words = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]
+    assert train_tokenizer.main(words) == 1
+    assert capsys.readouterr().err == f"error: [Errno 28] No space left on device: '{tmp_path}'; {REMEDY}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [None, SafetensorError("I/O error: No space left on device (os error 28)")])
+def test_an_export(
+    error: Exception | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    state = RunState(0, 0, 0, 1, 0, {"data": {"sources": {}}}, {})
+    for name, value in (
+        ("checkpoint_of", lambda given: given),
+        ("read_state", lambda path: state),
+        ("check_tokenizer", lambda *_: None),
+        ("_write_model", fail(error)),
+    ):
+        monkeypatch.setattr(export, name, value)
+    words = ["export.py", str(tmp_path), str(tmp_path / "out"), "--tokenizer", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and str(tmp_path / "out") in said and said.endswith(REMEDY)
