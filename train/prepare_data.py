@@ -26,6 +26,7 @@ if importlib.util.find_spec("datatrove") is None:
     sys.exit(2)
 
 from model.keys import between, unicode
+from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
 from train.prepare.steps import add_arguments
 
@@ -84,8 +85,11 @@ def main(argv: list[str] | None = None) -> int:
 
         manifest = prepare(args)
     except (ValueError, RuntimeError, OSError) as error:
-        kept = f"; what is done in {args.output} is kept, and the same command goes on"
-        print(f"error: {error}{kept if isinstance(error, OSError) else ''}", file=sys.stderr)
+        from train.prepare.output import IDENTITY_NAME, WORK_NAME
+
+        kept = isinstance(error, OSError) and (Path(args.output) / WORK_NAME / IDENTITY_NAME).exists()
+        goes_on = f"; what is done in {args.output} is kept, and the same command goes on" * kept
+        print(f"error: {reason(error)}{goes_on}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         print("stopped; what is done is kept, and the same command goes on", file=sys.stderr)

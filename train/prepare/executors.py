@@ -15,11 +15,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import dill
+from datatrove.executor import base
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
@@ -31,11 +34,29 @@ from train.prepare.tally import Stage
 TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # by the shell
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 5.0
-# A local rank: what tasks of another one than 0 do, datatrove writes to the terminal only if they fail.
-TO_LOG_FILE_ONLY = 1
 
 
 _executor: LocalPipelineExecutor
+
+
+def _log_to_file(folder: Any, rank: int, *others: Any, **named: Any) -> Any:
+    """In the place of datatrove's, which writes the traceback of a task that failed to the terminal as well, and
+    another one where the log is on a full disk; what happened the command says in its last line."""
+    logger.remove()
+    file = folder.open(f"logs/task_{rank:05d}.log", "w")
+
+    def write(line: str) -> None:
+        with suppress(OSError):
+            file.write(line)
+            file.flush()
+
+    logger.add(write, level="DEBUG")
+    return file
+
+
+def _run_task(executor: LocalPipelineExecutor, rank: int) -> None:
+    base.add_task_logger = _log_to_file
+    deepcopy(executor)._run_for_rank(rank)
 
 
 def _start_worker(pickled: bytes) -> None:
@@ -52,7 +73,7 @@ def _start_worker(pickled: bytes) -> None:
 
 
 def _run_rank(rank: int) -> None:
-    deepcopy(_executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
+    _run_task(_executor, rank)
 
 
 def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[int, int], None]) -> None:
@@ -95,7 +116,7 @@ def _run_here(executor: LocalPipelineExecutor, ranks: list[int], watch: Callable
     thread.start()
     try:
         for rank in ranks:
-            deepcopy(executor)._run_for_rank(rank, TO_LOG_FILE_ONLY)
+            _run_task(executor, rank)
             done += 1
     finally:
         ended.set()

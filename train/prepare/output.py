@@ -29,7 +29,7 @@ from train.data.format import (
     token_dtype,
     write_manifest,
 )
-from train.files import locks, sync_folder
+from train.files import locks, sync_folder, why_not_written
 
 WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
 SLURM_NAME = "prepare_data.slurm"  # stays there: the ids of Slurm's jobs and the log of the last
@@ -173,12 +173,11 @@ def take_lock(path: Path) -> TextIO:
     """Lock the file `path` in a folder, which is made, as long as what is returned is open.
 
     Raises:
-        DataError: another process has it, or the folder is a file.
+        DataError: another process has it, or the folder is a file or somebody else's.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DataError(f"--output {path.parent} is a file, or in one; give a folder") from error
+    if why := why_not_written(path.parent):
+        raise DataError(f"--output {path.parent} {why}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path, "a")
     try:
         # another file by now: its process has just ended

@@ -255,6 +255,24 @@ def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_of_an_output_where_nothing_can_be_done_nothing_is_said_to_be_kept(
+    tmp_path, prepare, corpus, capsys, monkeypatch
+):
+    """Root may write everywhere, so that the system is not asked."""
+    with monkeypatch.context() as patch:
+        patch.setattr("train.files.os.access", lambda place, mode: place != tmp_path)
+        assert prepare(tmp_path / "out", corpus) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(
+        f"out cannot be written: {tmp_path} is not this user's to write to; choose another folder\n"
+    )
+    (tmp_path / "out" / WORK_NAME).mkdir(parents=True)
+    (tmp_path / "out" / WORK_NAME / "job.json.tmp").symlink_to("/dev/full")
+    monkeypatch.setattr(OutputFolder, "begin_anew", lambda self: None)
+    assert prepare(tmp_path / "out", corpus) == 1
+    assert capsys.readouterr().err.endswith("job.json'; make room there, or give a place on another disk\n")
+
+
 @pytest.mark.parametrize("change", ["grows", "goes"])
 def test_an_input_that_changes_while_it_is_read_is_not_committed(
     tmp_path, prepare, capsys, monkeypatch, change
@@ -376,7 +394,10 @@ def test_a_full_disk_keeps_what_is_done_and_says_so(tmp_path, prepare, corpus, c
         patch.setattr(SplitWriter, "close", full)
         assert prepare(out, corpus, tasks=2) == 1  # another start may succeed
     error = capsys.readouterr().err
-    assert f"No space left on device; what is done in {out} is kept, and the same command goes on" in error
+    assert error == (
+        f"error: [Errno 28] No space left on device: '{out}'; make room there, or give a place on another disk; what "
+        f"is done in {out} is kept, and the same command goes on\n"
+    )  # and nothing of datatrove's
     assert [path.name for path in (out / WORK_NAME / "results").glob("*.json")] == ["00000.json"]
     assert prepare(out, corpus, tasks=2) == 0
 
