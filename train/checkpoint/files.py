@@ -317,8 +317,16 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
 
 def check_given(path: Path, root: Path, hashes: bool = True) -> None:
     """Raises CheckpointError: `path`, which resume_from_checkpoint of a run with its checkpoints in `root` names, is
-    none; see `problems`."""
+    none; see `problems`. Of a run's folder it says which: a newer one, when the same command starts again, would not be
+    what the run began at."""
     if found := problems(path, hashes):
+        inside = committed(path / "checkpoints") or committed(path)
+        if newest := next((p for p in reversed(inside) if not problems(p, hashes=False)), None):
+            own = "auto, which goes on from this run's newest good one, or " if is_of(newest, root) else ""
+            raise CheckpointError(
+                f"resume_from_checkpoint {str(path)!r} is a run's folder: give {own}the path of one of its "
+                f"{len(inside)} checkpoints; the newest good one is {newest}"
+            )
         raise CheckpointError(
             f"resume_from_checkpoint {str(path)!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
             + others_than(path, root)

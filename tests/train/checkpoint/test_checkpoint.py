@@ -129,7 +129,7 @@ def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
         choose(tmp_path, str(tmp_path / "step-00000002"))
 
 
-@pytest.mark.parametrize("setting", ["always", "step-00000099", "{root}/step-00000099", "{root}"])
+@pytest.mark.parametrize("setting", ["always", "step-00000099", "{root}/step-00000099"])
 def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> None:
     allowed = "; give auto, never, or the path of a checkpoint"
     root = tmp_path / "checkpoints"
@@ -141,6 +141,25 @@ def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> Non
     with pytest.raises(CheckpointError) as error:
         choose(root, setting.format(root=root))
     assert str(error.value).endswith(f"{allowed}; committed in {root}: step-00000001, step-00000002")
+
+
+@pytest.mark.parametrize("part", [".", "checkpoints"])
+def test_of_a_runs_folder_it_is_said_which_path_to_give(tmp_path: Path, part: str) -> None:
+    """The newest by then would be another one when a branch that was killed starts again."""
+    root = tmp_path / "run/checkpoints"
+    newest = [make(root, step) for step in (1, 2, 3)][1]
+    (root / "step-00000003/weights.pt").unlink()
+    given = str(tmp_path / "run" / part)
+    for own, auto in (
+        (tmp_path / "branch", ""),
+        (root, "auto, which goes on from this run's newest good one, or "),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            choose(own, given)
+        assert str(error.value) == (
+            f"resume_from_checkpoint {given!r} is a run's folder: give {auto}the path of one of its 3 checkpoints; the "
+            f"newest good one is {newest}"
+        )
 
 
 def test_a_damaged_checkpoint_is_not_offered_again(tmp_path: Path) -> None:
