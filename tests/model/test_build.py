@@ -153,6 +153,15 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
         load_hf_folder(str(folder), small_config())
 
 
+def test_weights_in_bin_files_are_read(folder: Path) -> None:
+    """docs/getting-started.md says so."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    found = load_hf_folder(str(folder), small_config())
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+
+
 def test_weights_in_fp8_are_not_trained_on(folder: Path) -> None:
     """What an export for serving wrote: transformers would multiply them out, or fail in a way of its own."""
     values = json.loads((folder / "config.json").read_text())
