@@ -81,11 +81,14 @@ COLUMNS: report.Columns = {
 }
 
 
-def matrix_of(options: argparse.Namespace) -> list[Cell]:
+def cells_of(options: argparse.Namespace) -> list[Cell]:
     from test_fp8.zero.cells import cells
 
-    every = cells(options.stages, options.variants, options.precisions)
-    return [cell for cell in every if any(fnmatchcase(cell.name, pattern) for pattern in options.cells)]
+    return list(cells(options.stages, options.variants, options.precisions))
+
+
+def matrix_of(options: argparse.Namespace) -> list[Cell]:
+    return [c for c in cells_of(options) if any(fnmatchcase(c.name, pattern) for pattern in options.cells)]
 
 
 def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None) -> list[Result]:
@@ -163,9 +166,10 @@ def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     if options.time_limit_s and options.work_dir is None:
         OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
-    if not matrix_of(options):
+    names = [cell.name for cell in cells_of(options)]
+    if unknown := [pattern for pattern in options.cells if not any(fnmatchcase(n, pattern) for n in names)]:
         OPTIONS.error(
-            f"--cells {' '.join(options.cells)}: no cell has such a name; without it the table has all names"
+            f"--cells {' '.join(unknown)}: no cell has such a name; there are:\n  " + "\n  ".join(names)
         )
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:

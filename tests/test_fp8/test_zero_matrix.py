@@ -133,7 +133,10 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
     assert "it has other files; give an empty folder" in capsys.readouterr().err
     for wrong, said in (
         (["--time_limit_s", "9"], "needs --work_dir"),
-        (["--cells", "x"], "no cell has such"),
+        (
+            ["--cells", "*", "x"],
+            "--cells x: no cell has such a name; there are:\n  zero0-te_linear-bf16\n  zero0-",
+        ),
     ):
         with pytest.raises(SystemExit):
             zero_matrix.main(wrong)
