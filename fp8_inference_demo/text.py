@@ -22,7 +22,9 @@ def decoded(text: bytes, where: str) -> str:
 
 
 def read_text(path: Path, name: str) -> str:
-    """A file in UTF-8, without a byte order mark. Raises ValueError: it names the byte that is not."""
+    """A file in UTF-8, without a byte order mark. Raises ValueError: a folder; a byte that is not, which it names."""
+    if path.is_dir():
+        raise ValueError(f"{name} is a folder; give a file with the text")
     return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 

@@ -216,6 +216,11 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     assert text.read_text(tmp_path / "a.txt", "a.txt") == "def"
 
 
+def test_a_folder_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--prompt_file x is a folder; give a file"):
+        text.read_text(tmp_path, "--prompt_file x")
+
+
 def test_bytes_that_are_not_utf8_are_named(fill: Fill, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n')
     assert "line 2: byte 16 (0xe9) is not UTF-8" in fill()[1]
