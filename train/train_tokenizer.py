@@ -37,7 +37,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_key", default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     text = (
-        "train on a sample of at most this many bytes of text (250,000,000, which take about 3 GB of memory)"
+        "train on a sample of at most this many bytes of text, or of one document, as they stay whole (250,000,000, "
+        "which take about 3 GB of memory)"
     )
     add("--max_bytes", type=between(1), default=250_000_000, help=text)
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"

@@ -44,7 +44,7 @@ HARD_STRINGS = (
 
 
 def sample_texts(items: Iterable[Text | Dropped], max_bytes: int) -> list[str]:
-    """The texts, or a sample of at most `max_bytes` of them: those with the smallest hashes, in their order.
+    """The texts, or a sample of at most `max_bytes` of them, or of one: those with the smallest hashes, in their order.
 
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
 
@@ -302,11 +302,10 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     reading = _Reading(args)
     texts = sample_texts(reading, args.max_bytes)
     size = sum(len(text.encode()) for text in texts)
-    of = (
-        f", a sample of {reading.text_bytes / 1e6:,.1f} MB (--max_bytes)"
-        if len(texts) < reading.documents
-        else ""
-    )
+    of = ""
+    if len(texts) < reading.documents:
+        whole = "; documents stay whole" if size > args.max_bytes else ""
+        of = f", a sample of {reading.text_bytes / 1e6:,.1f} MB (--max_bytes{whole})"
     print(f"training on {len(texts):,} documents, {size / 1e6:,.1f} MB{of}", flush=True)
     exchanging = False
     with naming(output), take_lock(output / "train_tokenizer.lock") as lock:

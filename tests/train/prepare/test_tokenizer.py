@@ -272,6 +272,8 @@ def test_what_is_a_sample_says_of_how_much_and_reading_how_far_it_is(tmp_path, c
     size = sum(len(json.loads(line)["text"].encode()) for line in corpus.read_text().splitlines())
     assert re.search(rf"documents, 0.0 MB, a sample of {size / 1e6:.1f} MB .--max_bytes.", captured.out)
     assert re.search(r"reading: \d+ %, 0:00:\d\d left: 150 documents", captured.err)
+    assert main([*arguments, "--overwrite", "--max_bytes", "10"]) == 0
+    assert re.search(r"on 1 documents, .* MB .--max_bytes; documents stay whole.\n", capsys.readouterr().out)
 
 
 def test_a_tokenizer_is_trained_on_what_was_asked_for(tmp_path, monkeypatch, capsys):
