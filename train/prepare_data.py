@@ -56,7 +56,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help=text)
     add = parser.add_argument_group("how it is run").add_argument
     add("--executor", choices=("local", "slurm", "ray"), default="local", help="where the tasks run (local)")
-    add("--tasks", type=between(1), help="parts of the work (one for 16 MiB, at most 1000)")
+    text = "parts of the work, as many as you like (default: one for 16 MiB of input, up to 1000)"
+    add("--tasks", type=between(1), help=text)
     add("--workers", type=between(1), help="tasks at a time (local: one a core, at most 16; clusters: all)")
     add("--slurm_partition", default="", help="of the jobs; required for slurm")
     add("--slurm_time", default="24:00:00", help="limit of a task (24:00:00)")

@@ -404,3 +404,13 @@ def test_a_name_that_no_manifest_can_hold_is_refused_before_anything_is_read(tmp
         with pytest.raises(SystemExit):
             prepare(tmp_path / "out", *inputs, **options)
         assert "caf\\udce9.txt' is not UTF-8; rename it" in capsys.readouterr().err
+
+
+def test_the_help_names_no_limit_of_tasks_that_there_is_not(capsys):
+    assert (
+        parse_arguments(["--input", "a", "--tokenizer", "b", "--output", "c", "--tasks", "100000"]).tasks
+        == 100000
+    )
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert "as many as you like (default: " in " ".join(capsys.readouterr().out.split())
