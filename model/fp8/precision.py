@@ -8,6 +8,8 @@ for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipe
 from __future__ import annotations
 
 import fnmatch
+import json
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -221,15 +223,22 @@ class Precision:
                 f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
                 'remove patterns or set precision.compute to "bf16"'
             )
-        for name in report.planned:
+        self._check_features(model, report.planned)
+        return report.planned
+
+    def _check_features(self, model: nn.Module, planned: list[str]) -> None:
+        """Raises PrecisionError: it names all that do not fit, as patterns, of which one is of all layers."""
+        patterns, weights = dict[str, None](), dict[str, None]()
+        for name in planned:
             for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
                 if p.dim() == 2 and not fits_fp8(*p.shape):
-                    raise PrecisionError(
-                        f"{name}.{parameter_name}: an FP8 GEMM needs dimensions divisible by "
-                        f"{FP8_FEATURE_MULTIPLE}, and these are {tuple(p.shape)}; change the model's sizes or add "
-                        f"{name!r} to precision.bf16_modules"
-                    )
-        return report.planned
+                    pattern = re.sub(r"\.\d+\.", ".*.", name)
+                    patterns[pattern] = weights[f"{pattern}.{parameter_name} {tuple(p.shape)}"] = None
+        if patterns:
+            raise PrecisionError(
+                f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
+                f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules"
+            )
 
 
 def _rounds_scales_of_gradients(recipe: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,9 +225,18 @@ def test_no_module_left_is_an_error() -> None:
 
 
 def test_dimensions_are_checked_before_the_first_step() -> None:
+    """All that do not fit are named at once, in words that precision.bf16_modules takes."""
     config = small_config(intermediate_size=200)
-    with pytest.raises(PrecisionError, match=r"mlp\.gate_proj\.weight.*divisible by 16.*\(200, 128\)"):
+    with pytest.raises(PrecisionError) as error:
         build_model(config, "te_linear", precision_of())
+    sizes = {"gate_proj": "(200, 128)", "up_proj": "(200, 128)", "down_proj": "(128, 200)"}
+    weights = ", ".join(f"model.layers.*.mlp.{name}.weight {size}" for name, size in sizes.items())
+    names = [f"model.layers.*.mlp.{name}" for name in sizes]
+    assert str(error.value) == (
+        f"{weights}: an FP8 GEMM needs dimensions divisible by 16; change the model's sizes or add "
+        f"{json.dumps(names)[1:-1]} to precision.bf16_modules"
+    )
+    build_model(config, "te_linear", precision_of(bf16_modules=["lm_head", *names]))
     build_model(config, "te_linear", precision_of(compute="bf16"))
     build_model(config, "te_linear", precision_of(bf16_modules=["lm_head", "*.mlp"]))
 

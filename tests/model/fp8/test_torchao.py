@@ -167,7 +167,7 @@ def test_patterns_keep_modules_out() -> None:
         (
             {},
             dict(intermediate_size=200),
-            r"mlp\.gate_proj\.weight.*divisible by 16.*\(200, 128\).*bf16_modules",
+            r"mlp\.gate_proj\.weight \(200, 128\).*divisible by 16.*bf16_modules",
         ),
     ],
 )
