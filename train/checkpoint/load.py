@@ -184,8 +184,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} holds no *model_states.pt")
     if read_state(path).zero_stage == 3:
         # the weights are spread over the ranks' optimizer shards, as the float32 master copy
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        from deepspeed.utils import zero_to_fp32
 
+        # no lines and bars of its own on the console; a redirection would take those of other threads along
+        vars(zero_to_fp32).update(print=lambda *_: None, tqdm=lambda items, **_: items)
         with without_patterns(path.parent) as root:
-            return get_fp32_state_dict_from_zero_checkpoint(str(root), tag=path.name)
+            return zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(root), tag=path.name)
     return torch.load(files[0], map_location="cpu", weights_only=False)["module"]

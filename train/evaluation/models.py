@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,8 +174,7 @@ class Plan:
         from train.checkpoint.load import read_hf_weights
 
         if self.state is not None:
-            with redirect_stdout(sys.stderr):  # of ZeRO 3 DeepSpeed prints how it goes
-                return read_hf_weights(self.path, self.config)
+            return read_hf_weights(self.path, self.config)
         weights = read_quantized(self.path)
         return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
 

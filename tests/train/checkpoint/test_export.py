@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from safetensors import SafetensorError
 
+from tests.train.runs import run
 from train import export
 from train.checkpoint import files
 from train.checkpoint.files import (
@@ -332,3 +333,14 @@ def test_libraries_do_not_talk_over_the_answer(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.splitlines()[0].startswith(
         f"error: {tmp_path / 'no'} is not a folder"
     )
+
+
+def test_at_zero_3_deepspeed_says_nothing_of_its_own(
+    settings: dict, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, max_steps=1, warmup_steps=0, deepspeed="ds_config_zero3.json")
+    out, error = capfd.readouterr()
+    assert "a Hugging Face folder" in out
+    assert not [
+        word for word in ("zero checkpoint", "Reconstructed", "Gathering", "shards:") if word in out + error
+    ]
