@@ -240,8 +240,19 @@ class Lock:
                     os._exit(NOT_AS_IT_IS)
 
     def _tell_if_away(self) -> None:
-        """While there is still time to put the folder back: the next save would make one anew."""
-        if self._away or self.path.parent.is_dir():
+        """While there is still time to put the folder back: the next save would make one anew. Where one has, how to
+        bring the two together."""
+        here = self._folder()
+        if here not in (None, self.mine["folder"]):
+            self.mine["folder"], self._away = here, False
+            print(
+                f"warning: {self.path.parent} was renamed or removed, and what this {self.user} saved since then is in "
+                "a new folder of that name: checkpoints and the export. Its metrics are in the former one, wherever "
+                f"that is now. When the {self.user} has ended, move checkpoints/step-* and hf there, and go on there",
+                file=sys.stderr,
+                flush=True,
+            )
+        if self._away or here is not None:
             return
         self._away = True
         print(

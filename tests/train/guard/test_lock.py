@@ -286,6 +286,27 @@ def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
     )
 
 
+def test_a_folder_that_a_save_made_in_the_place_of_a_renamed_one_is_told_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Also where no beat has seen that there was none."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    here, there = path.parent / "run", path.parent / "renamed"
+    holder = Lock(here / path.name)
+    holder.acquire()
+    try:
+        (there / "checkpoints").mkdir(parents=True)
+        here.rename(path.parent / "former")
+        there.rename(here)
+        until(lambda: (holder._holder() or {}).get("beats", 0) > 3)
+        assert holder._holder()["folder"] == here.stat().st_ino  # so that it is taken for no copy
+    finally:
+        holder.release()
+    assert (
+        capfd.readouterr().err.count(f"warning: {here} was renamed or removed, and what this run saved") == 1
+    )
+
+
 def test_who_copied_a_folder_while_its_run_goes_on_is_told_what_to_remove(tmp_path: Path) -> None:
     """Else the copy could not be used until the run in the other folder has ended."""
     here, copied = tmp_path / "run", tmp_path / "copy"
