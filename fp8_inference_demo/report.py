@@ -32,11 +32,8 @@ from model.fp8.hf_fp8 import quantization_of
 from model.fp8.machine import describe, headline
 
 PRECISIONS = ("bf16", "fp8")
-STORED = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}  # what config.json says of weights
+# What config.json says of weights.
+STORED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 BATCH_SIZES = (1, 4, 16, 64, 256)
 WINDOW_TOKENS = 2048  # each begins with BOS; nothing before it is seen
 CHARACTERS = 16  # of a text that are read for a token
