@@ -81,14 +81,21 @@ COLUMNS: report.Columns = {
 }
 
 
-def cells_of(options: argparse.Namespace) -> list[Cell]:
+def matrix_of(options: argparse.Namespace) -> list[Cell]:
+    """What --stages, --variants, --precisions and --cells leave. Exits: a pattern of --cells that is of no cell, also
+    without the others; nothing is left."""
     from test_fp8.zero.cells import cells
 
-    return list(cells(options.stages, options.variants, options.precisions))
-
-
-def matrix_of(options: argparse.Namespace) -> list[Cell]:
-    return [c for c in cells_of(options) if any(fnmatchcase(c.name, pattern) for pattern in options.cells)]
+    every = list(cells(options.stages, options.variants, options.precisions))
+    left = [cell for cell in every if any(fnmatchcase(cell.name, pattern) for pattern in options.cells)]
+    names = {cell.name for cell in (*every, *cells(range(4), list(VARIANTS), PRECISIONS))}
+    unknown = [pattern for pattern in options.cells if not any(fnmatchcase(name, pattern) for name in names)]
+    if unknown or not left:
+        OPTIONS.error(
+            f"--cells {' '.join(unknown or options.cells)}: no cell has such a name; there are:\n  "
+            + "\n  ".join(cell.name for cell in every)
+        )
+    return left
 
 
 def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None) -> list[Result]:
@@ -166,11 +173,7 @@ def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     if options.time_limit_s and options.work_dir is None:
         OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
-    names = [cell.name for cell in cells_of(options)]
-    if unknown := [pattern for pattern in options.cells if not any(fnmatchcase(n, pattern) for n in names)]:
-        OPTIONS.error(
-            f"--cells {' '.join(unknown)}: no cell has such a name; there are:\n  " + "\n  ".join(names)
-        )
+    matrix_of(options)  # before anything is made
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         print(

@@ -137,10 +137,16 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
             ["--cells", "*", "x"],
             "--cells x: no cell has such a name; there are:\n  zero0-te_linear-bf16\n  zero0-",
         ),
+        (
+            ["--stages", "3", "--cells", "zero2-*"],
+            "--cells zero2-*: no cell has such a name; there are:\n  zero3-",
+        ),
     ):
         with pytest.raises(SystemExit):
             zero_matrix.main(wrong)
         assert said in capsys.readouterr().err
+    some = zero_matrix.OPTIONS.parse_args(["--stages", "3", "--cells", "zero2-*", "zero3-te_linear-fp8"])
+    assert [cell.name for cell in zero_matrix.matrix_of(some)] == ["zero3-te_linear-fp8"]
 
 
 def test_a_signal_to_end_ends_the_ranks_and_removes_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
