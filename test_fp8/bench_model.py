@@ -7,8 +7,8 @@ without and with CUDA graphs, Megatron's rows without.
     python test_fp8/bench_model.py --config hare_0.4b --rows 'te_*' --step_rows '*_graph' --attention fused flash
     python test_fp8/bench_model.py --rows hf_bf16 --row mine model.variant=te_layer speed.fused_rope=false
 
-    python train/launch.py --nproc 2 test_fp8/bench_model.py --measure step --micro_batch 16 --attention flash \
-        --rows te_layer_fp8_delayed --row zero_3 precision.compute=fp8 deepspeed=ds_config_zero3.json \
+    python train/launch.py --nproc 2 test_fp8/bench_model.py --measure step --micro_batch 16 --attention flash \\
+        --rows te_layer_fp8_delayed --row zero_3 precision.compute=fp8 deepspeed=ds_config_zero3.json \\
         --one_rank ONE.json
 
 --config: a name of model/configs, a MistralConfig JSON, or a folder that has one. --rows and --step_rows choose rows by
