@@ -21,6 +21,7 @@ from scripts.architecture import ROOT, sources
 from train import plan
 from train.config.arguments import TrainingArguments, load_arguments
 from train.config.schema import keys_of, node_at
+from train.record.run_folder import RunFolder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = "(?:train|test_fp8|fp8_inference_demo|scripts)"
@@ -43,6 +44,12 @@ def test_the_tables_of_a_page_are_current(page: Path) -> None:
 def test_every_key_stands_in_the_configurations_page_once() -> None:
     page = text_of(ROOT / "docs/configuration.md").partition(tables.BEGIN)[2]
     assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == sorted(keys_of(TrainingArguments))
+
+
+def test_what_a_run_leaves_is_in_the_reliability_page() -> None:
+    page, folder = text_of(ROOT / "docs/reliability.md"), RunFolder("run")
+    left = [path.name for path in vars(folder).values() if path.parent == folder.path]
+    assert len(left) > 10 and [name for name in left if f"`{name}" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
