@@ -98,7 +98,9 @@ def matrix_of(options: argparse.Namespace) -> list[Cell]:
     return left
 
 
-def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None) -> list[Result]:
+def measure(
+    options: argparse.Namespace, matrix: list[Cell], folder: Path, devices: list[int] | None
+) -> list[Result]:
     """One result a cell; its "outcome" is equal, refused, apart, failed, or left for want of time."""
     from test_fp8.zero.cells import compared, is_about, make_data, records, refusal
 
@@ -106,7 +108,6 @@ def measure(options: argparse.Namespace, folder: Path, devices: list[int] | None
     data = folder / "data"
     if not (data / "manifest.json").is_file():
         make_data(data)
-    matrix = matrix_of(options)
     outputs = {ranks: folder / f"ranks_{ranks}" for ranks in (1, options.ranks)}
     reasons: dict[str, str] = {}
     for cell in matrix:
@@ -173,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     if options.time_limit_s and options.work_dir is None:
         OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
-    matrix_of(options)  # before anything is made
+    matrix = matrix_of(options)
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         print(
@@ -191,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
             if problem := made_for_another(folder, options):
                 print(f"error: {problem}", file=sys.stderr)
                 return 2
-        results = measure(options, Path(folder), devices)
+        results = measure(options, matrix, Path(folder), devices)
     print(report.table(results, COLUMNS))
     outcomes = Counter(r["outcome"] for r in results)
     equal, refused, left = (outcomes.pop(outcome, 0) for outcome in ("equal", "refused", "left"))

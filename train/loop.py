@@ -346,8 +346,8 @@ class Loop:
         found = step.record[FP8_HEALTH] = health_record(check, model.config.num_hidden_layers)  # waits
         if step.skipped:  # by an inf, whatever it came from: that says nothing about scales
             return
-        step.record |= self.health.fp8_alarms.judge(state.step, found, tell, check.not_fp8, check.blocks)
         alarms = self.health.fp8_alarms
+        step.record |= alarms.judge(state.step, found, tell, check.not_fp8, check.blocks)
         if changes := escalations(state.step, found, alarms, model, run.precision, tell):
             state.escalations += changes  # in place: run.json has this list
             step.record["fp8_escalations"] = {"changes": changes, "count": len(state.escalations)}

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -263,22 +263,27 @@ def test_it_is_written_anew_and_a_run_that_lost_it_ends(
     assert "was taken by another run" in capfd.readouterr().err
 
 
-def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+@pytest.fixture
+def holder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lock]:
+    """Of a run in the folder "run", whose beats come quickly."""
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    here, there = path.parent / "run", path.parent / "renamed"
-    holder = Lock(here / path.name)
-    holder.acquire()
-    try:
-        for _ in range(2):  # each time
-            here.rename(there)
-            until(lambda: holder._away)
-            there.rename(here)
-            beats = holder._holder()["beats"]
-            until(lambda now=beats: holder._holder().get("beats", 0) > now + 3 and not holder._away)
-    finally:
-        holder.release()
+    held = Lock(path.parent / "run" / path.name)
+    held.acquire()
+    yield held
+    held.release()
+
+
+def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
+    holder: Lock, capfd: pytest.CaptureFixture
+) -> None:
+    here = holder.path.parent
+    there = here.with_name("renamed")
+    for _ in range(2):  # each time
+        here.rename(there)
+        until(lambda: holder._away)
+        there.rename(here)
+        beats = holder._holder()["beats"]
+        until(lambda now=beats: holder._holder().get("beats", 0) > now + 3 and not holder._away)
     said = capfd.readouterr().err
     assert (
         said.count(f"warning: {here} is not there any more") == 2
@@ -287,21 +292,16 @@ def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
 
 
 def test_a_folder_that_a_save_made_in_the_place_of_a_renamed_one_is_told_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    holder: Lock, capfd: pytest.CaptureFixture
 ) -> None:
     """Also where no beat has seen that there was none."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    here, there = path.parent / "run", path.parent / "renamed"
-    holder = Lock(here / path.name)
-    holder.acquire()
-    try:
-        (there / "checkpoints").mkdir(parents=True)
-        here.rename(path.parent / "former")
-        there.rename(here)
-        until(lambda: (holder._holder() or {}).get("beats", 0) > 3)
-        assert holder._holder()["folder"] == here.stat().st_ino  # so that it is taken for no copy
-    finally:
-        holder.release()
+    here = holder.path.parent
+    there = here.with_name("renamed")
+    (there / "checkpoints").mkdir(parents=True)
+    here.rename(here.with_name("former"))
+    there.rename(here)
+    until(lambda: (holder._holder() or {}).get("beats", 0) > 3)
+    assert holder._holder()["folder"] == here.stat().st_ino  # so that it is taken for no copy
     assert (
         capfd.readouterr().err.count(f"warning: {here} was renamed or removed, and what this run saved") == 1
     )
