@@ -14,7 +14,7 @@ from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.forward import Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Matrix, Weights, pack
-from model.config import weight_shapes
+from model.config import CONFIGS, load_sizes, weight_shapes
 from model.fp8.hf_fp8 import quantize_rows
 
 pytestmark = pytest.mark.gpu
@@ -97,6 +97,21 @@ def test_a_step_is_as_exact_as_in_torch(precision: str, rows: int, length: int, 
     assert not forward.arrived.any()
     fp8 = {"fp8 weights" if rows <= 16 else "fp8 gemm": 12}
     assert forward.ran == ({"bfloat16": 12} if precision == "bf16" else fp8)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("shipped", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_heads_of_every_shipped_model(shipped: str, precision: str, rows: int) -> None:
+    """A layer of its sizes: head_dim 32 to 256, two to four query heads on one of key and value."""
+    sizes = load_sizes(shipped)
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    weights = make(precision, num_hidden_layers=1, **{name: getattr(sizes, name) for name in names})
+    expected, _ = decoded(exact(weights), rows)
+    theirs, _ = decoded(weights, rows, reference)
+    ours, forward = decoded(weights, rows)
+    assert forward.operations is not reference
+    assert error(ours, expected) < 1.2 * error(theirs, expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "block"])
