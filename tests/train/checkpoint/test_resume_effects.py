@@ -17,6 +17,7 @@ from train.checkpoint.files import CheckpointError, read_signed, read_state
 from train.checkpoint.load import read_weights
 from train.config.arguments import TrainingArguments
 from train.data.stream import open_stream
+from train.engine import step
 from train.engine.optimizer import learning_rate_at
 from train.engine.zero import base_optimizer
 from train.loop import Loop
@@ -89,6 +90,47 @@ def test_a_run_goes_on_otherwise_and_says_so_wherever_it_is_looked_for(
     run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
     assert curve(own_trained) == after
     assert len([line for line in metrics(own_trained) if "changes" in line]) == 1
+
+
+ADAMW = [
+    {"deepspeed": "ds_config_zero0.json"},
+    {"deepspeed": "ds_config_zero1.json"},
+    {"deepspeed": "ds_config_zero3.json"},
+    {"optim": "muon"},
+    {"precision": {"compute": "bf16", "optimizer_states": "int8"}},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("changes", ADAMW)
+def test_the_kernel_of_adamw_is_that_of_the_machine(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], first: bool
+) -> None:
+    """Fused on a GPU alone; a checkpoint, which brings its own, may be from another machine."""
+    own, found = step.build_optimizer, []
+
+    def made(fused: bool) -> Callable[..., torch.optim.Optimizer]:
+        def build(*arguments: Any) -> torch.optim.Optimizer:
+            optimizer = own(*arguments)
+            of_adamw = [group for group in optimizer.param_groups if "fused" in group]
+            for group in of_adamw:
+                group["fused"] = fused
+            found.append(of_adamw)
+            return optimizer
+
+        return build
+
+    settings |= {"precision": {"compute": "bf16"}} | changes
+    for max_steps, fused in ((2, first), (3, not first)):
+        monkeypatch.setattr(step, "build_optimizer", made(fused))
+        engines, take = [], Loop._take_step
+        monkeypatch.setattr(
+            Loop, "_take_step", lambda self, take=take, to=engines: to.append(self.engine) or take(self)
+        )
+        run(settings, max_steps=max_steps, allow_changes_on_resume=True)
+        groups = base_optimizer(engines[-1]).param_groups
+        assert [group["fused"] for group in groups if "fused" in group] == [fused] * len(found[-1]) != []
 
 
 @pytest.mark.slow

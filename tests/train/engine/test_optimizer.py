@@ -10,7 +10,7 @@ from torch import nn
 
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
-from train.engine.zero import skip_steps_that_are_not_finite
+from train.engine.zero import own_settings, skip_steps_that_are_not_finite
 
 
 def arguments(**changes):
@@ -130,3 +130,26 @@ def test_warmup_and_decay_may_fill_a_run_and_not_more():
     assert [learning_rate_at(step, a) for step in (59, 60, 80)] == pytest.approx([1, 1, 0.55])
     with pytest.raises(ConfigurationError, match="decay_steps 41, .*warmup and decay together are longer"):
         arguments(decay_steps=41, **schedule)
+
+
+@pytest.mark.gpu
+def test_steps_counted_on_a_cpu_are_gone_on_from_on_a_gpu() -> None:
+    """AdamW is fused there, and reads the count where the weights are."""
+
+    def stepped(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return optimizer
+
+    host, device = (nn.Parameter(torch.zeros(8, device=name)) for name in ("cpu", "cuda"))
+    before = stepped(torch.optim.AdamW([host], lr=1e-2))
+    engine = SimpleNamespace(optimizer=torch.optim.AdamW([device], lr=1e-2, fused=True))
+    with own_settings(engine):
+        engine.optimizer.load_state_dict(before.state_dict())
+    assert engine.optimizer.param_groups[0]["fused"] is True
+    with torch.no_grad():
+        device.copy_(host)
+    stepped(before), stepped(engine.optimizer)
+    assert torch.allclose(device.cpu(), host) and engine.optimizer.state[device]["step"] == 2
