@@ -126,6 +126,9 @@ def _register_fused_swiglu() -> str:
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
+        _slower_swiglu(
+            f"Transformer Engine {version_of('transformer_engine')} has no table of activations to add to"
+        )
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
 
@@ -153,12 +156,17 @@ def _swiglu_in_fp8_works() -> bool:
     formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
     works = all(kernels.works(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats)
     if not works:
-        warnings.warn(
-            f"Triton {version_of('triton')} makes a wrong kernel of model/fused/swiglu_fp8.py on this machine: "
-            "Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt",
-            stacklevel=2,
+        _slower_swiglu(
+            f"Triton {version_of('triton')} makes a wrong kernel of model/fused/swiglu_fp8.py on this machine"
         )
     return works
+
+
+def _slower_swiglu(why: str) -> None:
+    warnings.warn(
+        f"{why}: Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt",
+        stacklevel=3,
+    )
 
 
 def _head_products() -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_the_arithmetic_of_swiglu_in_fp8(monkeypatch: pytest.MonkeyPatch, M: int
 
 def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for TE's private table and kernels: its own ways stay, the project's are there for delayed scaling
-    only, and a TE without the table keeps its own SwiGLU."""
+    only, and a TE without the table keeps its own SwiGLU, which is said."""
     table = {"swiglu": ("forward", "backward", None), "gelu": ("f", "b", "c")}
     name = "transformer_engine.pytorch.module.layernorm_mlp"
     module = SimpleNamespace(_get_act_func_supported_list=lambda recipe=None: dict(table))
@@ -200,7 +200,8 @@ def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) ->
     works = [True]
     monkeypatch.setattr(te_backend, "_swiglu_in_fp8_works", lambda: works[0])
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    assert te_backend._register_fused_swiglu() == "swiglu"
+    with pytest.warns(UserWarning, match="no table of activations .*SwiGLU is used, which is slower"):
+        assert te_backend._register_fused_swiglu() == "swiglu"
     monkeypatch.setitem(sys.modules, name, module)
     fused = te_backend._register_fused_swiglu()
     assert fused == te_backend.FUSED_SWIGLU
