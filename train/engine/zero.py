@@ -125,19 +125,17 @@ def own_settings(engine: Any) -> Iterator[None]:
     """Within it a checkpoint may be loaded; afterwards the optimizer's settings, its kernel (a checkpoint of a CPU has
     another than a GPU's) and the norm of clipping are again what they were. DeepSpeed loads those of the checkpoint
     without a word."""
-    keys, optimizer = (
-        {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"},
-        base_optimizer(engine),
-    )
+    keys = {"lr", "betas", "eps", "weight_decay", "momentum", "fused", "foreach"}
+    optimizer = base_optimizer(engine)
     settings = [{key: group[key] for key in keys & group.keys()} for group in optimizer.param_groups]
     clipping = getattr(engine.optimizer, "clip_grad", None)
     yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-        for weight in group["params"]:
-            state = optimizer.state.get(weight, {})
-            if "step" in state:  # where that kernel reads it
-                state["step"] = state["step"].to(weight.device if group["fused"] else "cpu")
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    for weight, state in optimizer.state.items():  # at ZeRO 3 no group has its weights
+        if "step" in state:  # where that kernel reads it
+            state["step"] = state["step"].to(weight.device if fused else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
 
