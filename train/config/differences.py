@@ -12,6 +12,8 @@ from model.fp8.recipes import RECIPES, unread
 from train.config.arguments import TrainingArguments
 from train.config.schema import key_at, keys_of
 
+MIXTURE = "data.weights"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -53,11 +55,16 @@ def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Differe
         rules.add("constant")
     if _calibrations_to_come(old) == _calibrations_to_come(new):
         rules.add("calibration")
+    # a mixture by source beside one by stage: source by source it would be told as null in the other
+    staged = any(isinstance(values["data"].get("weights"), list) for values in (old, new))
 
     def relevant(values: dict[str, Any]) -> dict[str, Any]:
         # the content of data folders is compared, not their paths
         values = values | {"data": values["data"] | {"sources": sorted(values["data"]["sources"])}}
         found = {key: value for key, value in leaves(values).items() if not _is_of_no_matter(key)}
+        if staged:
+            found = {key: value for key, value in found.items() if key_of(key) != MIXTURE}
+            found[MIXTURE] = values["data"].get("weights")
         present = {key_of(key) for key in found}
         lacking = _of_new_keys(values.get("precision") or {})
         found |= {key: value for key, value in lacking.items() if key not in present}

@@ -109,3 +109,22 @@ def test_calibration_counts_where_a_later_stage_begins_by_it() -> None:
         )
         expected = [Difference("precision.calibration_passes", 4, 0)] if counts else []
         assert resume_differences(old, new) == expected, stages
+
+
+def test_a_mixture_beside_stages_is_told_as_a_whole() -> None:
+    """By source, those of the mixture would be told as null in the run that has stages, and its stages in the other."""
+    of_two = {"data__sources": {"a": "data/a", "b": "data/b"}}
+    mixture, stages = (
+        {"a": 0.7, "b": 0.3},
+        [{"weights": {"a": 1.0}, "until_tokens": 4096}, {"weights": {"b": 1.0}}],
+    )
+    one, staged, by_size = (
+        arguments(**of_two, data__weights=weights).resolve(1).to_dict() for weights in (mixture, stages, None)
+    )
+    as_resolved = staged["data"]["weights"]
+    assert resume_differences(one, staged) == [Difference("data.weights", mixture, as_resolved)]
+    assert resume_differences(staged, one) == [Difference("data.weights", as_resolved, mixture)]
+    assert resume_differences(staged, by_size) == [Difference("data.weights", as_resolved, None)]
+    assert resume_differences(staged, staged) == []
+    other = arguments(**of_two, data__weights=mixture | {"a": 0.5}).resolve(1).to_dict()
+    assert resume_differences(one, other) == [Difference("data.weights.a", 0.7, 0.5)]
