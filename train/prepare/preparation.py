@@ -15,7 +15,7 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from train.data.encoder import TextEncoder
-from train.data.format import DataError, Manifest
+from train.data.format import MANIFEST_NAME, DataError, Manifest
 from train.files import naming, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
@@ -123,7 +123,8 @@ class Preparation:
         """Note the identity in the work folder, or find that it is the one which was begun there.
 
         Raises:
-            DataError: another one was begun there, with what differs, and `output` is not to be overwritten.
+            DataError: another one was begun there, with what differs, and `output` is not to be overwritten. One that
+                came to nothing, as its options were wrong, is none.
         """
         path = self.work(IDENTITY_NAME)
         now = self.identity()
@@ -132,7 +133,7 @@ class Preparation:
             changed = list(_changes(before, now))
             if not changed:
                 return
-            if not output.overwrite:
+            if not output.overwrite and (self._has_done_tasks() or (self.output / MANIFEST_NAME).exists()):
                 raise DataError(
                     f"{self.output} holds an unfinished preparation of another kind:\n  "
                     + "\n  ".join(changed)
@@ -140,6 +141,10 @@ class Preparation:
                 )
             output.begin_anew()
         write_durably(path, json.dumps(now, indent=1) + "\n")
+
+    def _has_done_tasks(self) -> bool:
+        """Whether one is completed of what was begun in the work folder, by the marks of datatrove's executors."""
+        return any(self.work("stages").glob("*/completions/*"))
 
     def stages(self) -> list[Stage]:
         """The stages in their order; the last one writes the shards."""

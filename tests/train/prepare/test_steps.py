@@ -3,12 +3,14 @@
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from datatrove.executor.local import LocalPipelineExecutor
 
 from tests.train.prepare.prepare_documents import Read, last_stage, needs_spacy, parse, results, run, text_of
+from tests.train.prepare.test_prepare_data import contents
 from train.data.format import DataError
 from train.prepare.steps import StepOptions, passes, report
 
@@ -63,3 +65,20 @@ def test_an_evaluation_file_that_no_manifest_can_name_is_refused_at_once(tmp_pat
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a text")
     with pytest.raises(ValueError, match="--decontaminate '.*caf.udce9.txt': its name is not UTF-8"):
         parse("--decontaminate", str(tmp_path))
+
+
+def test_a_preparation_that_came_to_nothing_is_in_nobodys_way(
+    tmp_path: Path, prepare: Callable[..., int], corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its evaluation texts had another key: the message names the option, with which it was one of another kind."""
+    out, test = tmp_path / "out", tmp_path / "test.jsonl"
+    test.write_text('{"question": "one of three words"}\n')
+    wrong = {"decontaminate": test, "eval_fraction": 0.2}
+    right = {**wrong, "decontaminate_key": "question", "decontaminate_ngram": 3}
+    assert prepare(out, corpus, **wrong) == 2 and "--decontaminate_key" in capsys.readouterr().err
+    assert prepare(out, corpus, **right) == 0
+    before = contents(out)
+    assert prepare(out, corpus, **wrong, overwrite=True) == 2
+    # where there are data, only --overwrite has others take their place
+    assert prepare(out, corpus, **right) == 2 and "of another kind" in capsys.readouterr().err
+    assert {name: data for name, data in contents(out).items() if "prepare_data." not in name} == before
