@@ -6,6 +6,7 @@ import errno
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import sys
 import tempfile
@@ -50,6 +51,11 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno in NO_ROOM and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """`value` as JSON for people, in which a name of theirs has its own letters; `default` as json.dumps takes it."""
+    return json.dumps(value, default=default, ensure_ascii=False)
 
 
 def reason(error: BaseException) -> str:

@@ -13,7 +13,6 @@ is to be looked at.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from datetime import datetime
@@ -32,6 +31,7 @@ from train.checkpoint.files import (
     size_text,
     step_folders,
 )
+from train.files import shown
 from train.record.run_folder import RunFolder
 
 
@@ -63,7 +63,7 @@ def look_at(path: Path, verify: bool) -> tuple[list[str] | None, list[str]]:
     try:
         state = read_state(path)
         changes = [
-            f"changed at step {c['step']}: {c['key']}: {json.dumps(c['old'])} -> {json.dumps(c['new'])}"
+            f"changed at step {c['step']}: {c['key']}: {shown(c['old'])} -> {shown(c['new'])}"
             for c in state.changes
         ]
         for level, count in Counter(state.levels.values()).items():

@@ -23,6 +23,7 @@ from train.config.differences import (
     why_never,
 )
 from train.config.schedule import at_stage, stage_at, text_of
+from train.files import shown
 from train.record.run_folder import RunFolder
 
 ALLOW = "allow_changes_on_resume"
@@ -242,10 +243,10 @@ def _from_here_alone(saved: RunState, state: RunState) -> list[str]:
     if former == following and (new["data"]["weights"] or not added):
         return []
     weights = new["data"]["weights"]
-    last = json.dumps(weights) if isinstance(weights, dict) else "..."
+    last = shown(weights) if isinstance(weights, dict) else "..."
     return [
         "so that what the run has seen neither comes again nor is left out, have the new mixture begin here: "
-        f'data.weights {json.dumps(former)[:-1]}, {{"weights": {last}}}]'
+        f'data.weights {shown(former)[:-1]}, {{"weights": {last}}}]'
     ]
 
 

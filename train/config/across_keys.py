@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from model.variants import VARIANTS, variant_problems, why_no_graphs
 from train.config.schedule import precisions_of, stage_problems
 from train.config.schema import unchangeable
 from train.data.mixture import weight_problems
-from train.files import blocking
+from train.files import blocking, shown
 
 if TYPE_CHECKING:
     from train.config.arguments import TrainingArguments
@@ -25,7 +24,7 @@ def problems_across_keys(args: TrainingArguments, bad: set[str]) -> list[str]:
     def check(keys: str, allowed: object, message: str) -> None:
         if not allowed and bad.isdisjoint(keys.split()):
             values = ((key, attrgetter(key)(args)) for key in keys.split())
-            problems.append(f"{', '.join(f'{key} {json.dumps(value)}' for key, value in values)}: {message}")
+            problems.append(f"{', '.join(f'{key} {shown(value)}' for key, value in values)}: {message}")
 
     decays = args.lr_scheduler_type == "warmup_stable_decay"
     check("warmup_steps max_steps", args.warmup_steps <= args.max_steps, "warmup is longer than the run")
@@ -59,7 +58,7 @@ def problems_across_keys(args: TrainingArguments, bad: set[str]) -> list[str]:
         problems += unchangeable(type(args), args.allow_changes_on_resume)
     if "output_dir" not in bad and args.output_dir and (blocked := blocking(Path(args.output_dir))):
         problems.append(
-            f"output_dir {json.dumps(args.output_dir)}: {blocked} is there and is not a folder; choose another "
+            f"output_dir {shown(args.output_dir)}: {blocked} is there and is not a folder; choose another "
             "folder"
         )
     if args.data.weights is not None and bad.isdisjoint(("data.sources", "data.weights")):

@@ -17,6 +17,7 @@ from train.config.schema import (
     options,
     schema_of,
 )
+from train.files import shown
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SWITCHED = ("true", "false", "null")
@@ -116,7 +117,7 @@ def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
         target = target[section]
         if not isinstance(target, dict):
             raise ValueError(
-                f"--{path}: {section} is {json.dumps(target)}, not an object, so nothing in it can be set"
+                f"--{path}: {section} is {shown(target)}, not an object, so nothing in it can be set"
             )
     name = ".".join(names)
     if "properties" in node:  # an unknown key keeps its text: it is named with the other problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from typing import Any
 from model.fp8.recipes import RECIPES, unread
 from train.config.arguments import TrainingArguments
 from train.config.schema import key_at, keys_of
+from train.files import shown
 
 MIXTURE = "data.weights"
 
@@ -24,7 +24,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {json.dumps(self.old)} -> {json.dumps(self.new)}"
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

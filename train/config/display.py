@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from operator import attrgetter
 from typing import Any
 
 from train.config.arguments import TrainingArguments, load_deepspeed
 from train.config.schema import keys_of
+from train.files import shown
 
 LONGEST_VALUE, WIDTH = 60, 110  # characters
 
@@ -32,13 +32,13 @@ def differing(args: TrainingArguments) -> str:
         "per_device_eval_batch_size": args.per_device_train_batch_size,
         "deepspeed": load_deepspeed(None),
     }
-    shown = []
+    told = []
     for key, node in keys_of(TrainingArguments).items():
         value = values_of(args)[key]
         if value not in (node.get("default", ...), follows.get(key, ...)):
             text = value if isinstance(value, str) else _json(value)
-            shown.append(f"{key} {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}")
-    text = "configuration, where it is not the default (all of it: train.log): " + ", ".join(shown)
+            told.append(f"{key} {text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}")
+    text = "configuration, where it is not the default (all of it: train.log): " + ", ".join(told)
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
@@ -48,4 +48,4 @@ def values_of(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, default=dataclasses.asdict)
+    return shown(value, dataclasses.asdict)

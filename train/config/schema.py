@@ -18,6 +18,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from train.files import shown
+
 Node = dict[str, Any]  # JSON schema of one value, without references
 Place = tuple[str | int, ...]  # names of keys, and the numbers of items in lists
 
@@ -185,7 +187,7 @@ def unchangeable(cls: type, names: Iterable[str]) -> list[str]:
     """What is wrong with `names`, given in allow_changes_on_resume, a line each: no key, or one that cannot change."""
     keys, problems = keys_of(cls), []
     for name in names:
-        given = f"allow_changes_on_resume {json.dumps(name)}"
+        given = f"allow_changes_on_resume {shown(name)}"
         if name not in keys:
             problems.append(f"{given}: there is no such key{nearest(name, keys)}; --help lists all keys")
         elif why := keys[name].get("why"):
@@ -266,4 +268,4 @@ def _problem(cls: type, given: dict[str, Any], place: Place, kind: str) -> str:
     value = _value(given, place)
     if isinstance(value, float) and not math.isfinite(value):
         expected = expected.replace("a number", "a finite number")
-    return f"{name}: {json.dumps(value)} is given, {expected}"
+    return f"{name}: {shown(value)} is given, {expected}"

@@ -16,7 +16,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from train.data.encoder import TextEncoder
 from train.data.format import MANIFEST_NAME, DataError, Manifest
-from train.files import naming, write_durably
+from train.files import naming, shown, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
@@ -242,7 +242,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             changed = [path for path in {**theirs, **ours} if ours.get(path) != theirs.get(path)]
             yield f"{len(changed)} input files are new, gone or changed, the first is {changed[0] if changed else '-'}"
         else:
-            yield f"{key}: {json.dumps(old)} -> {json.dumps(new)}"
+            yield f"{key}: {shown(old)} -> {shown(new)}"
 
 
 def _too_many_dropped(tally: Tally, max_dropped: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from model.fp8.recipes import stage_of
+from train.files import shown
 from train.record.history import EVALUATION, History, HistoryError, read_history
 
 # By which a later export knows its own card from one that a user wrote or changed.
@@ -181,7 +181,7 @@ def _since(now: str, formers: list[tuple[int, str]]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, str) and len(value) == HASH:
         return f"{value[:12]}..."
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)
 
 
 def _branched(began_at: str | None) -> str:

@@ -1,8 +1,11 @@
 """How a configuration is shown on the console."""
 
+import pytest
+
 from tests.train.config.test_arguments import arguments
 from train.config.arguments import TrainingArguments
-from train.config.display import differing
+from train.config.differences import resume_differences
+from train.config.display import differing, table
 
 
 def on_one_line(args: TrainingArguments) -> str:
@@ -21,3 +24,15 @@ def test_the_console_shows_what_is_not_the_default():
     for name, told in (("n" * 60, "n" * 60), ("n" * 61, "n" * 57 + "...")):  # long ones are cut off
         assert f"run_name {told}, " in on_one_line(arguments(run_name=name))
     assert "per_device_eval_batch_size 4, " in on_one_line(arguments(per_device_eval_batch_size=4))
+
+
+def test_names_are_shown_in_their_own_letters() -> None:
+    """On the console, in train.log, in what a resume refuses and in what is wrong with a value."""
+    given, other = ({"data__sources": {name: f"data/{name}"}} for name in ("bücher", "книги"))
+    one, two = (arguments(**sources).resolve(1) for sources in (given, other))
+    assert '{"bücher": "data/bücher"}' in on_one_line(arguments(**given)) and "data/bücher" in table(one)
+    assert [*map(str, resume_differences(one.to_dict(), two.to_dict()))] == [
+        'data.sources: ["bücher"] -> ["книги"]'
+    ]
+    with pytest.raises(ValueError, match='max_steps: "hundert für" is given, an integer above 0'):
+        arguments(max_steps="hundert für")
