@@ -284,7 +284,8 @@ class Job:
         prompt = ("--prompt", setting("DEMO_PROMPT", "def __init__(self, "))
         program = "fp8_inference_demo/fp8_inference.py"
         demo = python(program, "--model", folder, *how.split(), "--ignore_eos", *prompt)
-        tell(f"\ndemo: python {os.path.relpath(ROOT / program)} --model {folder} {shlex.join(prompt)}")
+        command = ["python", os.path.relpath(ROOT / program), "--model", folder, *prompt]
+        tell(f"\ndemo: {shlex.join(command)}")
         os.execv(demo[0], demo)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -113,6 +115,22 @@ def test_ranks_in_a_container_of_pyxis(
     monkeypatch.setenv("SLURM_JOB_ID", "")
     with pytest.raises(job.JobError, match="CONTAINER_IMAGE is for Slurm jobs with Pyxis"):
         job.launch_command(8)
+
+
+def test_the_demo_is_told_as_a_shell_takes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name in (*NAMES, "DEMO_PROMPT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(job, "set_environment", lambda processes: None)
+    monkeypatch.setattr(job, "run_state", lambda arguments: ("finished", "step-00000250"))
+    monkeypatch.setattr(os, "execv", lambda path, command: None)
+    folder, own_data = tmp_path / "my run", ["--data.sources", '{"mine": "data/mine"}']
+    assert job.Job([str(job.TINY), *own_data, "--output_dir", str(folder)]).run() == 0
+    (told,) = re.findall("^demo: (.*)$", capsys.readouterr().out, re.M)
+    _, program, *words = shlex.split(told)
+    assert Path(program).samefile(ROOT / "fp8_inference_demo/fp8_inference.py")
+    assert words == ["--model", str(folder), "--prompt", "def __init__(self, "]
 
 
 def test_a_hostfile_sets_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ The shard layout is the one datatrove writes. Readers open what the manifest lis
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,7 +139,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     command = "python train/prepare_data.py --input PATH... --tokenizer DIR"
-    remedy = f"prepare it with: {command} --output {folder}"
+    remedy = f"prepare it with: {command} --output {shlex.quote(str(folder))}"
     if not path.is_file():
         state = "has no manifest.json (unfinished or not prepared data)"
         if not folder.is_dir():

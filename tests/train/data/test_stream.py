@@ -273,6 +273,7 @@ def test_missing_folder_manifest_and_sources(tmp_path):
     (tmp_path / "shards" / "train_00000.ds").write_bytes(b"1234")
     for name, message in (
         ("nowhere", "does not exist"),
+        ("my data", f"does not exist; prepare it with: .* --output '{tmp_path}/my data'$"),
         ("empty", "is empty"),
         ("shards", "no manifest.json"),
     ):
