@@ -27,7 +27,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
 from fp8_inference_demo.weights import Weights
-from model.config import GIB, num_parameters
+from model.config import GIB, model_name, num_parameters
 from model.fp8.hf_fp8 import quantization_of
 from model.fp8.machine import describe, headline
 
@@ -174,7 +174,11 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine,
         "versions": versions,
-        "model": {"name": folder.name, "parameters": num_parameters(session.config), "weights": stored},
+        "model": {
+            "name": model_name(folder),
+            "parameters": num_parameters(session.config),
+            "weights": stored,
+        },
         "text": {"name": text.name, "sha256": hashlib.sha256(content.encode()).hexdigest()},
         "window_tokens": length,
         "weights_gib": {precision: of.nbytes / GIB for precision, of in weights.items()},
@@ -224,7 +228,7 @@ def command(arguments: argparse.Namespace) -> str:
     for key in ("model", "report", "batch_size", "max_length"):
         value = getattr(arguments, key)
         if value is not None:
-            words += [f"--{key}", value.name if isinstance(value, Path) else str(value)]
+            words += [f"--{key}", model_name(value) if isinstance(value, Path) else str(value)]
     return shlex.join(words)
 
 

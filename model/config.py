@@ -84,6 +84,13 @@ def config_file(name_or_path: str) -> Path:
     return path / "config.json" if path.is_dir() else path
 
 
+def model_name(name_or_path: str | Path) -> str:
+    """What a model is called where the folders of somebody's machine are left out: by its own folder or file, and the
+    export of a run, which always is hf/, by the run's, too."""
+    path = Path(name_or_path)
+    return f"{path.parent.name}/{path.name}" if path.name == "hf" and path.parent.name else path.name
+
+
 def load_config(name_or_path: str) -> MistralConfig:
     """A MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
 

@@ -150,6 +150,7 @@ def test_a_report_in_table_json_and_plot(
         f"python fp8_inference_demo/fp8_inference.py --model {folder.parent.name} --report text.txt --max_length 24"
     )
     assert {"cpu", "torch_threads"} <= results["machine"].keys() and "torch" in results["versions"]
+    assert results["model"]["name"] == f"{folder.parent.name}/{folder.name}"
     assert results["model"]["weights"] == "fp32" and "stored in fp32; bf16 is these, rounded" in log
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from model.config import model_name
 from model.fp8.recipes import stage_of
 from train.files import shown
 from train.record.history import EVALUATION, History, HistoryError, read_history
@@ -67,7 +68,7 @@ def _facts(
     now, before = _configured(trained, step, tokens), _before(trained, step, tokens, changes)
     told = {name: _since(now[name], [(until, values[name]) for until, values in before]) for name in now}
     facts = {
-        "model": f"{Path(trained['model']['config']).name}, trained as {trained['model']['variant']}",
+        "model": f"{model_name(trained['model']['config'])}, trained as {trained['model']['variant']}",
         "data": told["data"],
         "steps, tokens": f"{step:,}, {tokens:,}",
         "of another run": _branched(began_at),
@@ -194,9 +195,8 @@ def _branched(began_at: str | None) -> str:
 
 
 def _begin(trained: dict[str, Any]) -> str:
-    """Without the folders of somebody's machine."""
     begun_with = trained["model"].get("init_from")
-    return f"the weights of {Path(begun_with).name}" if begun_with else "random weights"
+    return f"the weights of {model_name(begun_with)}" if begun_with else "random weights"
 
 
 def _cell(text: str) -> str:

@@ -220,7 +220,7 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
     starts[1] |= {"gpus": 8, "commit": "def", "proof": ["another"], "machine": {}, "escalations": gone}
     make_run(tmp_path / "my run", starts=starts, lines=3)
     text = card(tmp_path)
-    assert "# my run" in text and "from the weights of hf" in text and "/home/me" not in text
+    assert "# my run" in text and "from the weights of base/hf" in text and "/home/me" not in text
     assert (
         "| training loss | 4.0000 nats a token |" in text and "evaluation loss" not in text
     )  # those of step 3 are not its
