@@ -67,6 +67,53 @@ ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 MISSPELT = 0.7
 
 
+def read_json_file(path: Path) -> Any:
+    """What is in a JSON file that a user writes.
+
+    Raises ValueError: it cannot be read, is no JSON, has a key twice in one object, or NaN or Infinity.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:  # json keeps the last one silently
+            raise ValueError(f"{path}: the key {', '.join(twice)} is given twice in one object")
+        return dict(pairs)
+
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{path}: {name} is not JSON; give a finite number")
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read: {error}; save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        where = f"{path}, line {error.lineno} column {error.colno}"
+        raise ValueError(f"{where}: not valid JSON: {json_mistake(error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: not valid JSON: it is nested too deep") from error
+
+
+def json_mistake(error: json.JSONDecodeError) -> str:
+    """What is wrong in a text that is no JSON: where it is some other language's, what to do instead of json's words,
+    which name what would have come next."""
+    before, rest = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if not (before or rest):
+        return "there is nothing in it"
+    if rest.startswith(("//", "/*", "#")):
+        return "a comment, of which JSON has none; remove it"
+    if rest.lstrip(", \t\r\n")[:1] in ("}", "]") and (before[-1:] == "," or rest[0] == ","):
+        return "there is a comma behind the last entry; remove it"
+    if rest[:1] in ("'", "\u201c", "\u201d", "\u201e", "\u2018", "\u2019"):
+        return f'text and keys stand in ", and not in {rest[0]}'
+    if word := next((word for word in ("True", "False", "None") if rest.startswith(word)), ""):
+        return f"{word} is {'null' if word == 'None' else word.lower()} in JSON"
+    return error.msg
+
+
 def config_file(name_or_path: str) -> Path:
     """The file of a configuration that is given by name (a file of model/configs), as a config.json or as a folder that
     has one; only looked for, not read. Raises ValueError: nothing there."""
@@ -98,11 +145,12 @@ def load_config(name_or_path: str) -> MistralConfig:
     ignore it and take the default of what was meant), a value of another type or one that no model has.
     """
     path = config_file(name_or_path)
-    _check_keys(path)
+    values = _read_file(path)
+    _check_keys(path, values)
     from transformers import MistralConfig
 
     try:
-        config = MistralConfig.from_pretrained(str(path))
+        config = MistralConfig.from_dict(values)
         # of the weights beside it, not of the architecture: a model trained anew from it has others
         vars(config).pop("quantization_config", None)
         check_config(config)
@@ -162,9 +210,9 @@ def check_init_from(folder: str, config: Any) -> None:
 def _read_file(path: Path) -> dict[str, Any]:
     """What is in a config.json. Raises ValueError: not JSON, not a Mistral, a size that is not positive."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.config: {path} is not a JSON file that can be read: {error}") from error
+        values = read_json_file(path)
+    except ValueError as error:
+        raise ValueError(f"model.config: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"model.config: {path} holds no JSON object")
     if "model_type" not in values:
@@ -184,10 +232,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_keys(path: Path) -> None:
-    """Raises ValueError: as _read_file; a key that MistralConfig would let through, misspelt, or in rope_parameters one
-    that it does not read."""
-    values = _read_file(path)
+def _check_keys(path: Path, values: dict[str, Any]) -> None:
+    """Raises ValueError: a key of `values`, from `path`, that MistralConfig would let through, misspelt, or in
+    rope_parameters one that it does not read."""
     from transformers import MistralConfig
 
     fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)

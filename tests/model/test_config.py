@@ -18,6 +18,7 @@ from model.config import (
     load_config,
     load_sizes,
     num_parameters,
+    read_json_file,
     rope_theta,
     state_memory_gib,
     state_parts_gib,
@@ -52,6 +53,45 @@ def test_a_window_saves_attention() -> None:
     # W - W^2 / 2T, and no saving where no sample reaches the window
     for window, pairs in ((4, 4 - 16 / 128), (48, 48 - 48**2 / 128), (64, 32), (100, 32)):
         assert attention_pairs(small_config(sliding_window=window), 64) == pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "line 1 column 1: not valid JSON: there is nothing in it"),
+        ('{\n "a": 1, // one\n "b": 2}', "line 2 column 10: not valid JSON: a comment, of which JSON has none"),
+        ('# of mine\n{"a": 1}', "line 1 column 1: not valid JSON: a comment"),
+        ('{"a": 1 /* one */}', "not valid JSON: a comment"),
+        ('{"a": 1,\n}', "not valid JSON: there is a comma behind the last entry; remove it"),
+        ('{"a": [1, 2, ]}', "not valid JSON: there is a comma behind the last entry"),
+        ("{'a': 1}", "not valid JSON: text and keys stand in \", and not in '"),
+        ('{"a": \u201cb\u201d}', 'not valid JSON: text and keys stand in ", and not in \u201c'),
+        ('{"a": False}', "line 1 column 7: not valid JSON: False is false in JSON"),
+        ('{"a": [None]}', "not valid JSON: None is null in JSON"),
+        ('{"a": 1 "b": 2}', "not valid JSON: Expecting ',' delimiter"),
+        ('{"a": 1, "a": 2}', "the key a is given twice in one object"),
+        ("[" * 100_000, "not valid JSON: it is nested too deep"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_json_is_told_with_what_to_do(tmp_path: Path, text: str, told: str) -> None:
+    """A model's configuration, too, of which the last of two equal keys was taken without a word."""
+    path = tmp_path / "mine.json"
+    path.write_text(text, encoding="utf-8")
+    for read, name in ((read_json_file, ""), (load_sizes, "model.config: "), (load_config, "model.config: ")):
+        with pytest.raises(ValueError) as error:
+            read(path)
+        assert str(error.value).startswith(f"{name}{path}") and told in str(error.value)
+
+
+def test_how_a_configuration_is_encoded(tmp_path: Path) -> None:
+    """Some editors put a byte order mark first."""
+    path, values = tmp_path / "mine.json", (CONFIGS / "tiny.json").read_text()
+    path.write_text(values, encoding="utf-8-sig")
+    assert load_config(str(path)).to_dict() == load_config("tiny").to_dict()
+    assert load_sizes(str(path)) == load_sizes("tiny")
+    path.write_text(values, encoding="utf-16")
+    with pytest.raises(ValueError, match=f"model.config: {path}: cannot be read: .*; save it as UTF-8$"):
+        load_sizes(str(path))
 
 
 @pytest.mark.parametrize(

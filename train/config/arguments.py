@@ -334,6 +334,8 @@ def find_config(name: str, what: str) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if Path(name).is_dir():
+        raise ConfigurationError(f"{what}: {name} is a folder; give a JSON file")
     there = ", ".join(sorted(path.name for path in CONFIG_FOLDER.glob("*_config_*.json")))
     raise ConfigurationError(
         f"{what}: no file {' or '.join(str(candidate) for candidate in candidates)}; "

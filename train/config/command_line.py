@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from model.config import json_mistake
 from model.keys import RESUME
 from train.config.schema import (
     Node,
@@ -143,6 +144,8 @@ def _value(text: str, node: Node) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith(("{", "[")) and kinds & {"object", "array", None}:
-            raise ValueError(f"is not valid JSON: {error.msg}, at character {error.pos + 1}") from error
+            raise ValueError(
+                f"is not valid JSON: {json_mistake(error)}, at character {error.pos + 1}"
+            ) from error
         return text
     return text if "string" in kinds and json_type(value) not in kinds else value

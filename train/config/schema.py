@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from model.config import read_json_file
 from train.files import shown
 
 Node = dict[str, Any]  # JSON schema of one value, without references
@@ -44,28 +45,8 @@ LIMITS = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError: no file, no JSON, a key given twice, NaN or Infinity, no object."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        if twice:  # json keeps the last one silently
-            raise ValueError(f"{path}: the key {', '.join(twice)} is given twice in one object")
-        return dict(pairs)
-
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{path}: {name} is not JSON; give a finite number")
-
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno} column {error.colno}: not valid JSON: {error.msg}"
-        ) from error
+    """The object in a JSON file. Raises ValueError: as read_json_file; no object."""
+    value = read_json_file(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is expected, this is {WORDS[json_type(value)]}")
     return value

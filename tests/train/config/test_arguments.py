@@ -225,11 +225,16 @@ def test_command_line_overrides(tmp_path):
         (["--verbose", "{config}"], "--verbose: unknown key"),
         (["{config}", "--data.sources", "a"], '"a" is given, an object'),
         (["{config}", "--data.sources", "{a:b}"], "--data.sources {a:b} is not valid JSON: Expecting prop"),
+        (
+            ["{config}", "--data.sources", '{"a": "b",}'],
+            "is not valid JSON: there is a comma behind the last entry",
+        ),
         (["{config}", "--data.weights", "[1,"], "at character 4; for example --data.weights '{"),
         (["{config}", "--deepspeed.optimizer", "{"], "--deepspeed.optimizer { is not valid JSON"),
         (["{config}", "--optimizer", "{"], "optimizer: unknown key"),
         (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
         (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
+        (["/"], "CONFIG: / is a folder; give a JSON file"),
         (["elsewhere/no_such_config"], "of which a bare name is enough, has ds_config"),
     ],
 )
