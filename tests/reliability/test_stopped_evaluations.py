@@ -64,8 +64,8 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
 ) -> None:
     """Where a stage of precision.schedule ends with it, and where modules went up with it."""
     schedule = [{"until_step": 2, "compute": "bf16"}, {"on_trouble": "escalate", "recipe": "current"}]
-    settings |= {"eval_steps": 2, "max_steps": 5, "precision": {"health_steps": 2, "schedule": schedule}}
-    # of each gradient more is asked than FP8 can do, at the look in step 4
+    settings |= {"eval_steps": 2, "max_steps": 5, "precision": {"health_steps": 3, "schedule": schedule}}
+    # of each gradient more is asked than FP8 can do, at the looks in steps 3 and 4
     monkeypatch.setitem(fp8_alarms.LIMITS, ("error", "gradient"), 0.001)
     whole = run({**settings, "output_dir": str(tmp_path / "whole")})
     folder = Path(settings["output_dir"])
@@ -76,6 +76,8 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
                 run(settings)
         signals._received.clear()
     run(settings)
+    took_up = [m["step"] for m in metrics(folder) if "fp8_escalations" in m]
+    assert took_up[0] == 4
     evaluated = [
         [(m["step"], m["eval_loss"]) for m in metrics(f) if "eval_loss" in m] for f in (whole, folder)
     ]

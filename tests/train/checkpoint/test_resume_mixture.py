@@ -64,6 +64,7 @@ STAGES = [{"until_tokens": 50 * LENGTH, "weights": TWO}, {"weights": {"a": 0.5, 
     [
         (TWO, "ab", {"a": 0.2, "b": 0.8}),
         (STAGES, "ab", {"a": 0.9, "b": 0.1}),
+        ([{**STAGES[0], "until_tokens": SEEN * LENGTH}, STAGES[1]], "ab", {"a": 0.1, "b": 0.9}),  # ends here
         (None, "ab", TWO),  # by size
         (TWO, "abc", {"a": 0.2, "b": 0.2, "c": 0.6}),  # a source comes
         (None, "abc", None),

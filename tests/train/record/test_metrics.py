@@ -132,12 +132,13 @@ def test_time_left_forgets_what_is_long_ago_and_what_was_taken_back(tmp_path, ca
 
 @pytest.mark.parametrize("key", ["changes", "began_at"])
 def test_what_a_start_notes_is_there_once(tmp_path, key):
-    """Of one that saved nothing the next start begins at the same step, and notes it again."""
-    for _ in range(2):
-        log = logger(tmp_path, start_step=3)
-        log.log({"step": 3, key: {"a": 1}})
+    """Of one that saved nothing the next start begins at the same step, and notes it again; what earlier starts noted
+    stays."""
+    for step in (2, 3, 3):
+        log = logger(tmp_path, start_step=step)
+        log.log({"step": step, key: {"a": 1}})
         log.close()
-    assert [line["step"] for line in lines(tmp_path)] == [3]
+    assert [line["step"] for line in lines(tmp_path)] == [2, 3]
 
 
 def test_the_line_of_a_step_that_a_module_went_up_in_is_no_note_of_a_start(tmp_path):
