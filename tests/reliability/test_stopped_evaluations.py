@@ -87,14 +87,16 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
 def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
     settings: dict, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The same command goes on from there; with auto it would begin anew."""
     settings |= {"eval_steps": 2, "precision": {"compute": "bf16"}}
+    said = "a/checkpoints/step-00000002 is committed. The same command goes on from there"
     for folder, start in (
         (tmp_path / "a", "auto"),
         (tmp_path / "b", str(tmp_path / "a/checkpoints/step-00000002")),
     ):
         with monkeypatch.context() as patch:
             stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
-            with pytest.raises(signals.Stopped, match="a/checkpoints/step-00000002 is committed"):
+            with pytest.raises(signals.Stopped, match=said):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
         signals._received.clear()
     kept = [json.loads((tmp_path / name / "stopped.json").read_text())["checkpoint"] for name in "ab"]
