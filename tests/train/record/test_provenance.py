@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -106,13 +106,22 @@ def test_the_commit_is_that_of_the_sources_or_of_the_environment(monkeypatch, tm
     assert provenance.commit() == "abc"
 
 
-def test_the_commit_of_changed_sources_says_so(monkeypatch):
-    said = {"rev-parse": "def\n"}
-    answer = lambda words, **_: SimpleNamespace(stdout=said[words[1]])  # noqa: E731
-    monkeypatch.setattr(provenance.subprocess, "run", answer)
-    for status, commit in (("", "def"), (" M train/loop.py\n", "def, changed since")):
-        said["status"] = status
-        assert provenance.commit() == commit
+def test_the_commit_of_changed_sources_says_so(monkeypatch, tmp_path):
+    """Those of test_fp8/, too, but not what it has measured."""
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    files = [tmp_path / name for name in ("train/loop.py", "test_fp8/rows.py", "test_fp8/results/a.json")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    whole = provenance.commit()
+    assert len(whole) == 40
+    for file, changed in zip(files, (", changed since", ", changed since", ""), strict=True):
+        file.write_text("2")
+        assert provenance.commit() == whole + changed
+        file.write_text("1")
 
 
 def test_the_log_has_what_was_told_and_what_only_it_gets(tmp_path, capsys):
