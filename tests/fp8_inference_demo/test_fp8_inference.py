@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -68,14 +69,16 @@ def test_a_seed_reproduces_the_text(say: Demo, capsys: Captured) -> None:
 
 
 def test_samples_come_one_behind_the_other(say: Demo, capsys: Captured) -> None:
-    """Also in batches of two; the first one is what one sample alone is."""
+    """Also in batches of two, with the tokens of all; the first one is what one sample alone is."""
     assert say() == 0
     alone = capsys.readouterr().out
-    outputs = []
+    outputs, tokens = [], []
     for batch_size in (3, 2):
         assert say("--num_samples", 3, "--batch_size", batch_size) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
+        out, error = capsys.readouterr()
+        outputs.append(out)
+        tokens.append(re.findall(r"(?:prefill|decode) \d+ tokens", error))
+    assert outputs[0] == outputs[1] and tokens[0] == tokens[1] != []
     texts = (
         outputs[0].removeprefix("=== 1/3 ===\n").replace("=== 3/3 ===", "=== 2/3 ===").split("=== 2/3 ===\n")
     )

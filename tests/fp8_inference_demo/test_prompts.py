@@ -101,6 +101,23 @@ def test_what_was_stopped_goes_on_to_the_same_output(
     assert status == 0 and "all 6 prompts are done" in error and out.read_bytes() == whole
 
 
+def test_lines_and_settings_are_on_the_disk_before_anything_follows(
+    fill: Fill, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves whole lines, and how they were made: without that the command would not go on with them."""
+    synced: list[tuple[str, int]] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    fill("--batch_size", 9)  # three prompts at a time
+    settings = out.with_name("out.jsonl.settings.json")
+    half = sum(map(len, out.read_bytes().splitlines(keepends=True)[:3]))
+    begun = (f"{settings.name}.tmp", settings.stat().st_size)
+    assert synced == [begun, (out.name, half), (out.name, out.stat().st_size)]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

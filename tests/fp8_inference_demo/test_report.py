@@ -78,7 +78,9 @@ def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[dict[str, Any]]:
 def test_the_logits_before_a_token_count(
     folder: Path, monkeypatch: pytest.MonkeyPatch, path: str, few_rows: bool
 ) -> None:
-    """Of the path that is asked for, against the loss of transformers."""
+    """Of the path that is asked for, against the loss of transformers; so many positions at a time as there is room
+    for."""
+    monkeypatch.setattr(report, "ROWS", 7)
     calls, ids = noted(monkeypatch, "score"), list(range(1, 60))
     engines = {precision: Engine.load(folder, precision, 1, 24) for precision in report.PRECISIONS}
     result = report.compare(engines, ids, 100, path, bos=1)
@@ -201,7 +203,10 @@ def test_weights_in_bf16_are_not_rounded(
         demo("--model", bf16, "--report", text, "--output", output, "--max_length", 24, "--batch_size", 1)
         == 0
     )
-    assert json.loads(output.read_text())["model"]["weights"] == "bf16"
+    results = json.loads(output.read_text())
+    assert results["model"]["weights"] == "bf16"
+    assert [row["batch_size"] for row in results["speed"]] == [1, 1]
+    assert results["command"].endswith(" --batch_size 1 --max_length 24")
     assert "stored in" not in capfd.readouterr().err
 
 

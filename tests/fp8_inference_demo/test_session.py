@@ -156,10 +156,11 @@ OTHER: dict[str, Any] = {
 def test_all_that_completions_depend_on_is_noted_beside_them(folder: Path, tmp_path: Path) -> None:
     """So that a file of them is gone on with as it was begun; not on how many go at a time."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "def main"}\n')
-    session = session_of(folder)
+    source.write_text('{"prompt": "def main, the longest"}\n{"prompt": "def"}\n')
+    session, asked = session_of(folder), list[tuple[int, int]]()
 
-    def stopped(*_: object) -> None:
+    def stopped(longest: int, rows: int) -> None:
+        asked.append((longest, rows))
         raise KeyboardInterrupt
 
     session.load = stopped  # type: ignore[method-assign]
@@ -176,8 +177,11 @@ def test_all_that_completions_depend_on_is_noted_beside_them(folder: Path, tmp_p
     assert noted(batch_size=3) == usual
     for key, value in OTHER.items():
         assert noted(**{key: value}) == usual | {key: value}
+    longest = len(session.encode("def main, the longest", ""))
+    together = [4 if key == "num_samples" else 2 for key in ("", "batch_size", *OTHER)]
+    assert asked == [(longest, rows) for rows in together]
     assert noted(max_length=77) == usual | {"max_length": 77}
-    source.write_text('{"prompt": "def main", "id": 1}\n')
+    source.write_text('{"prompt": "def main, the longest", "id": 1}\n{"prompt": "def"}\n')
     assert {key for key, value in noted().items() if value != usual[key]} == {"prompts"}
 
 
@@ -198,3 +202,9 @@ def test_a_model_is_its_weights_its_configuration_and_its_tokenizer(tmp_path: Pa
         (tmp_path / name).write_text("other " + name)
         hashes.append(prompts.sha256_sampled(*prompts.model_files(tmp_path)))
     assert len(set(hashes)) == 1 + len(names)
+    # of many gigabytes parts alone are read, to the last byte
+    for first, last in ((0, 0), (1, 0), (0, 1)):
+        content = bytes([first, *bytes(2**20), last])
+        (tmp_path / names[1]).write_bytes(content)
+        hashes.append(prompts.sha256_sampled(*prompts.model_files(tmp_path)))
+    assert len(set(hashes)) == len(hashes)
