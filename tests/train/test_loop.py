@@ -130,7 +130,7 @@ def test_the_loss_of_a_line_is_the_mean_since_the_last_one_also_over_a_stop(
     assert curve(run(settings)) == whole
 
 
-def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped() -> None:
+def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped(process_group: None) -> None:
     engine: Any = SimpleNamespace(
         module=torch.nn.Linear(1, 1), skipped_steps=0, get_global_grad_norm=lambda: 1.0
     )

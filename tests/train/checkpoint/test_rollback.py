@@ -100,19 +100,30 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
 def test_a_rollback_keeps_what_this_start_has_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to."""
+    """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to; nor
+    are its ranks, its ZeRO stage and what its files are cut by, by which they are to be loaded."""
     root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=id, load_state_dict=id))
     path, newer = make(root, 3), make(root, 6)
     (newer / "weights.pt").write_bytes(b"")
-    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
+    loaded = list[bool]()
+    monkeypatch.setattr(rollback, "load_checkpoint", lambda engine, path, of, cut: loaded.append(cut))
     changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
-    state = RunState(9, 72, 0, 1, 1, {}, {"a": 1}, changes=changes, began_at={"path": "old"})
+    cut, otherwise = ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": n}}} for n in (1, 2))
+    configs = otherwise, cut
+    monkeypatch.setattr(
+        rollback, "is_cut_otherwise", lambda *of: tuple(s.train_config for s in of) == configs
+    )
+    state = RunState(9, 72, 0, 2, 2, cut, {"a": 1}, changes=changes, began_at={"path": "old"})
+    state.escalations = [{"step": 3, "module": "lm_head", "to": "bf16"}]
     saved = replace(read_state(path), evaluation_due=True)  # the run has made up for it since
+    saved.train_config = otherwise
     Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]])
     assert committed(root) == [path]  # else the save of step 6 would find its place taken
     assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
     assert not state.evaluation_due
     assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
+    assert (state.world_size, state.zero_stage, state.train_config) == (2, 2, cut)
+    assert state.levels == {"lm_head": "bf16"} and loaded == [True]
 
 
 def resumed_ranges(path: Path) -> list[list[int]]:
@@ -131,6 +142,22 @@ def test_every_bit_of_what_is_noted_of_a_rollback_counts(tmp_path: Path) -> None
             resumed_ranges(paths[1])
     (tmp_path / "rollback.json").unlink()
     assert resumed_ranges(paths[1]) == []
+
+
+def test_a_damaged_note_ends_the_ranks_that_do_not_read_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads it; the others would wait for it in the next collective."""
+    path = make(tmp_path, 2)
+    error = CheckpointError("rollback.json is damaged")
+
+    def of_rank_0(found: list[Any], src: int) -> None:
+        found[0] = error
+
+    monkeypatch.setattr(rollback.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(rollback.dist, "broadcast_object_list", of_rank_0)
+    with pytest.raises(CheckpointError, match="rollback.json is damaged"):
+        resumed_ranges(path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"checkpoint": 1}', "\0" * 200])
