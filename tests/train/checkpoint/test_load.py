@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,41 @@ def test_files_of_other_machines_are_waited_for_as_long_as_nfs_may_hide_them(
             wait_for_files(tmp_path, [entry])
 
 
+def saver_of_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> save.Saver:
+    """Of a run without a model."""
+
+    def capture(engine: Any, path: Path, take: Any) -> None:
+        take("weights.pt", {"weights": torch.arange(400_000.0)})
+
+    monkeypatch.setattr(save, "capture_checkpoint", capture)
+    monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
+    nothing: Any = SimpleNamespace(module=None)
+    return save.Saver(nothing, folder / "checkpoints", nothing, 1, print)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_manifest_counts_when_all_that_it_names_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut would leave one of files that are empty."""
+    synced: list[tuple[str, int]] = []
+
+    def sync(descriptor: int) -> None:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((file.name.removesuffix(".tmp"), 0 if file.is_dir() else file.stat().st_size))
+
+    saver = saver_of_weights(tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "fsync", sync)
+    saver.begin(RunState(3, 24, 0, 1, 1, {}, {}), background=False)
+    job = saver.finish()
+    assert job is not None
+    sizes = {file.name: file.stat().st_size for file in job.path.iterdir()}
+    assert files.read_manifest(job.path).keys() == sizes.keys() - {files.MANIFEST}
+    entries, of_all = (job.path.name, 0), (job.path.parent.name, 0)
+    written = [(name, sizes[name]) for name in ("weights.pt", "rank_00000.pt", files.RUN_STATE)]
+    assert synced == [*written, entries, of_all, (files.MANIFEST, sizes[files.MANIFEST]), entries]
+
+
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(("background", "waited_s", "seconds"), [(False, 5.0, 5.0), (True, 5.0, 12.0)])
 def test_a_save_tells_how_long_it_took_and_training_waited(
@@ -148,15 +184,9 @@ def test_a_save_tells_how_long_it_took_and_training_waited(
             now[0] += 5
         return write(path, value)
 
-    def capture(engine: Any, path: Path, take: Any) -> None:
-        take("weights.pt", {"weights": torch.arange(400_000.0)})
-
     monkeypatch.setattr(save, "write_tensors", written)
-    monkeypatch.setattr(save, "capture_checkpoint", capture)
-    monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
     monkeypatch.setattr(save, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    nothing: Any = SimpleNamespace(module=None)
-    saver = save.Saver(nothing, tmp_path / "checkpoints", nothing, 1, print)
+    saver = saver_of_weights(tmp_path, monkeypatch)
     if not background:
         waits.set()
     saver.begin(RunState(3, 24, 0, 1, 1, {}, {}), background)
