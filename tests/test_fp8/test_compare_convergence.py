@@ -61,6 +61,7 @@ def test_differences_are_in_percent_of_the_baseline() -> None:
         (2.98, 0, ["-0.67 %"]),  # better by that much is another training too
         (3.0, 2, ["2 steps were skipped"]),
         (3.1, 2, ["+3.33 %", "2 steps were skipped"]),
+        (float("nan"), 0, ["evaluation loss nan"]),
     ],
 )
 def test_what_misses_the_tolerance(eval_loss: float, skipped: int, misses: list[str]) -> None:

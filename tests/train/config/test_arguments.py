@@ -125,6 +125,7 @@ def test_defaults_follow_the_documented_names():
         ({"per_device_train_batch_size": 1, "max_seq_length": 24}, ["divisible by 16", "max_seq_length 24"]),
         ({"per_device_eval_batch_size": 1, "max_seq_length": 40}, ["per_device_eval_batch_size 1"]),
         ({"precision__compute": "fp4"}, ["precision.compute", "fp4", "fp8"]),
+        ({"speed__cuda_graphs": True, "gradient_checkpointing": True}, ["turn gradient_checkpointing or"]),
         ({"precision__recipe": "block", "precision__margin": 1}, ["precision.margin"]),
     ],
 )
