@@ -1,7 +1,8 @@
 """How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
 
 `option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config). `between` and `unicode` are types of other command lines.
+resume may change (train/config). `between`, `unicode` and `given_path` are types of other command
+lines.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, Field
@@ -28,6 +30,8 @@ RESUME = {
     "content": "may change on a resume; of what it says, all but sizes with allow_changes_on_resume",
     "never": "cannot change on a resume",
 }
+
+EMPTY = "empty, as a variable of the shell is that is not set; give a path, such as . for this folder"
 
 
 def option(
@@ -72,3 +76,11 @@ def unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not UTF-8; rename it") from error
     return text
+
+
+def given_path(text: str) -> Path:
+    """An argparse type: a path, which "" is not, as a variable of the shell that is not set leaves it: that would be
+    the folder in which the command is given."""
+    if not text:
+        raise argparse.ArgumentTypeError(EMPTY)
+    return Path(text)

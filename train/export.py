@@ -22,6 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from safetensors import SafetensorError
 
+from model.keys import given_path
 from train.checkpoint.files import (
     CheckpointError,
     RunState,
@@ -215,7 +216,7 @@ def main() -> None:
     parser.add_argument(
         "checkpoint", type=Path, help="a folder step-NNNNNNNN, or a run's output_dir: its newest good one"
     )
-    parser.add_argument("out", type=Path, help="the Hugging Face folder to write")
+    parser.add_argument("out", type=given_path, help="the Hugging Face folder to write")
     parser.add_argument("--format", choices=FORMATS, default="hf", help="hf-fp8: weights in FP8; default: hf")
     parser.add_argument(
         "--tokenizer",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.keys import between, unicode
+from model.keys import between, given_path, unicode
 from train.files import reason
 from train.prepare.corpus import eval_fraction
 
@@ -30,8 +30,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     text = "datasets: PREFIX.bin and PREFIX.idx"
     add("--input", type=unicode, nargs="+", required=True, metavar="PREFIX", help=text)
-    add("--tokenizer", required=True, help="a folder with the tokenizer.model or tokenizer.json of the ids")
-    add("--output", required=True, help="the folder to write")
+    add(
+        "--tokenizer",
+        type=given_path,
+        required=True,
+        help="a folder with the tokenizer.model or tokenizer.json of the ids",
+    )
+    add("--output", type=given_path, required=True, help="the folder to write")
     add("--eod_id", type=between(0), help="the id that ends documents in the datasets (the tokenizer's EOS)")
     text = "held-out share of documents; 1: all, for evaluation alone (0.01)"
     add("--eval_fraction", type=eval_fraction, default=0.01, help=text)

@@ -25,7 +25,7 @@ if importlib.util.find_spec("datatrove") is None:
     )
     sys.exit(2)
 
-from model.keys import between, unicode
+from model.keys import between, given_path, unicode
 from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, eval_fraction, separator
 from train.prepare.steps import add_arguments
@@ -38,8 +38,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", type=unicode, nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    add("--tokenizer", required=True, help="a folder with tokenizer.model or tokenizer.json")
-    add("--output", required=True, help="the folder to write")
+    add("--tokenizer", type=given_path, required=True, help="a folder with tokenizer.model or tokenizer.json")
+    add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     text = "held-out share of documents, or of each document; 1: all, for evaluation alone (0.01)"

@@ -20,7 +20,7 @@ if missing := [name for name in ("sentencepiece", "transformers") if importlib.u
     print(f"{needs} (. .venv/bin/activate), or pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
-from model.keys import between
+from model.keys import between, given_path
 from train.files import reason
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
 
@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--input", nargs="+", required=True, help=f"files and folders of {ALLOWED}")
     add("--vocab_size", type=between(260), required=True, help="pieces, with special ids and the 256 bytes")
-    add("--output", required=True, help="the folder to write")
+    add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)
     text = (

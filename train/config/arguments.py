@@ -56,7 +56,10 @@ class ModelArguments:
         "hf, torchao: torch.compile for each decoder layer; null: for torchao on a GPU", None
     )
     init_from: str | None = option(
-        "Hugging Face folder whose weights the run starts from; null: random", None, resume="free"
+        "Hugging Face folder whose weights the run starts from; null: random",
+        None,
+        resume="free",
+        min_length=1,
     )
     attention_backend: Literal[tuple(ATTENTION_BACKENDS)] = option(  # type: ignore[valid-type]
         "whose attention te_linear and te_layer run; fused is cuDNN's; auto: flash where FlashAttention-4 is installed "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from model.keys import unicode
+from model.keys import EMPTY, unicode
 from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.readers import (
     BAD_UTF8,
@@ -122,6 +122,8 @@ def list_sources(
     files: list[tuple[Path, str]] = []
     beside: dict[str, list[Path]] = {}
     for name in inputs:
+        if not name:
+            raise ValueError(f"input {name!r} is {EMPTY}")
         check_name("input", name)
         found, left_out = _readable_files_of(name)
         if not found:

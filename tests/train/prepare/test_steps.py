@@ -2,15 +2,18 @@
 
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datatrove.executor.local import LocalPipelineExecutor
 
 from tests.train.prepare.prepare_documents import Read, last_stage, needs_spacy, parse, results, run, text_of
 from tests.train.prepare.test_prepare_data import contents
+from train import export, import_megatron, prepare_data, train_tokenizer
 from train.data.format import DataError
 from train.prepare.steps import StepOptions, passes, report
 
@@ -65,6 +68,35 @@ def test_an_evaluation_file_that_no_manifest_can_name_is_refused_at_once(tmp_pat
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("a text")
     with pytest.raises(ValueError, match="--decontaminate '.*caf.udce9.txt': its name is not UTF-8"):
         parse("--decontaminate", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (prepare_data, ["--input", "", "--tokenizer", "{tokenizer}", "--output", "out"]),
+        (prepare_data, ["--input", "text.txt", "--tokenizer", "{tokenizer}", "--output", ""]),
+        (train_tokenizer, ["--input", "text.txt", "", "--vocab_size", "300", "--output", "out"]),
+        (train_tokenizer, ["--input", "text.txt", "--vocab_size", "300", "--output", ""]),
+        (import_megatron, ["--input", "text", "--tokenizer", "{tokenizer}", "--output", ""]),
+        (export, ["run", ""]),
+    ],
+)
+def test_a_variable_that_is_not_set_is_no_folder(
+    program: Any,
+    words: list[str],
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As "" it was the one in which the command is given: read as text, or written to."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("not to be read")
+    monkeypatch.setattr("sys.argv", ["program", *(w.format(tokenizer=tokenizer_dir) for w in words)])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(program.main())
+    assert ended.value.code == 2 and "empty, as a variable of the shell is" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_preparation_that_came_to_nothing_is_in_nobodys_way(
