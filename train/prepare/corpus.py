@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -326,7 +327,7 @@ def _share(
 
 def text_key_option(text_keys: Sequence[str]) -> str:
     """The option that mends a missing key, where `text_keys` hold strings: `--text_key content (or title)`."""
-    first, *others = text_keys[:8] or ["KEY"]
+    first, *others = map(shlex.quote, text_keys[:8] or ["KEY"])
     return f"--text_key {first}" + f" (or {', '.join(others)})" * bool(others)
 
 

@@ -1,8 +1,7 @@
 """One file -> documents, strictly: what cannot be read is named and counted, never skipped in silence.
 
 Readers of files that can be split take a range of bytes, start to stop, and give the documents that begin in it: the
-ranges of a file together give each of its documents once. Not datatrove's readers: a record without text, one bad byte
-or a cut file, these skip with a warning.
+ranges of a file together give each of its documents once. Not datatrove's readers: they skip what is bad, and warn.
 """
 
 import codecs
@@ -208,8 +207,7 @@ def _split_text(lines: Lines, separator: bytes | None, stop: float) -> Items:
 
     A document is of the range that has the line of the separator before it, the first one of the first range.
     """
-    document, size, is_ours = [b""], 0, not lines.start
-    where = f"{lines.path}:1"
+    document, size, is_ours, where = [b""], 0, not lines.start, f"{lines.path}:1"
 
     def whole() -> Items:
         if is_ours and size > MAX_DOCUMENT_BYTES:
@@ -277,19 +275,21 @@ def _read_json(lines: Lines, text_key: str) -> Items:
 
 def _read_csv(lines: Lines, text_key: str) -> Items:
     """The rows under a header, fields between commas and quoted as RFC 4180 has it."""
-    path = lines.path
+    path, row = lines.path, 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     rows = csv.reader(_decoded_lines(lines), strict=True)
-    row = 0
     try:
         header = next(rows, [])
         if header and text_key not in header:
+            if len(header) == 1 and (others := {*header[0]} & {";", "\t", "|"}):
+                detail = f"{_listed(sorted(others))} between fields; have commas there"
+                yield Dropped(INVALID_CSV, str(path), detail)
+                return
             first = next(rows, [])
             longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
             detail = f"no column {text_key!r} among {_listed(header)}"
-            count = bool(first) + sum(map(bool, rows))
-            keys = tuple(key for key, _ in longest)
-            yield Dropped(MISSING_KEY, str(path), detail, max(count, 1), keys)
+            count = max(bool(first) + sum(map(bool, rows)), 1)
+            yield Dropped(MISSING_KEY, str(path), detail, count, tuple(key for key, _ in longest))
             return
         row = last = rows.line_num
         for fields in rows:

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from train.prepare.corpus import list_sources, read_documents, read_share
+from train.prepare.corpus import list_sources, read_documents, read_share, text_key_option
 from train.prepare.readers import Dropped, Text
 
 TEXTS = [f"document {i} " + "x" * (i * 37 % 90) for i in range(120)]
@@ -250,3 +250,8 @@ def test_times_of_change_are_part_of_what_a_source_is(tmp_path):
     before = list_sources([str(path)])
     os.utime(path, ns=(1, 1))
     assert list_sources([str(path)]) != before
+
+
+def test_a_key_is_told_as_a_shell_takes_it():
+    assert text_key_option(("the text", "body", "a;b")) == "--text_key 'the text' (or body, 'a;b')"
+    assert text_key_option(()) == "--text_key KEY"

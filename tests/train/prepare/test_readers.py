@@ -109,7 +109,10 @@ RECORDS = {
     ),
     "a.csv.zst": (b"\xef\xbb\xbftext,id\none,1\n", ["one"]),
     "open.csv": (b'text\none\n"two\nthree\n', ["one", "invalid CSV :3"]),
-    "key.csv": (b"id;content\n1;one\n2;two\n", ["missing key "]),
+    "key.csv": (b"id,content\n1,one\n2,two\n", ["missing key "]),
+    "semicolon.csv": (b"id;text\n1;one\n2;two, three\n", ["invalid CSV "]),
+    "tab.csv": (b"id\ttext\n1\tone\n", ["invalid CSV "]),
+    "one.csv": (b"text\none; two\n", ["one; two"]),
     "head.csv": (b"id,text\n", ["empty document "]),
     "none.csv": (b"", ["empty document "]),
     "mark.txt": (codecs.BOM_UTF8, ["empty document "]),
@@ -160,6 +163,12 @@ def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
     path = write(tmp_path / "a.csv", b"id,content\n1,one\n2,two\n")
     (item,) = read_documents([str(path)])
     assert (item.count, item.text_keys) == (2, ("content", "id"))
+
+
+def test_a_table_without_commas_is_told_what_it_has(tmp_path):
+    """Not that its column is called 'id;text': as --text_key that made texts of whole rows."""
+    (item,) = read_documents([str(write(tmp_path / "a.csv", b"id;text\n1;one\n"))])
+    assert item.detail == "; between fields; have commas there" and not item.text_keys
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
