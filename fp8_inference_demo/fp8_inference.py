@@ -38,6 +38,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("decoding", "pydantic", "torch", "transformers")
+
 from model.keys import between
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")

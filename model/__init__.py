@@ -2,5 +2,24 @@
 shows what it runs on.
 
 It imports nothing of train/. Without torch, for who checks arguments: config, variants, keys and fp8/recipes.
-transformers' model class is imported only where it is used (hf_baseline).
+transformers' model class is imported only where it is used (hf_baseline). `need` is what programs begin with.
 """
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+
+def need(what: str, *packages: str, requirements: str = "requirements.txt") -> None:
+    """End the program with status 2 where one of `packages` is not installed: most likely the environment that has them
+    was not activated. `what` needs them, and the file `requirements` lists them."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        root = Path(__file__).resolve().parent.parent
+        activate = f". {shlex.quote(str(root / '.venv/bin/activate'))}"
+        print(
+            f"error: {what} needs {', '.join(missing)}: activate the project's environment ({activate}), which "
+            f"./run_training.sh makes, or pip install -r {requirements}",
+            file=sys.stderr,
+        )
+        sys.exit(2)

@@ -30,6 +30,10 @@ from typing import Any, TypeVar
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("evaluation", "pydantic", "psutil", "torch", "transformers")
+
 from train.engine import launchers
 
 INTERRUPTED, NOT_AS_IT_IS = 130, 2

@@ -20,6 +20,10 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
+
 from safetensors import SafetensorError
 
 from model.keys import given_path

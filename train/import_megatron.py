@@ -17,6 +17,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("importing data", "pydantic", "numpy")
+
 from model.keys import between, given_path, unicode
 from train.files import reason
 from train.prepare.corpus import eval_fraction

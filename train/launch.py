@@ -38,6 +38,10 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
+from model import need
+
+need("starting ranks", "pydantic", "psutil")
+
 from model.config import UserError
 from model.keys import between
 from train.engine.launchers import Nodes, names_of_this_host, nodes_of

@@ -20,6 +20,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("planning", "pydantic")
+
 from model.config import CONFIGS, UserError, load_sizes
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config

@@ -18,6 +18,10 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("drawing", "matplotlib")
+
 from train.files import tell
 from train.record.history import HistoryError, read_history, table
 

@@ -12,18 +12,14 @@ same inputs and options give the same bytes, whatever runs them; the same comman
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-if importlib.util.find_spec("datatrove") is None:
-    print(
-        "error: preparing data needs packages of its own: pip install -r requirements-prep.txt",
-        file=sys.stderr,
-    )
-    sys.exit(2)
+from model import need
+
+need("preparing data", "datatrove", requirements="requirements-prep.txt")
 
 from model.keys import between, given_path, unicode
 from train.files import reason

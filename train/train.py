@@ -28,6 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model import need
+
+need("training", "pydantic", "psutil", "torch", "deepspeed", "transformers")
+
 from train.guard import signals
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ on hard strings before it leaves the folder.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-if missing := [name for name in ("sentencepiece", "transformers") if importlib.util.find_spec(name) is None]:
-    needs = f"error: training a tokenizer needs {' and '.join(missing)}: activate the project's environment"
-    print(f"{needs} (. .venv/bin/activate), or pip install -r requirements.txt", file=sys.stderr)
-    sys.exit(2)
+from model import need
+
+need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 
 from model.keys import between, given_path
 from train.files import reason

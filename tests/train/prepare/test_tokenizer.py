@@ -2,8 +2,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ import sentencepiece
 from transformers import AutoTokenizer
 
 from tests.fixtures import corpus_texts
-from tests.train.runs import ROOT
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, read_manifest
 from train.prepare.output import take_lock
@@ -138,15 +135,6 @@ def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
     assert (
         "a.jsonl:1: missing key: no 'text' among content, id; " in error and "--text_key content\n" in error
     )
-
-
-@pytest.mark.interpreter
-def test_a_python_without_the_packages_says_what_to_do():
-    """-IS: without the installed packages."""
-    command = [sys.executable, "-IS", str(ROOT / "train" / "train_tokenizer.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: training a tokenizer needs sentencepiece")
-    assert "pip install -r requirements.txt" in done.stderr
 
 
 def test_an_output_that_cannot_be_written_is_told_before_the_text_is_read(tmp_path, capsys, monkeypatch):
