@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         job = Job(argv)
         signals.install(job.pass_on)
         return job.run()
-    except ConfigurationError as error:
+    except (ConfigurationError, CheckpointError) as error:
         tell(str(error), file=sys.stderr)
         return NOT_AS_IT_IS
     except JobError as error:

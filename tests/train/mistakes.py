@@ -177,6 +177,21 @@ def output_of_somebody_else(world: World) -> None:
     world.patch.setattr(check.os, "access", lambda place, mode: place != world.folder)
 
 
+def part_of_somebody_else(name: str, right: int) -> Mistake:
+    """Of the run: this user has not the `right` (of os.access) to it."""
+
+    def change(world: World) -> None:
+        part, access = world.output / name, os.access
+        (part.parent if part.suffix else part).mkdir(parents=True)
+        if part.suffix:
+            part.touch()
+        world.patch.setattr(
+            os, "access", lambda path, mode: access(path, mode) and not (path == part and mode & right)
+        )
+
+    return change
+
+
 def second_run(world: World) -> None:
     """In this folder this process's parent runs, which lives."""
     world.output.mkdir()

@@ -35,6 +35,7 @@ from tests.train.mistakes import (
     no_weights,
     options,
     output_of_somebody_else,
+    part_of_somebody_else,
     raw_text_as_data,
     second_run,
     shortened_data,
@@ -153,6 +154,26 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
         "somebody else's folder",
         output_of_somebody_else,
         ["output_dir", "cannot be written", "choose another"],
+    ),
+    (
+        "somebody else's checkpoints",  # as if there were none, the run would begin anew
+        part_of_somebody_else("checkpoints", os.R_OK),
+        ["run/checkpoints cannot be read by this user", "give another folder"],
+    ),
+    (
+        "one of somebody else's",
+        part_of_somebody_else("checkpoints/step-00000004", os.R_OK),
+        ["checkpoints/step-00000004 cannot be read by this user"],
+    ),
+    (
+        "checkpoints that may only be read",  # the first save would be the end
+        part_of_somebody_else("checkpoints", os.W_OK),
+        ["output_dir", "run/checkpoints cannot be written", "choose another"],
+    ),
+    (
+        "metrics that may only be read",
+        part_of_somebody_else("metrics.jsonl", os.W_OK),
+        ["output_dir", "run/metrics.jsonl cannot be written", "choose another"],
     ),
     ("a second run in the same folder", second_run, ["run is in use by another run", "another output_dir"]),
     ("too little disk", little_disk, ["output_dir", "1.0 MB are free", "first save", "make room"]),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -101,8 +102,17 @@ def step_of(path: Path) -> int:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The folders of saves under `root`, committed or not, oldest step first."""
-    return sorted((p for p in root.glob("step-*") if FOLDER.fullmatch(p.name) and p.is_dir()), key=step_of)
+    """The folders of saves under `root`, committed or not, oldest step first. Raises CheckpointError: this user may not
+    read what is there; as if nothing were, a run would begin anew."""
+    readable = root.is_dir() and os.access(root, os.R_OK | os.X_OK)
+    names = os.listdir(root) if readable else []
+    found = [root / name for name in names if FOLDER.fullmatch(name) and (root / name).is_dir()]
+    for place in (root, *found):
+        if not os.access(place, os.R_OK | os.X_OK) and place.is_dir():
+            raise CheckpointError(
+                f"{place} cannot be read by this user; have it made readable, or give another folder"
+            )
+    return sorted(found, key=step_of)
 
 
 def committed(root: Path) -> list[Path]:

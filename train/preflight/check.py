@@ -181,8 +181,10 @@ def check_output(args: TrainingArguments) -> None:
             f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data, with which the run in it '
             "would be removed; choose another folder. A run goes on from a checkpoint with --resume_from_checkpoint"
         )
-    place = existing(folder.path)
-    if not os.access(place, os.W_OK | os.X_OK):
+    parts = (folder.checkpoints, folder.hf) if args.save_strategy != "no" else ()
+    for place in (existing(folder.path), *(part for part in (*parts, folder.metrics) if part.exists())):
+        if os.access(place, os.W_OK | os.X_OK if place.is_dir() else os.W_OK):
+            continue
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {place} cannot be written by this user; choose another folder'
         )
