@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,14 @@ def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
     assert "def main" not in captured.out and captured.err.count("decode 5 tokens at") == 2
 
 
+def test_samples_of_a_piped_line_go_together(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three together take hardly longer than one."""
+    loaded, load = list[int](), Engine.load
+    monkeypatch.setattr(Engine, "load", lambda *given: loaded.append(given[2]) or load(*given))
+    assert say(b"def main\n", "--num_samples", 3) == 0
+    assert loaded == [3]
+
+
 def test_a_prompt_is_repeated_on_a_terminal(
     say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,11 +189,17 @@ def test_a_prompt_is_repeated_on_a_terminal(
 
 
 def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(
-    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str]
+    say: Demo, prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert say(b"x y " * 300 + b"\ndef main\n") == 1
-    assert prompts == ["<s>def main"]
-    assert "prompt 1 has" in capsys.readouterr().err
+    for context, line in (
+        (512, b"x y " * 300),
+        (64, b"x y " * 40),
+    ):  # of as many tokens as were made room for
+        prompts.clear()
+        monkeypatch.setattr("fp8_inference_demo.session.CONTEXT_TOKENS", context)
+        assert say(line + b"\ndef main\n") == 1
+        assert prompts == ["<s>def main"]
+        assert re.search(rf"prompt 1 has \d+ tokens and the context {context} ", capsys.readouterr().err)
     for options in ((), ("--interactive",)):
         prompts.clear()
         assert say(b"\ncaf\xe9\ndef main\n", *options) == 1

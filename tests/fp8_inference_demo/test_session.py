@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from fp8_inference_demo import fp8_inference, prompts
 from fp8_inference_demo.completions import Options, Request
-from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.engine import Engine, EngineError
 from fp8_inference_demo.sampling import Sampler, Sampling, row_seed
 from fp8_inference_demo.session import Printer, Session
 
@@ -120,6 +121,19 @@ def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
     session.load(3, 2)
     completions, _ = session.complete([Request("", [1, 5, 6], seed) for seed in (0, 1)])
     assert [(c.tokens, c.finish_reason) for c in completions] == [(4, "stop"), (7, "length")]
+
+
+def test_of_several_prompts_the_one_whose_logits_are_not_finite_is_named(folder: Path) -> None:
+    session, error = session_of(folder), EngineError("the logits are not finite")
+    error.row = 1
+
+    def breaks(*_: object) -> Iterator[list[int]]:
+        yield [5, 5, 5]
+        raise error
+
+    session.engine = SimpleNamespace(config=session.config, generate=breaks)  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="^--prompts in.jsonl: line 4: the logits are not finite"):
+        session.complete([Request(f"--prompts in.jsonl: line {n}", [1], 0) for n in (3, 4, 5)])
 
 
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
