@@ -25,6 +25,8 @@ from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.schedule import escalates, order_problems, precisions_of, stage_at, stage_shares
 from train.engine.zero import masters
 from train.evaluation.models import plan
+from train.guard.watchdog import FIRST_STEP_S
+from train.loop import Loop
 from train.record.history import read_history
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
@@ -162,6 +164,25 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
             deepspeed=f"ds_config_zero{zero}.json",
         )
     assert [m["step"] for m in metrics(Path(settings["output_dir"]))] == [1, 2]
+
+
+def test_every_stage_is_watched_and_has_time_for_its_first_step(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled in it; and a rank that hangs in the second stage is to be found as in the first."""
+    seen: list[tuple[bool, float]] = []
+    take = Loop._take_step
+
+    def taken(self: Loop) -> Any:
+        watchdog = self.run.watchdog
+        assert watchdog._thread is not None
+        seen.append((watchdog._thread.is_alive() and not watchdog._closed.is_set(), watchdog._allowed_s))
+        return take(self)
+
+    monkeypatch.setattr(Loop, "_take_step", taken)
+    precision = {"schedule": [{"until_step": 2, "compute": "bf16"}, {}]}
+    run(settings, max_steps=4, hang_timeout_s=600, precision=precision)
+    assert seen == [(True, FIRST_STEP_S), (True, 600)] * 2
 
 
 def test_saves_of_changes_make_room_first(settings: dict, tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""train/loop.py: when a save under way is waited for and told; what the first step of every start is checked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from model.fp8 import te_backend
+from model.proof import ProofError
+from tests.train.runs import run
+from train import loop
+from train.checkpoint.files import committed, problems
+from train.checkpoint.save import Saver
+from train.guard.health import Spike
+from train.guard.replicas import ReplicaError
+from train.loop import Loop, Step
+
+
+def a_step(**known: Any) -> Step:
+    return Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None, **known)
+
+
+def loop_that_saves(told: list[str], **known: Any) -> Any:
+    """A loop in step 30 with a save under way; `told` hears of what it does about it, and says."""
+    saved = SimpleNamespace(path="step-00000020", seconds=2.0, waited_s=1.0)
+    saver = SimpleNamespace(pending=True, busy=False)
+
+    def finish() -> Any:
+        saver.pending = False
+        told.append("finish")
+        return saved
+
+    saver.finish = finish
+    found: Any = object.__new__(Loop)
+    found.run = SimpleNamespace(
+        arguments=SimpleNamespace(on_save_failure="stop"),
+        metrics=SimpleNamespace(message=lambda text: told.append(text.partition(" in ")[0])),
+        precision=SimpleNamespace(config=SimpleNamespace(on_trouble="warn")),
+        saver=saver,
+        watchdog=SimpleNamespace(met=lambda what, after_step=False: None, doing=lambda what: None),
+        **known,
+    )
+    found.state = SimpleNamespace(step=30)
+    return found
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_save_that_is_over_on_all_ranks_is_told_after_the_step(
+    monkeypatch: pytest.MonkeyPatch, saving: bool
+) -> None:
+    """And one that failed ends the run then, not hours later at the next one."""
+    told: list[str] = []
+    of_step = loop_that_saves(told, stop_vote=SimpleNamespace(ask=lambda busy, due: (False, saving, False)))
+    of_step.args = SimpleNamespace(
+        max_steps=99, logging_steps=7, save_steps=7, eval_steps=7, replica_check_steps=0
+    )
+    of_step.slow_ranks = SimpleNamespace(step=lambda number, tell: None)
+    monkeypatch.setattr(Loop, "_save_is_due", lambda self: False)
+    monkeypatch.setattr(Loop, "_changes_precision", lambda self: False)
+    of_step._meet(a_step())
+    assert told == ([] if saving else ["finish", "saved step-00000020"])
+
+
+def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
+    """It may be what there is to go back to, and its files are of the tensors that are loaded into."""
+    told: list[str] = []
+    stream = SimpleNamespace(sample_ids=lambda first, count: [])
+    goes_back = loop_that_saves(told, train_stream=stream)
+    goes_back.args, goes_back.tokens, goes_back.samples = SimpleNamespace(on_spike="rollback"), 40, 4
+    spikes = [Spike(30, 116, "loss", 9.0, 1.0, 2.0)]
+    goes_back.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
+    goes_back.rollback = SimpleNamespace(after=lambda found, samples: bool(told.append("back")) or True)
+    assert goes_back._goes_back(a_step())
+    assert told[1:] == ["finish", "saved step-00000020", "back"]
+
+
+def test_ranks_that_differ_leave_the_save_under_way_whole(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has copied is of a step whose weights were compared; of several ranks none waits for its threads when it
+    ends."""
+
+    def differ(engine: Any, precision: Any, step: int) -> None:
+        if step == 3:
+            raise ReplicaError("ranks [1] differ")
+
+    finished, finish = list[int](), Saver.finish
+    monkeypatch.setattr(loop, "check_replicas", differ)
+    monkeypatch.setattr(Saver, "busy", True)
+    monkeypatch.setattr(Saver, "finish", lambda self: finished.append(1) or finish(self))
+    with pytest.raises(ReplicaError):
+        run(settings, save_steps=2, replica_check_steps=1)
+    (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
+    assert path.name == "step-00000002" and problems(path) == [] and finished == [1]
+
+
+def test_the_first_step_of_a_start_runs_the_attention_that_it_proved(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of one that goes on from a checkpoint."""
+    settings |= {"lr_scheduler_type": "constant", "max_steps": 2}
+    run(settings)
+    used, take = ["fused (cuDNN)"], Loop._take_step
+    monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: used[0])
+
+    def taken(self: Loop) -> Step:
+        used[0] = "flash (2.8)"
+        return take(self)
+
+    monkeypatch.setattr(Loop, "_take_step", taken)
+    with pytest.raises(ProofError, match=r"fused \(cuDNN\) was proven, and the first step ran flash"):
+        run(settings, max_steps=3)
+
+
+def test_memory_is_told_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    logs = loop_that_saves(told, speeds=[])
+    logs.tokens, logs.world, logs.flops, logs.peak, logs.clock_step, logs.clock = 40, 1, 1e9, None, 20, 0.0
+    logs.engine = SimpleNamespace(get_global_grad_norm=lambda: 1.0)
+    logs.health = SimpleNamespace(skipped=0, spikes=0, mended=lambda: 0, interval_loss=lambda: 1.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    step = a_step()
+    logs._log(step, 1.0)
+    assert step.record["memory_gib"] == 3.0
