@@ -99,6 +99,7 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
             with pytest.raises(signals.Stopped, match=said):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
         signals._received.clear()
+        assert "Traceback" not in (folder / "train.log").read_text(), "it was asked for"
     kept = [json.loads((tmp_path / name / "stopped.json").read_text())["checkpoint"] for name in "ab"]
     assert kept == ["step-00000002", start] and not (tmp_path / "b/checkpoints").exists()
 

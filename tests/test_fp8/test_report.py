@@ -107,6 +107,18 @@ def test_a_plot_makes_its_folder(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "r.png").write_text("before")
+    with pytest.raises(OSError, match="No space"), drawing(tmp_path / "r.png") as (figure, _):
+
+        def half(path: Path, **_: object) -> None:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        figure.savefig = half
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
 def test_a_table_has_a_dash_for_what_is_missing() -> None:
     columns: report.Columns = {"row": ("row", "<"), "x": ("x", ".1f"), "twice": (lambda r: 2 * r["n"], "d")}
     text = report.table([{"row": "long name", "x": 1.26, "n": 4}, {"row": "b", "n": 10}], columns)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from train import evaluate, export, plan, train_tokenizer
 from train.checkpoint.files import RunState
+from train.files import naming, reason
 
 REMEDY = "make room there, or give a place on another disk\n"
 
@@ -29,6 +30,15 @@ def full(tmp_path: Path) -> Path:
     """A file that there is no room for."""
     (tmp_path / "full.json.tmp").symlink_to("/dev/full")
     return tmp_path / "full.json"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_quota_that_is_used_up_is_a_full_disk(tmp_path: Path, number: int) -> None:
+    """As homes of a cluster have one. The system says neither of which file it is, nor what to do."""
+    with pytest.raises(OSError) as found, naming(tmp_path / "a.json"):
+        raise OSError(number, os.strerror(number))
+    assert found.value.filename == str(tmp_path / "a.json")
+    assert f"{reason(found.value)}\n".endswith(REMEDY)
 
 
 def test_a_plan(full: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,21 @@ def test_data_are_opened_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_each_rank_verifies_its_share_of_all_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terabytes would take each of them hours; that of held-out data is among them."""
+    shares: list[tuple[int, int]] = []
+    stream = SimpleNamespace(sources="", verify=lambda *share: shares.append(share) or 1)
+    monkeypatch.setattr(setup, "open_stream", lambda *_, **__: stream)
+    monkeypatch.setattr(setup, "open_held_out", lambda *_: {"eval_loss": stream})
+    monkeypatch.setattr(setup, "check_fit", lambda *_: None)
+    monkeypatch.setattr(setup.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(setup.dist, "get_world_size", lambda: 8)
+    args = arguments()
+    args.data.verify = True
+    setup.streams_for(args, load_config("tiny"))
+    assert shares == [(3, 8)] * 2
+
+
 def test_what_is_proved_is_what_will_run(monkeypatch: pytest.MonkeyPatch, process_group: None) -> None:
     """At the run's own length: another one may have another attention."""
     asked: list[tuple] = []

@@ -136,11 +136,14 @@ def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> Non
     with pytest.raises(CheckpointError) as error:
         choose(root, setting.format(root=root))
     assert str(error.value).endswith(f"is not a folder{allowed}")
-    make(root, 1), make(root, 2)
-    (make(root, 3) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError) as error:
-        choose(root, setting.format(root=root))
-    assert str(error.value).endswith(f"{allowed}; committed in {root}: step-00000001, step-00000002")
+    for last, newest in ((2, "step-00000001, step-00000002"), (7, ", ".join(map(name_of, range(3, 8))))):
+        root = tmp_path / f"{last}/checkpoints"
+        for step in range(1, last + 1):
+            make(root, step)
+        (make(root, last + 1) / MANIFEST).unlink()
+        with pytest.raises(CheckpointError) as error:
+            choose(root, setting.format(root=root))
+        assert str(error.value).endswith(f"{allowed}; committed in {root}: {newest}")
 
 
 @pytest.mark.parametrize("part", [".", "checkpoints"])

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from train.checkpoint import load as room
 from train.checkpoint.files import CheckpointError, RunState, describe_file, size_text, wait_for_files
 from train.checkpoint.load import has_fp8_state_of
 from train.checkpoint.resume import SIZES, allowing
+from train.files import without_patterns
 
 USUAL: dict[str, Any] = {"recipe": "delayed", "backend": "reference"}
 OTHER_STATE = {
@@ -66,6 +68,19 @@ def test_a_folder_that_a_glob_takes_for_a_pattern_is_gone_on_from(settings: dict
     for steps in (2, 3):
         run(settings, max_steps=steps, allow_changes_on_resume=["max_steps"], lr_scheduler_type="constant")
     assert [m["step"] for m in metrics(folder)] == [1, 2, 3] and (folder / "hf/config.json").is_file()
+
+
+def test_a_folder_by_a_relative_path_has_one_without_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """output_dir may be one: "output/run[lr=3e-4]"."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("output/run[1]")
+    folder.mkdir(parents=True)
+    (folder / "a").write_text("here")
+    with without_patterns(folder) as plain:
+        assert "[" not in str(plain) and (plain / "a").read_text() == "here"
+    assert (folder / "a").exists()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -144,6 +159,16 @@ def saver_of_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> save.Save
     monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
     nothing: Any = SimpleNamespace(module=None)
     return save.Saver(nothing, folder / "checkpoints", nothing, 1, print)
+
+
+def test_ranks_may_write_for_as_long_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may have the slow disk. That it hangs is for the watchdog to say; gloo's own patience are 30 minutes."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(save.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(save.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(save.dist, "new_group", lambda **keys: made.append(keys))
+    save.Ranks()
+    assert made == [{"backend": "gloo", "timeout": timedelta(days=1)}]
 
 
 @pytest.mark.usefixtures("process_group")
