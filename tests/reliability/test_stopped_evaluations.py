@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.reliability.stopping import stop_when
 from tests.train.runs import metrics, run
@@ -16,6 +17,7 @@ from train import loop
 from train.checkpoint.files import committed, read_state
 from train.guard import fp8_alarms, signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
+from train.record.metrics import MetricsLogger
 
 
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
@@ -118,6 +120,25 @@ def test_a_command_that_would_do_again_what_it_asked_for_is_told_what_goes_on(
             with pytest.raises(signals.Stopped, match=f"The same command{option} goes on from there"):
                 run(settings, resume_from_checkpoint=begins)
         signals._received.clear()
+
+
+def test_ranks_end_together_behind_what_rank_0_has_to_write(
+    settings: dict, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stopped.json, the export, what trackers still send: soon after the first rank a launcher ends the others."""
+    settings |= {"eval_steps": 2, "max_steps": 3, "precision": {"compute": "bf16"}}
+    events, barrier, close = list[str](), dist.barrier, MetricsLogger.close
+    monkeypatch.setattr(dist, "barrier", lambda *a, **k: events.append("meet") or barrier(*a, **k))
+    monkeypatch.setattr(MetricsLogger, "close", lambda self: close(self) or events.append("closed"))
+    with monkeypatch.context() as patch:
+        stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
+        with pytest.raises(signals.Stopped):
+            run(settings)
+    assert events[-2:] == ["closed", "meet"]
+    signals._received.clear()
+    events.clear()
+    run(settings)
+    assert events[-2:] == ["closed", "meet"]
 
 
 def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(

@@ -21,7 +21,7 @@ from model.fp8.recipes import PrecisionConfig
 from tests.conftest import small_config
 from tests.train.checkpoint.test_resume_changes import resumed, state_of
 from tests.train.runs import metrics, run
-from train import export
+from train import export, setup
 from train.checkpoint import files, save
 from train.checkpoint import load as room
 from train.checkpoint.files import CheckpointError, RunState, describe_file, size_text, wait_for_files
@@ -68,6 +68,23 @@ def test_a_folder_that_a_glob_takes_for_a_pattern_is_gone_on_from(settings: dict
     for steps in (2, 3):
         run(settings, max_steps=steps, allow_changes_on_resume=["max_steps"], lr_scheduler_type="constant")
     assert [m["step"] for m in metrics(folder)] == [1, 2, 3] and (folder / "hf/config.json").is_file()
+
+
+def test_moments_that_a_checkpoint_replaces_are_not_kept(
+    settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rollback DeepSpeed would have two of each in memory: it has linked them in the steps before."""
+    linked, load = list[bool](), setup.load_checkpoint
+
+    def loads(engine: Any, *given: Any) -> None:
+        engine.optimizer._hp_optimizer_states_linked = True  # as after a step
+        load(engine, *given)
+        linked.append(engine.optimizer._hp_optimizer_states_linked)
+
+    monkeypatch.setattr(setup, "load_checkpoint", loads)
+    for steps in (2, 3):
+        run(settings, max_steps=steps, lr_scheduler_type="constant")
+    assert linked == [False]
 
 
 def test_a_folder_by_a_relative_path_has_one_without_a_pattern(
