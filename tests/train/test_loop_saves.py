@@ -1,4 +1,5 @@
-"""train/loop.py: when a save under way is waited for and told; what the first step of every start is checked for."""
+"""train/loop.py: when a save under way is waited for and told; what the first step of every start is checked for;
+what of a step is timed and told."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_a_save_that_is_over_on_all_ranks_is_told_after_the_step(
 
 
 def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
-    """It may be what there is to go back to, and its files are of the tensors that are loaded into."""
+    """It may be what there is to go back to, and its files are of the tensors that are loaded into. The time in which
+    a hang is one begins anew behind it: a large checkpoint takes minutes."""
     told: list[str] = []
     stream = SimpleNamespace(sample_ids=lambda first, count: [])
     goes_back = loop_that_saves(told, train_stream=stream)
@@ -74,8 +76,10 @@ def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
     spikes = [Spike(30, 116, "loss", 9.0, 1.0, 2.0)]
     goes_back.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
     goes_back.rollback = SimpleNamespace(after=lambda found, samples: bool(told.append("back")) or True)
+    goes_back.run.watchdog.met = told.append
     assert goes_back._goes_back(a_step())
-    assert told[1:] == ["finish", "saved step-00000020", "back"]
+    assert told[1] == "looked at the numbers to step 30"
+    assert told[2:] == ["finish", "the save is over", "saved step-00000020", "back", "is back at step 30"]
 
 
 def test_ranks_that_differ_leave_the_save_under_way_whole(
@@ -114,6 +118,19 @@ def test_the_first_step_of_a_start_runs_the_attention_that_it_proved(
     monkeypatch.setattr(Loop, "_take_step", taken)
     with pytest.raises(ProofError, match=r"fused \(cuDNN\) was proven, and the first step ran flash"):
         run(settings, max_steps=3)
+
+
+def test_the_forward_of_each_micro_batch_is_timed(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks, by which a slow one is named."""
+    told: list[Any] = []
+
+    class Times:
+        def __init__(self, engine: Any, group: Any, cuda_graphs: bool):
+            self.begin, self.step = lambda: told.append("begins"), lambda number, say: told.append(number)
+
+    monkeypatch.setattr(loop, "SlowRanks", Times)
+    run(settings, max_steps=2, gradient_accumulation_steps=2, save_strategy="no")
+    assert told == ["begins", "begins", 1, "begins", "begins", 2]
 
 
 def test_memory_is_told_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,11 @@ def test_float32_becomes_packed_and_packed_float32_to_the_last_bit(settings: dic
     path = first.saved(tmp_path / "float32")
     packed = Trained(settings, EXACT).steps(1).loaded(path, True)
     assert equal(packed.whole(), state)
+    weights = {master.tensor.data_ptr() for master in zero.masters(packed.engine)}
+    parts = packed.engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
+    assert weights.isdisjoint(part.data_ptr() for part in parts), (
+        "each rank's file would have those of all ranks"
+    )
     path = packed.saved(tmp_path / "packed")
     assert equal(Trained(settings, EXACT).steps(1).loaded(path, False).whole(), state), "as it was written"
     back = Trained(settings, FLOAT32).steps(1).loaded(path, True)
