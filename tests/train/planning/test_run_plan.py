@@ -63,7 +63,9 @@ def test_rows_that_did_not_run_or_are_not_ours_are_no_rates(other_results: Path)
     assert len(sources) == len(set(sources)) > 35 and not [s for s in sources if "megatron" in s]
 
 
-def planned_by_setup(monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction | None, list[str]]:
+def planned_by_setup(
+    monkeypatch: pytest.MonkeyPatch, *options: str, evaluates: bool = True
+) -> tuple[Prediction | None, list[str]]:
     """What setup.planned_for gives on an H200, and what it tells."""
     told: list[str] = []
     monkeypatch.setattr(setup.dist, "get_rank", lambda: 0)
@@ -71,9 +73,9 @@ def planned_by_setup(monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction | None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(setup, "say", lambda *lines: told.extend(lines))
-    arguments = load_arguments(["train_config_fp8.json"]).resolve(1)
+    arguments = load_arguments(["train_config_fp8.json", *options]).resolve(1)
     sizes: Any = load_sizes(arguments.model.config)
-    return setup.planned_for(arguments, resolve_ds_config(arguments, 1), sizes, True), told
+    return setup.planned_for(arguments, resolve_ds_config(arguments, 1), sizes, evaluates), told
 
 
 def test_a_fault_in_the_plan_ends_no_run(other_results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +86,17 @@ def test_a_fault_in_the_plan_ends_no_run(other_results: Path, monkeypatch: pytes
     planned, told = planned_by_setup(monkeypatch)
     assert planned is None and len(told) == 1
     assert told[0].startswith("warning: no plan of this run: JSONDecodeError: Unterminated string")
+
+
+def test_evaluations_that_never_come_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run without held-out data."""
+    option, peaks = "--per_device_eval_batch_size=256", []
+    for evaluates in (True, False):
+        planned, _ = planned_by_setup(monkeypatch, option, evaluates=evaluates)
+        assert planned is not None
+        peaks.append(planned.memory.peak_gib)
+    usual, _ = planned_by_setup(monkeypatch)
+    assert usual is not None and peaks[0] > peaks[1] == usual.memory.peak_gib
 
 
 def test_a_run_tells_its_plan_and_what_came_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
