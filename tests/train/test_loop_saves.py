@@ -82,6 +82,18 @@ def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
     assert told[2:] == ["finish", "the save is over", "saved step-00000020", "back", "is back at step 30"]
 
 
+def test_each_part_of_a_save_has_the_time_in_which_a_hang_is_one() -> None:
+    """What came before it, waiting for the save under way, and copying all that is saved."""
+    told: list[str] = []
+    saves = loop_that_saves(told)
+    saves.args, saves.health = SimpleNamespace(save_async=True), SimpleNamespace(state_dict=lambda: {})
+    saves.run.watchdog.met = told.append
+    saves.run.saver.begin = lambda state, background: told.append("begin")
+    saves._save(a_step())
+    before = ["saves step 30", "finish", "the save is over", "saved step-00000020"]
+    assert told == [*before, "begin", "step 30 is saved, or under way"]
+
+
 def test_ranks_that_differ_leave_the_save_under_way_whole(
     settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
