@@ -186,6 +186,12 @@ def load_sizes(name_or_path: str) -> Any:
     return config
 
 
+def numbers_of(config: MistralConfig) -> dict[str, Any]:
+    """The configuration without what changes no number (where it was read, by which version)."""
+    others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
+    return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
+
+
 def check_init_from(folder: str, config: Any) -> None:
     """Raises ValueError: `folder` is no Hugging Face folder, or of another architecture than `config`, which may be of
     load_config or load_sizes; each difference is named."""

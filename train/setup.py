@@ -29,11 +29,11 @@ from torch import nn
 from model.autotune.choice import Record
 from model.build import build_model, choose_attention
 from model.config import (
-    ARCHITECTURE,
     flops_per_token,
     load_config,
     load_sizes,
     num_parameters,
+    numbers_of,
 )
 from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
@@ -160,7 +160,7 @@ def starting_point(
         world_size=dist.get_world_size(),
         zero_stage=ds_config.get("zero_optimization", {}).get("stage", 0),
         train_config=args.to_dict(),
-        model_config=_description(config),
+        model_config=numbers_of(config),
         data_fingerprint=stream.fingerprint(),
     )
     checkpoints = RunFolder(args.output_dir).checkpoints
@@ -177,12 +177,6 @@ def starting_point(
     if problems := order_problems(args, state.step, state.consumed_tokens):
         raise ConfigurationError("\n  ".join(problems))
     return state, resume_from
-
-
-def _description(config: MistralConfig) -> dict[str, Any]:
-    """The configuration without what changes no number (where it was read, by which version)."""
-    others = ("max_position_embeddings", "initializer_range", "hidden_act", "bos_token_id", "eos_token_id")
-    return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
 
 
 # ---------------------------------------------------------------- what is about to run

@@ -79,12 +79,14 @@ def main(argv: list[str]) -> int:
         from train import export, setup  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
+        from train.preflight.together import check_configured_alike
         from train.record.run_folder import RunFolder
 
         gc.freeze()
         gc.enable()
         init_distributed()
         arguments = arguments.resolve(dist.get_world_size())
+        check_configured_alike(arguments)
         with contextlib.nullcontext() if arguments.dry_run else held(RunFolder(arguments.output_dir)):
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:

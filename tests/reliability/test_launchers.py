@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +131,31 @@ def test_the_same_file_trains_the_same_however_it_is_started(ways: Ways) -> None
     launched = f" {launch} --nproc 1 --nnodes 2 --master_addr localhost "
     assert launched in started[-2] and python + launched in started[-1]
     assert "--container-image=image.sqsh" in started[-1] and "--container" not in started[-2]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_nodes_with_other_configurations_do_not_train_together(ways: Ways, data: Path) -> None:
+    """Each key is named; where folders lie, and what rank 0 alone goes by, may differ."""
+    launch, port = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "1"], str(free_port())
+    launch += ["--nnodes", "2", "--master_addr", "localhost", "--master_port", port]
+    (elsewhere := ways.folder / "elsewhere").symlink_to(data)
+    settings = json.loads(ways.config.read_text())
+    settings["data"]["sources"] = dict.fromkeys(settings["data"]["sources"], str(elsewhere))
+    settings["model"]["config"] = str(shutil.copy(settings["model"]["config"], ways.folder / "copied.json"))
+    (own := ways.folder / "own.json").write_text(json.dumps(settings | {"run_name": "own"}))
+    other = ["--learning_rate", "1e-5", "--save_steps", "1", "--precision.amax_epsilon", "1e-9"]
+    second = ways.start("nodes", [*launch, "--node_rank", "1", TRAIN, str(own), *other])
+    with ways.start("nodes", [*launch, "--node_rank", "0", TRAIN, str(ways.config)]) as first:
+        assert (first.wait(timeout=120), second.wait(timeout=120)) == (2, 2), ways.said("nodes")
+    said, at = ways.said("nodes"), f"  rank 1 ({socket.gethostname()}): "
+    assert "different configurations; start all with the same command and file:\n" in said
+    assert {line for line in said.splitlines() if line.startswith("  ")} == {
+        f"{at}learning_rate 1e-05, and {settings['learning_rate']} on 1 other ranks",
+        f"{at}precision.amax_epsilon 1e-09, and 0.0 on 1 other ranks",
+        f"{at}save_steps 1, and 0 on 1 other ranks",
+    }
+    assert not (ways.folder / "nodes/run").exists()
 
 
 @pytest.mark.slow

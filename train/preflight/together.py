@@ -1,7 +1,9 @@
-"""What all ranks check together before the first step (the key "preflight"); each finding names host and rank."""
+"""What all ranks check together before the first step; each finding names host and rank. That they were started with
+one configuration is checked in each run, the rest with the key "preflight"."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import GIB
+from model.config import GIB, load_config, numbers_of
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState
 from train.checkpoint.rollback import past_skipped
 from train.config.arguments import TrainingArguments
+from train.config.differences import leaves
 from train.data.stream import MicroBatches, SampleStream
 from train.engine import launchers
 from train.engine.step import MicroStep
@@ -28,8 +31,9 @@ from train.preflight.gradients import (
     problems,
 )
 from train.preflight.machine import out_of_memory
-from train.preflight.ranks import check_ranks
+from train.preflight.ranks import check_ranks, unequal
 from train.preflight.sizes import shortened, what_takes_less
+from train.record.provenance import NOT_HASHED
 
 Say = Callable[..., None]
 # Than planned. Of one GPU plans have met every measured peak within 4 %; of several they are assumptions.
@@ -39,6 +43,24 @@ MORE_MEMORY = 1.1
 def is_on(args: TrainingArguments) -> bool:
     """By the key, or where ranks are on several nodes."""
     return launchers.several_nodes() if args.preflight is None else args.preflight
+
+
+def check_configured_alike(args: TrainingArguments) -> None:
+    """Resolved arguments, of all ranks: those of nodes that are started by hand are read from each one's own command
+    and file, and a rank with another learning rate would train its share of the weights by it, without a word. Where
+    folders lie may differ, and what rank 0 alone goes by. Every rank calls it. Raises PreflightError, on all ranks."""
+    values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
+    values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
+    values["model"] |= {"config": numbers_of(load_config(args.model.config)), "init_from": None}
+    mine = {key: json.dumps(value) for key, value in leaves(values).items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), mine))
+    where = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
+    if found := [line.removesuffix("; ") for line in unequal([its for _, its in every], where, "")]:
+        told = (
+            "the ranks were started with different configurations; start all with the same command and file:"
+        )
+        raise PreflightError("\n  ".join([told, *found]))
 
 
 def check_alike(args: TrainingArguments, say: Say) -> None:
