@@ -274,13 +274,17 @@ def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:
     begins += [modules] if moved else []
     run.stage, args, what = number, at_stage(run.arguments, number), "; ".join(begins)
     run.metrics.message(f"step {state.step + 1}: {what}; model and engine are built anew")
-    release(run.engine)
-    del run.engine, run.micro_step, run.saver.engine
-    setup.clear_memory()
-    model, run.precision = setup.model_for(args, run.checkpoint, state.levels)
-    proven = setup.prove_all(args, model, run.precision)
-    of_run = run.train_stream, ds_config, state, run.checkpoint
-    run.engine, run.micro_step = setup.engine_for(args, model, run.precision, *of_run)
+    with Watchdog(args.hang_timeout_s) as watchdog:  # that of the loop has ended with its last step
+        watchdog.doing("takes model and engine apart")
+        release(run.engine)
+        del run.engine, run.micro_step, run.saver.engine
+        setup.clear_memory()
+        watchdog.doing("builds the model anew and proves it")
+        model, run.precision = setup.model_for(args, run.checkpoint, state.levels)
+        proven = setup.prove_all(args, model, run.precision)
+        watchdog.doing(f"builds the engine anew, from {run.checkpoint}")
+        of_run = run.train_stream, ds_config, state, run.checkpoint
+        run.engine, run.micro_step = setup.engine_for(args, model, run.precision, *of_run)
     run.attention, state.precision = proven.attention, args.to_dict()["precision"]
     run.saver.engine, run.saver.precision = run.engine, run.precision
     run.watchdog = Watchdog(args.hang_timeout_s)

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -78,6 +79,20 @@ def test_a_change_is_a_stop_and_a_resume(
     run(settings, **scheduled, output_dir=str(again), resume_from_checkpoint=str(whole / START))
     for folder in (two, again):
         assert curve(folder) == curve(whole)[2:] and tensors(folder, 5) == tensors(whole, 5)
+
+
+def test_a_change_is_watched(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps are: ranks that hang in it would be waited for, for the day that they wait for each other."""
+    watched, engine_for = list[int](), setup.engine_for
+
+    def watched_engine_for(*of_run: Any) -> Any:
+        watched.append(sum(thread.name == "watchdog" for thread in threading.enumerate()))
+        return engine_for(*of_run)
+
+    monkeypatch.setattr(setup, "engine_for", watched_engine_for)
+    schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
+    run(settings, max_steps=2, precision={"schedule": schedule})
+    assert watched == [0, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed"), ("delayed", "bf16")]
