@@ -188,12 +188,26 @@ def check_output(args: TrainingArguments) -> None:
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {place} cannot be written by this user; choose another folder'
         )
+    if locked := [str(part) for part in written_parts(args, folder) if not os.access(part, os.W_OK)]:
+        raise ConfigurationError(
+            f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user, as what another user '
+            "began cannot; have it made writable, or choose another output_dir"
+        )
     if args.save_strategy != "no" and not is_done(args, folder) and (why := why_not_replaced(folder.hf)):
         raise ConfigurationError(
             f'output_dir "{args.output_dir}": {why}, and what this run trains would be exported there in the end; move '
             "it away, or choose another output_dir"
         )
     Lock(folder.lock).look()
+
+
+def written_parts(args: TrainingArguments, folder: RunFolder) -> list[Path]:
+    """What is there of a run's folder and is written or replaced by a run that goes on in it. train.log and logs/ are
+    not among them, without which it goes on."""
+    parts = [folder.train_config, folder.ds_config, folder.metrics]
+    if args.save_strategy != "no" and not is_done(args, folder):
+        parts += [folder.checkpoints, folder.hf]
+    return [part for part in parts if part.exists()]
 
 
 def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[str]:

@@ -63,6 +63,27 @@ def test_a_disk_that_will_not_hold_the_last_save_is_said(world: World, own_train
     assert checked(world) == []
 
 
+def test_what_another_user_began_is_refused_before_it_trains(
+    world: World, own_trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder may be written, and what the first save or the export would write in it may not."""
+    keys(output_dir=str(own_trained), max_steps=9, allow_changes_on_resume=["max_steps"])(world)
+    assert checked(world) == []
+    locked = {own_trained / name for name in ("checkpoints", "hf", "metrics.jsonl")}
+    monkeypatch.setattr("train.preflight.check.os.access", lambda place, mode: place not in locked)
+    with pytest.raises(check.PreflightError) as error:
+        checked(world)
+    assert (
+        f"{own_trained}/metrics.jsonl, {own_trained}/checkpoints, {own_trained}/hf cannot be written by this user"
+        in str(error.value)
+    )
+    locked.remove(own_trained / "metrics.jsonl")
+    keys(save_strategy="no")(world)
+    assert checked(world) == []
+    keys(save_strategy="steps", max_steps=6)(world)  # it has all its steps
+    assert checked(world) == []
+
+
 def test_a_resume_with_something_else_is_refused_before_it_starts(world: World, own_trained: Path) -> None:
     """By the checkpoint that it would go on from, which is named. A damaged one is refused where it was asked for."""
     keys(output_dir=str(own_trained), learning_rate=1e-3)(world)
