@@ -181,17 +181,11 @@ def check_output(args: TrainingArguments) -> None:
             f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data, with which the run in it '
             "would be removed; choose another folder. A run goes on from a checkpoint with --resume_from_checkpoint"
         )
-    parts = (folder.checkpoints, folder.hf) if args.save_strategy != "no" else ()
-    for place in (existing(folder.path), *(part for part in (*parts, folder.metrics) if part.exists())):
-        if os.access(place, os.W_OK | os.X_OK if place.is_dir() else os.W_OK):
-            continue
+    places = existing(folder.path), *written_parts(args, folder)
+    if locked := [str(place) for place in places if not os.access(place, os.W_OK | os.X_OK * place.is_dir())]:
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {place} cannot be written by this user; choose another folder'
-        )
-    if locked := [str(part) for part in written_parts(args, folder) if not os.access(part, os.W_OK)]:
-        raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user, as what another user '
-            "began cannot; have it made writable, or choose another output_dir"
+            f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user; have that made '
+            "writable, or choose another folder"
         )
     if args.save_strategy != "no" and not is_done(args, folder) and (why := why_not_replaced(folder.hf)):
         raise ConfigurationError(
@@ -202,9 +196,9 @@ def check_output(args: TrainingArguments) -> None:
 
 
 def written_parts(args: TrainingArguments, folder: RunFolder) -> list[Path]:
-    """What is there of a run's folder and is written or replaced by a run that goes on in it. train.log and logs/ are
-    not among them, without which it goes on."""
-    parts = [folder.train_config, folder.ds_config, folder.metrics]
+    """What is there of a run's folder, perhaps by another user, and is written to by a run that goes on in it. Without
+    train.log and logs/ it goes on, and other files are replaced."""
+    parts = [folder.metrics]
     if args.save_strategy != "no" and not is_done(args, folder):
         parts += [folder.checkpoints, folder.hf]
     return [part for part in parts if part.exists()]

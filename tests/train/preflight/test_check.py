@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_what_another_user_began_is_refused_before_it_trains(
     keys(output_dir=str(own_trained), max_steps=9, allow_changes_on_resume=["max_steps"])(world)
     assert checked(world) == []
     locked = {own_trained / name for name in ("checkpoints", "hf", "metrics.jsonl")}
-    monkeypatch.setattr("train.preflight.check.os.access", lambda place, mode: place not in locked)
+    monkeypatch.setattr(os, "access", lambda place, mode: place not in locked or not mode & os.W_OK)
     with pytest.raises(check.PreflightError) as error:
         checked(world)
     assert (
