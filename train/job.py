@@ -110,7 +110,8 @@ class Job:
                 tell(f"training: {self.folder.path} goes on from {checkpoint} (to start anew: {anew})")
             if status := self.train(launch_command(processes)):
                 return status
-        if self.first_node and self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE"):
+        samples = self.arguments.save_strategy != "no" and not setting("CONTAINER_IMAGE")
+        if self.first_node and samples and not (self.stop_asked or self.interrupted):
             self.generate()
         return 0
 

@@ -55,6 +55,22 @@ def test_the_first_is_a_request_to_stop_and_the_second_an_end(
     assert capfd.readouterr().err == (TWICE if rank == "0" else "")
 
 
+def test_what_follows_a_request_to_stop_is_said_as_it_is(
+    no_exit: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The export, behind the last step, is written whatever is asked for."""
+    monkeypatch.setattr(signals, "_over", False)
+    for follows in (
+        "the run stops after this step and saves",
+        "no step is left, the run ends with its export",
+    ):
+        monkeypatch.setattr(signals, "_received", [])
+        signal.raise_signal(signal.SIGTERM)
+        assert capfd.readouterr().err == f"rank 0: SIGTERM: {follows}\n"
+        with signals.taking_steps():
+            pass
+
+
 def test_torchrun_passes_each_on_so_that_two_are_one(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with signals.taking_steps():

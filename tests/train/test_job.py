@@ -385,10 +385,10 @@ def test_the_demo_needs_a_run_that_saves(machine: Machine, options: list[str], w
     with mock.patch.object(os, "execv", lambda path, command: demo.extend(command)):
         assert machine.run(*options, DEMO_PROMPT="a b") == 0
         assert machine.run(*options, NODE_RANK="1") == 0, "one node is enough for it"
-    assert len(machine.starts()) == 2
-    if wanted is None:
-        assert not demo
-    else:
+        machine.plan(*["exit 0"] * 2, f"trap 'got=1' USR1; kill -TERM $PPID; {AWAIT}; exit 0")
+        assert machine.run(*options) == 0, "who asked it to stop in its export wants no demo"
+    assert len(machine.starts()) == 3 and demo.count("--prompt") == (wanted is not None)
+    if wanted is not None:
         assert demo[:4] == [sys.executable, f"{ROOT}/fp8_inference_demo/fp8_inference.py", "--model", "run"]
         assert wanted in " ".join(demo) and demo[demo.index("--prompt") + 1] == "a b"
 

@@ -40,6 +40,7 @@ PR_SET_PDEATHSIG = 1
 
 _received: list[str] = []
 _steps = False  # are being taken: a Ctrl-C has to wait for one
+_over = False  # they were, and what is left is the export
 
 
 class Stopped(Exception):
@@ -64,12 +65,12 @@ class Interrupted(SystemExit):
 @contextlib.contextmanager
 def taking_steps() -> Iterator[None]:
     """In the block the first Ctrl-C is a request to stop after the running step, as SIGTERM is."""
-    global _steps
-    _steps = True
+    global _steps, _over
+    _steps, _over = True, False
     try:
         yield
     finally:
-        _steps = False
+        _steps, _over = False, True
 
 
 def _tell(text: str) -> None:
@@ -84,7 +85,12 @@ def _note(number: int, frame: FrameType | None) -> None:
     name, first = signal.Signals(number).name, not _received
     _received.append(name)
     if first:
-        _tell(f"rank {launchers.rank()}: {name}: the run stops after this step and saves")
+        follows = (
+            "no step is left, the run ends with its export"
+            if _over
+            else "the run stops after this step and saves"
+        )
+        _tell(f"rank {launchers.rank()}: {name}: {follows}")
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
