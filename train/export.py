@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 
 from model.keys import given_path
 from train.checkpoint.files import (
+    FOLDER,
     CheckpointError,
     RunState,
     identity,
@@ -38,12 +39,13 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
-from train.files import naming, reason
+from train.files import naming, reason, why_not_written
 from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
-from train.record.run_folder import EXPORTED_FROM, why_not_replaced
+from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
+CHECKPOINTS = RunFolder("").checkpoints.name
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
@@ -54,9 +56,12 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     form: one of FORMATS. Returns what there is to say about weights and configuration, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
-    folder that no export wrote, or the hf/ of a run, and the weights are to be FP8. PrecisionError: weights that have
+    folder that no export wrote, a checkpoint's place, or the hf/ of a run, and the weights are to be FP8; its folder is
+    a file or not this user's. PrecisionError: weights that have
     no FP8 form. LockError: another export to `out` is under way. OSError: `out` cannot be written; what was is removed.
     """
+    if why := why_not_written(out.parent):
+        raise CheckpointError(f"{out.parent} {why}")
     lock = Lock(out.with_name(f"{out.name}.lock"), "export", out, "OUT")
     with naming(out):
         lock.acquire()
@@ -76,9 +81,13 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
         )
     if why := why_not_replaced(out):
         found.append(
-            f"{why}; {'name the folder itself' if out.is_symlink() else 'remove it or choose another folder'}"
+            f"{why}; {'name the folder itself' if out.is_symlink() else 'choose another folder, or move it away'}"
         )
-    if form != "hf" and out.name == "hf" and (out.parent / "checkpoints").is_dir():
+    if FOLDER.fullmatch(out.name) and out.parent.name == CHECKPOINTS:
+        found.append(
+            f"{out} is where a run saves, which removes what is no checkpoint; choose another folder"
+        )
+    if form != "hf" and out.name == "hf" and (out.parent / CHECKPOINTS).is_dir():
         found.append(
             f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "
             f"as {out.with_name(form)}"

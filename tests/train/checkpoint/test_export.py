@@ -200,6 +200,35 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink() and list((tmp_path / "there").iterdir())
 
 
+def test_a_place_that_is_no_exports_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told to remove what is there; and what lies where a run saves, the run removes."""
+    (tmp_path / "tokenizer.json").touch()
+    checkpoints, closed = tmp_path / "run/checkpoints", tmp_path / "closed"
+    for folder in (checkpoints, closed):
+        folder.mkdir(parents=True)
+    access = os.access
+    monkeypatch.setattr("train.files.os.access", lambda path, mode: path != closed and access(path, mode))
+    before = sorted(tmp_path.rglob("*"))
+    for out, why in (
+        (
+            tmp_path / "run",
+            "run exists and is no export of this program; choose another folder, or move it away$",
+        ),
+        (
+            checkpoints / "step-00000020",
+            "is where a run saves, which removes what is no checkpoint; choose another",
+        ),
+        (tmp_path / "tokenizer.json/out", f"^{tmp_path}/tokenizer.json is a file, or in one; give a folder$"),
+        (
+            closed / "out",
+            f"^{closed} cannot be written: {closed} is not this user's to write to; choose another",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            export.export(tmp_path, out, tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("error", [SafetensorError("No space left on device"), KeyboardInterrupt()])
 def test_what_could_not_be_written_whole_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
