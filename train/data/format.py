@@ -69,7 +69,8 @@ class Manifest:
     `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
     tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
     add-one-smoothed unigram distribution of the train tokens; null where a split is empty. `steps` are the optional
-    steps of the preparation with their settings; what they removed is in `documents` as "removed", {step: count}.
+    steps of the preparation with their settings, and what else was given; what they removed is in `documents` as
+    "removed", {step: count}.
     """
 
     __pydantic_config__ = STRICT

@@ -115,9 +115,10 @@ class Preparation:
             "into another --output"
         )
 
-    def _splitting(self) -> dict[str, str]:
-        """What the manifest has of it, where it is not the usual one."""
-        return {name: value for name in ("eval_by", "split_on") if (value := getattr(self, name))}
+    def _unusual(self) -> dict[str, Any]:
+        """What else the manifest has, where it was given."""
+        names = ("eval_by", "split_on", "max_bytes", "shuffle_seed")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def begin(self, output: OutputFolder) -> None:
         """Note the identity in the work folder, or find that it is the one which was begun there.
@@ -193,7 +194,7 @@ class Preparation:
             eval_fraction=self.eval_fraction,
             documents=documents,
             text_bytes=tally.text_bytes,
-            steps=asdict(self.steps) | report(self.steps, self.work("scratch")) | self._splitting(),
+            steps=asdict(self.steps) | report(self.steps, self.work("scratch")) | self._unusual(),
         )
 
 
