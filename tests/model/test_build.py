@@ -88,15 +88,15 @@ def test_a_bad_config_is_named(tmp_path: Path, changes: dict, problem: str) -> N
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"{", "not a JSON file"),
+        (b"{", "line 1 column 2: not valid JSON"),
         (b"[1]", "no JSON object"),
-        (b"\xff", "not a JSON file"),
+        (b"\xff", "cannot be read: .*; save it as UTF-8"),
         (b"{}", 'no model_type; give it "model_type": "mistral"'),
     ],
 )
 def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "bad.json").write_bytes(content)
-    with pytest.raises(ValueError, match=f"bad.json .*{problem}"):
+    with pytest.raises(ValueError, match=f"^model.config: .*bad.json.*{problem}"):
         load_config(str(tmp_path / "bad.json"))
 
 

@@ -81,5 +81,5 @@ def test_a_damaged_configuration_is_blamed_on_its_folder(
     (tmp_path / "config.json").write_text("{")
     assert compare_gradients.main(["--init_from", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(
-        f"error: --init_from: {tmp_path / 'config.json'} is not a JSON file"
+        f"error: --init_from: {tmp_path / 'config.json'}, line 1 column 2: not valid JSON"
     )
