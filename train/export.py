@@ -57,8 +57,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, a checkpoint's place, or the hf/ of a run, and the weights are to be FP8; its folder is
-    a file or not this user's. PrecisionError: weights that have
-    no FP8 form. LockError: another export to `out` is under way. OSError: `out` cannot be written; what was is removed.
+    a file or not this user's. PrecisionError: weights that have no FP8 form. LockError: another export to `out` is
+    under way. OSError: `out` cannot be written; what was is removed.
     """
     if why := why_not_written(out.parent):
         raise CheckpointError(f"{out.parent} {why}")
