@@ -18,6 +18,8 @@ from train.checkpoint.files import committed, read_state
 from train.guard import fp8_alarms, signals
 from train.guard.watchdog import FIRST_STEP_S, Watchdog
 from train.record.metrics import MetricsLogger
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(("evaluation", "step"), [(1, 2), pytest.param(3, 6, marks=pytest.mark.slow)])
@@ -101,7 +103,9 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
             with pytest.raises(signals.Stopped, match=said):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
         signals._received.clear()
-        assert "Traceback" not in (folder / "train.log").read_text(), "it was asked for"
+        log = (folder / "train.log").read_text()
+        assert said in log and "Traceback" not in log, "it was asked for"
+        assert [each["ended"]["how"] for each in read_starts(RunFolder(folder))] == ["stopped"]
     kept = [json.loads((tmp_path / name / "stopped.json").read_text())["checkpoint"] for name in "ab"]
     assert kept == ["step-00000002", start] and not (tmp_path / "b/checkpoints").exists()
 
