@@ -231,6 +231,20 @@ def test_several_mistakes_come_in_one_message(world: World, capsys: pytest.Captu
     assert "model.attention_backend" in err and "no room for the first save" in err
 
 
+@pytest.mark.parametrize(("rank", "looks"), [(0, 1), (1, 0)])
+def test_one_of_the_ranks_looks_for_mistakes(
+    world: World, monkeypatch: pytest.MonkeyPatch, rank: int, looks: int
+) -> None:
+    """Under torchrun or srun, where no launcher of ours has: of hundreds each would tell the same."""
+    asked: list[int] = []
+    monkeypatch.setattr(train.launchers, "rank", lambda: rank)
+    monkeypatch.setattr(train, "meet", lambda: None)
+    monkeypatch.setattr(train, "check", lambda *_: asked.append(rank) or [])
+    monkeypatch.setattr(train, "fail", lambda message, status: "goes on" if "was not seen" in message else 0)
+    assert train.main([world.config()]) == "goes on"
+    assert len(asked) == looks
+
+
 # ---------------------------------------------------------------- by the launcher
 
 

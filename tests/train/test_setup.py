@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from model.config import flops_per_token, load_config, num_parameters
+from model.config import flops_per_token, load_config, num_parameters, numbers_of
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from train import setup
@@ -113,6 +113,20 @@ def test_each_rank_verifies_its_share_of_all_data(monkeypatch: pytest.MonkeyPatc
     args.data.verify = True
     setup.streams_for(args, load_config("tiny"))
     assert shares == [(3, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "gelu"), ("initializer_range", 0.5), ("eos_token_id", 7), ("rms_norm_eps", 1e-3)],
+)
+def test_what_of_a_model_changes_numbers_is_compared_with_the_checkpoint(key: str, value: object) -> None:
+    """Not where it was read."""
+    config = load_config("tiny")
+    before = numbers_of(config)
+    config._name_or_path = "elsewhere"
+    assert numbers_of(config) == before
+    setattr(config, key, value)
+    assert numbers_of(config) == before | {key: value}
 
 
 def test_what_is_proved_is_what_will_run(monkeypatch: pytest.MonkeyPatch, process_group: None) -> None:
