@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -144,6 +145,7 @@ def test_a_report_in_table_json_and_plot(
     shown = next(line for line in table.splitlines() if line.startswith("weights, GiB")).split()[-3:]
     assert shown == [f"{gib['bf16']:.3f}", f"{gib['fp8']:.3f}", f"{gib['fp8'] / gib['bf16']:.3f}"]
     assert results["window_tokens"] == 24
+    assert results["text"] == {"name": "text.txt", "sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
     rows = {(s["precision"], s["batch_size"]): s for s in results["speed"]}
     assert list(rows) == [("bf16", 1), ("fp8", 1), ("bf16", 4), ("fp8", 4)]
     assert "batch 4      bf16: Tried to allocate 9 GiB\n" in table

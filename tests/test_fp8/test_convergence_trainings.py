@@ -50,10 +50,13 @@ def test_what_a_training_ended_by(tmp_path: Path, status: int) -> None:
     began, now = trained_under(plan), trained_under(plan) | {"sources": "b"}
     trainings.note(plan, began, finished=False)
     process: Any = SimpleNamespace(returncode=status)
-    training = trainings.Training(plan, process, 0, (plan.folder / "log.txt").open("w"))
+    log = (plan.folder / "log.txt").open("w")
+    log.write("\n".join(f"line {number};" for number in range(50)))
+    training = trainings.Training(plan, process, 0, log)
     if status in (1, -signal.SIGKILL):
-        with pytest.raises(ComparisonError, match=f"row x: the training ended with status {status}"):
+        with pytest.raises(ComparisonError, match=f"row x: the training ended with status {status}") as error:
             trainings.ended(training, now, ["sources"])
+        assert "line 49;" in str(error.value) and "line 9;" not in str(error.value)
     else:
         assert trainings.ended(training, now, ["sources"]) == (status == 0)
     was = begun(plan.folder)
@@ -76,6 +79,19 @@ def test_what_is_taken_over_has_what_curves_do_not_show(tmp_path: Path) -> None:
     last, was = read_metrics(plan.folder)[-1], begun(plan.folder)
     assert (last["eval_loss"], last["skipped_steps"], last["memory_gib"]) == (1.5, 3, 7.5)
     assert was is not None and was["finished"] and was["health"] == {"alarms": 2}
+
+
+def test_the_first_result_that_has_a_row_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several may; and a row that is being trained has its own."""
+    taken: list[tuple[str, str]] = []
+    results = {"a": ["x"], "b": ["x", "y"], "c": ["y", "z"]}
+    monkeypatch.setattr(earlier, "_read", lambda path: {"results": [{"row": n} for n in results[path.name]]})
+    monkeypatch.setattr(earlier, "_changed", lambda *_: [])
+    monkeypatch.setattr(earlier, "_write", lambda plan, row, name: taken.append((row["row"], name)))
+    (tmp_path / "z").mkdir()
+    plans = [Plan(Row(name, {}), {}, [], tmp_path / name) for name in "wxyz"]
+    earlier.take_over(plans, [tmp_path / name for name in results])
+    assert taken == [("x", "a"), ("y", "b")]
 
 
 def test_a_plan_counts_starts_and_all_gpus_of_a_row() -> None:
