@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.interactive import cut_left, typed_prompts
+from fp8_inference_demo.session import Session
 from tests.fp8_inference_demo.conftest import Demo
 
 
@@ -173,19 +174,25 @@ def test_piped_lines_are_prompts_and_blank_ones_end_nothing(
 
 
 def test_samples_of_a_piped_line_go_together(say: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three together take hardly longer than one."""
-    loaded, load = list[int](), Engine.load
+    """Three together take hardly longer than one. What ran is told at the end."""
+    loaded, load, told = list[int](), Engine.load, list[str]()
+    monkeypatch.setattr(Session, "tell", lambda self: told.append("what ran"))
     monkeypatch.setattr(Engine, "load", lambda *given: loaded.append(given[2]) or load(*given))
     assert say(b"def main\n", "--num_samples", 3) == 0
-    assert loaded == [3]
+    assert loaded == [3] and told == ["what ran"]
 
 
 def test_a_prompt_is_repeated_on_a_terminal(
     say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of one sample its answer goes on behind it."""
+    assert say(b"", "--prompt", "def main") == 0
+    answer = capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert say(b"", "--prompt", "def main") == 0
-    assert capsys.readouterr().out.startswith("def main")
+    assert capsys.readouterr().out == "def main" + answer
+    assert say(b"", "--prompt", "def main", "--num_samples", 2) == 0
+    assert capsys.readouterr().out.startswith("def main\n=== 1/2 ===\n" + answer)
 
 
 def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(

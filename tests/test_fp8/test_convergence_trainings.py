@@ -81,6 +81,13 @@ def test_what_is_taken_over_has_what_curves_do_not_show(tmp_path: Path) -> None:
     assert was is not None and was["finished"] and was["health"] == {"alarms": 2}
 
 
+def test_a_row_keeps_one_checkpoint() -> None:
+    """Of 1.1 B parameters 15 GB, in time that a row with a change of its precision would take for more of them."""
+    config = plans_of("--rows", "bf16")[0].config
+    kept = {key: config[key] for key in ("save_strategy", "save_steps", "save_minutes", "save_total_limit")}
+    assert kept == {"save_strategy": "steps", "save_steps": 0, "save_minutes": 0, "save_total_limit": 1}
+
+
 def test_the_first_result_that_has_a_row_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Several may; and a row that is being trained has its own."""
     taken: list[tuple[str, str]] = []
