@@ -115,20 +115,16 @@ def _load_transformer_engine() -> SimpleNamespace:
 
 
 def _register_fused_swiglu() -> str:
-    """Give LayerNormMLP one more activation: SwiGLU of model/fused/swiglu_fp8.py, whose gradient, too, is cast to FP8
-    by the kernel that computes it, where scaling is delayed (the scale is known beforehand); elsewhere TE's. A module
-    whose `activation` is set to the name returned uses it.
+    """Give LayerNormMLP one more activation, by the name returned: SwiGLU of model/fused/swiglu_fp8.py, whose gradient,
+    too, is cast by the kernel that computes it, where scaling is delayed (the scale is known beforehand); elsewhere
+    TE's, which computes the gradient in bf16, writes it and reads it back to cast it.
 
-    TE's module computes the gradient of SwiGLU in bf16, writes it and reads it back to cast it. It looks its
-    activations up in a private table by recipe: forward, backward, backward with cast; the third is empty for SwiGLU. A
-    TE without that table keeps its own way, and so does a machine whose compilers make something else of the kernels.
-    """
+    TE looks activations up in a private table by recipe: forward, backward, backward with cast. Where there is none, or
+    a machine's compilers make something else of the kernels, TE keeps its own way, which is told."""
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     table_of = getattr(module, "_get_act_func_supported_list", None)
     if table_of is None:
-        _slower_swiglu(
-            f"Transformer Engine {version_of('transformer_engine')} has no table of activations to add to"
-        )
+        _warn_of_swiglu(f"Transformer Engine {version_of('transformer_engine')} has no table of activations")
         return "swiglu"
     kernels: Any = importlib.import_module("model.fused.swiglu_fp8")
 
@@ -156,17 +152,13 @@ def _swiglu_in_fp8_works() -> bool:
     formats = (dtypes.kFloat8E4M3, dtypes.kFloat8E5M2)
     works = all(kernels.works(tensors.Float8Quantizer(scale, amax, dtype)) for dtype in formats)
     if not works:
-        _slower_swiglu(
-            f"Triton {version_of('triton')} makes a wrong kernel of model/fused/swiglu_fp8.py on this machine"
-        )
+        _warn_of_swiglu(f"Triton {version_of('triton')} compiles model/fused/swiglu_fp8.py wrongly")
     return works
 
 
-def _slower_swiglu(why: str) -> None:
-    warnings.warn(
-        f"{why}: Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt",
-        stacklevel=3,
-    )
+def _warn_of_swiglu(why: str) -> None:
+    instead = "Transformer Engine's SwiGLU is used, which is slower; use the versions of requirements-gpu.txt"
+    warnings.warn(f"{why}: {instead}", stacklevel=3)
 
 
 def _head_products() -> dict[str, Any]:

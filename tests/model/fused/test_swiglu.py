@@ -200,7 +200,7 @@ def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) ->
     works = [True]
     monkeypatch.setattr(te_backend, "_swiglu_in_fp8_works", lambda: works[0])
     monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    with pytest.warns(UserWarning, match="no table of activations .*SwiGLU is used, which is slower"):
+    with pytest.warns(UserWarning, match="no table of activations: .*SwiGLU is used, which is slower"):
         assert te_backend._register_fused_swiglu() == "swiglu"
     monkeypatch.setitem(sys.modules, name, module)
     fused = te_backend._register_fused_swiglu()
