@@ -39,6 +39,7 @@ from test_fp8.common.report import Result
 from test_fp8.zero.ranks import Trainings, train_all
 from train.files import write_durably
 from train.preflight.machine import cuda_devices
+from train.record.provenance import sources_sha256
 
 if TYPE_CHECKING:
     from test_fp8.zero.cells import Cell
@@ -154,7 +155,7 @@ def measure(
 def made_for_another(folder: Path, options: argparse.Namespace) -> str:
     """Why the trainings in `folder` are of another matrix; "" where they are of this one, or there are none yet."""
     machine, versions = describe()
-    own = {"machine": machine, "versions": versions, "sources": report.sources_sha256(*SOURCES)}
+    own = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
     own |= {k: getattr(options, k) for k in ("config", "ranks", "steps")}
     file = folder / "made_for.json"
     if not file.is_file():

@@ -7,7 +7,6 @@ PNG of the same stem. It names hardware and software, and nothing that names a h
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from model.fp8.machine import describe
-from test_fp8.common.options import ROOT
 from train.files import write_durably
 from train.record.provenance import commit
 
@@ -48,14 +46,6 @@ def write_json(
     finite = json.loads(json.dumps(report), parse_constant=lambda number: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(finite, indent=2) + "\n")
-
-
-def sources_sha256(*folders: str) -> str:
-    """Of the Python files below `folders` of the repository: whose results they are."""
-    source = hashlib.sha256()
-    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py")):
-        source.update(path.read_bytes())
-    return source.hexdigest()
 
 
 def measured(results: Sequence[Result]) -> list[Result]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from test_fp8.common.options import ROOT
-from test_fp8.common.report import Result, sources_sha256
+from test_fp8.common.report import Result
 from test_fp8.common.rows import Row, RowError, is_under, parse_rows
 from train.config.arguments import TrainingArguments, load_arguments
 from train.config.differences import differences, leaves, unread_by_either
-from train.record.provenance import read_starts
+from train.record.provenance import read_starts, sources_sha256
 from train.record.run_folder import RunFolder
 
 # What a row may override: how a step is computed. All else says what is trained, and on what.

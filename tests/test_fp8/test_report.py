@@ -125,18 +125,6 @@ def test_a_table_has_a_dash_for_what_is_missing() -> None:
     assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
 
 
-def test_sources_are_known_by_the_python_files_of_their_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    found = []
-    for name, text in ("a/b/c.py", "x = 1"), ("a/b/c.py", "x = 2"), ("a/notes.md", "x"), ("other/c.py", "x"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        found.append(report.sources_sha256("a"))
-    assert found[0] != found[1] == found[2] == found[3] != report.sources_sha256("a", "other")
-
-
 def test_output_must_be_json() -> None:
     assert output_file("a/b.json") == Path("a/b.json")
     with pytest.raises(argparse.ArgumentTypeError, match="b.png"):

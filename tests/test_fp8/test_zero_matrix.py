@@ -125,7 +125,7 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
         assert "2 cells are left for want of time; the same command goes on" in capsys.readouterr().out
     assert zero_matrix.main([*command, "--steps", "3"]) == 2
     assert "its trainings are of other steps; give another folder" in capsys.readouterr().err
-    monkeypatch.setattr(zero_matrix.report, "sources_sha256", lambda *_: "of another commit")
+    monkeypatch.setattr(zero_matrix, "sources_sha256", lambda *_: "of another commit")
     assert zero_matrix.main(command) == 2
     assert "its trainings are of other sources; give another folder" in capsys.readouterr().err
     assert json.loads(written.read_text())["commit"].partition(",")[0] == commit().partition(",")[0]

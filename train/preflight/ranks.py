@@ -30,6 +30,7 @@ from train.config.schedule import precisions_of
 from train.data.stream import open_stream
 from train.files import existing
 from train.preflight.devices import Health, Speed, health_of_gpu, speed_of_gpu
+from train.record.provenance import sources_sha256
 from train.record.run_folder import RunFolder
 
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to others after a while
@@ -49,8 +50,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has and sees. versions: packages; machine: GPU and driver; data: a hash of what it would train on,
-    or why it cannot; folder: whether it sees the file of rank 0."""
+    """What one rank has and sees. versions: packages and this code; machine: GPU and driver; data: a hash of what it
+    would train on, or why it cannot; folder: whether it sees the file of rank 0."""
 
     host: str
     versions: dict[str, str]
@@ -82,6 +83,8 @@ def this_rank(args: TrainingArguments, folder: bool) -> Rank:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    # of nodes with a copy each
+    versions["the sources in model/ and train/"] = sources_sha256("model", "train")[:12]
     try:
         its = args.data
         stream = open_stream(
@@ -138,7 +141,9 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
     """What is wrong with any of them."""
     found, where = Found(), names_of(ranks)
     problems, warnings = found.problems, found.warnings
-    problems += unequal([its.versions for its in ranks], where, "install the same packages on all nodes")
+    problems += unequal(
+        [its.versions for its in ranks], where, "have the same packages and sources on all nodes"
+    )
     warnings += unequal(
         [its.machine for its in ranks],
         where,

@@ -90,6 +90,14 @@ def origin(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def sources_sha256(*folders: str) -> str:
+    """Of the Python files below `folders` of the repository: whose numbers those of a run are."""
+    source = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in (REPOSITORY / folder).rglob("*.py")):
+        source.update(path.read_bytes())
+    return source.hexdigest()
+
+
 def commit() -> str:
     """The commit of the sources, and whether files of it, but measured results, have changed since; GIT_COMMIT names it
     where a copy has no git, "unknown" where nothing does."""

@@ -155,6 +155,9 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
     some, by a stand-in."""
     args, rank = TrainingArguments.from_dict(settings), dist.get_rank()
     right, right_existing, right_exchange = ranks.this_rank, ranks.existing, dist.batch_isend_irecv
+    right_sources = ranks.sources_sha256
+    if rank == 1 and fault == "sources":
+        ranks.sources_sha256 = lambda *_: "0123456789abcdef"
     if rank == 1 and fault == "no_data":
         args.data.sources = {"text": folder}
     if rank == 1 and fault == "other_data":
@@ -186,4 +189,5 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
         error = str(found)
     finally:
         ranks.this_rank, ranks.existing, dist.batch_isend_irecv = right, right_existing, right_exchange
+        ranks.sources_sha256 = right_sources
     return {"error": error, "said": said, "seconds": time.monotonic() - begun}

@@ -28,7 +28,7 @@ def test_what_the_second_rank_has_otherwise_is_named(tmp_path: Path, data: Path,
     empty = tmp_path / "empty"
     empty.mkdir()
     settings = settings_of(data, small_model, tmp_path / "run")
-    faults = ["none", "no_data", "other_data", "other_folder", "torch"]
+    faults = ["none", "no_data", "other_data", "other_folder", "torch", "sources"]
     cases = [(2, "alike", {"settings": settings, "fault": f, "folder": str(empty)}) for f in faults]
     before = sorted(tmp_path.iterdir())
     reports = dict(zip(faults, run_cases(tmp_path / "cases", cases), strict=True))
@@ -43,6 +43,7 @@ def test_what_the_second_rank_has_otherwise_is_named(tmp_path: Path, data: Path,
         "other_data": "its data.sources are other data than the others'; give all nodes the same folder",
         "other_folder": "did not see a file of rank 0 in it",
         "torch": "torch 1.0, and ",
+        "sources": "the sources in model/ and train/ 0123456789ab, and ",
     }
     for fault, found in errors.items():
         (error,) = found

@@ -124,6 +124,18 @@ def test_the_commit_of_changed_sources_says_so(monkeypatch, tmp_path):
         file.write_text("1")
 
 
+def test_sources_are_known_by_the_python_files_of_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    found = []
+    for name, text in ("a/b/c.py", "x = 1"), ("a/b/c.py", "x = 2"), ("a/notes.md", "x"), ("other/c.py", "x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        found.append(provenance.sources_sha256("a"))
+    assert found[0] != found[1] == found[2] == found[3] != provenance.sources_sha256("a", "other")
+
+
 def test_the_log_has_what_was_told_and_what_only_it_gets(tmp_path, capsys):
     folder = RunFolder(tmp_path / "run")
     for number in range(2):
