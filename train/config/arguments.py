@@ -192,7 +192,7 @@ class TrainingArguments:
     )
 
     output_dir: str | None = option(
-        "folder of the run; null: output/<name of the config file>", None, resume="free"
+        "folder of the run; null: output/<name of the config file>", None, resume="free", min_length=1
     )
     dry_run: bool = option(
         "everything up to the first step: data, model, proof, engine, a checkpoint to go on from; then it ends, with "
@@ -237,7 +237,7 @@ class TrainingArguments:
         resume="free",
     )
     resume_from_checkpoint: str = option(
-        "auto (the newest good one) | never | path of a checkpoint", "auto", resume="free"
+        "auto (the newest good one) | never | path of a checkpoint", "auto", resume="free", min_length=1
     )
     allow_changes_on_resume: bool | list[str] = option(
         "keys that a resume may have otherwise than the checkpoint although they change what a step computes; true: "

@@ -139,12 +139,17 @@ def read_manifest(folder: str | Path) -> Manifest:
         DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
-    command = "python train/prepare_data.py --input PATH... --tokenizer DIR"
-    remedy = f"prepare it with: {command} --output {shlex.quote(str(folder))}"
+    command = "python train/prepare_data.py --input PATH... --tokenizer DIR --output"
+    remedy = f"prepare it with: {command} {shlex.quote(str(folder))}"
     if not path.is_file():
         state = "has no manifest.json (unfinished or not prepared data)"
         if not folder.is_dir():
-            state = "is a file, not a folder" if folder.exists() else "does not exist"
+            state = "does not exist"
+            if folder.exists():
+                state, remedy = (
+                    "is a file, not a folder",
+                    f"name a folder that was prepared with: {command} DIR",
+                )
         elif not any(folder.iterdir()):
             state = "is empty"
         raise DataError(f"data folder {folder} {state}; {remedy}")

@@ -100,6 +100,7 @@ def test_defaults_follow_the_documented_names():
             ["hang_timeout_s: Infinity is given, a finite number between 0 and"],
         ),
         ({"precision__auto": ""}, ['precision.auto: ""', "true or false or a string that is not empty"]),
+        ({"output_dir": ""}, ['output_dir: "" is given, a string that is not empty or null']),
         ({"model__init_from": ""}, ['model.init_from: "" is given, a string that is not empty or null']),
         ({"data__sources": {"a": 5}}, ["data.sources.a: 5 is given, a string is expected"]),
         (

@@ -395,7 +395,7 @@ def test_mistakes_are_one_message_and_status_2(data, run, tmp_path):
     (tmp_path / "stray" / "train_00000.ds").write_bytes(b"12")
     for arguments, message in (
         ([tmp_path / "nowhere"], "does not exist"),
-        ([tmp_path / "file"], "is a file, not a folder"),
+        ([tmp_path / "file"], "is a file, not a folder; name a folder"),
         ([tmp_path / "empty"], "is empty"),
         ([tmp_path / "stray"], "has no manifest.json"),
     ):
