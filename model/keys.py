@@ -1,8 +1,7 @@
 """How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
 
 `option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config). `between`, `unicode` and `given_path` are types of other command
-lines.
+resume may change (train/config). `between`, `unicode` and `given_path` are types of other command lines.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RESUME = {
     "never": "cannot change on a resume",
 }
 
-EMPTY = "empty, as a variable of the shell is that is not set; give a path, such as . for this folder"
+NOT_GIVEN = "empty, as a variable of the shell is that is not set; give a path, such as . for this folder"
 
 
 def option(
@@ -82,5 +81,5 @@ def given_path(text: str) -> Path:
     """An argparse type: a path, which "" is not, as a variable of the shell that is not set leaves it: that would be
     the folder in which the command is given."""
     if not text:
-        raise argparse.ArgumentTypeError(EMPTY)
+        raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)

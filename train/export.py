@@ -45,7 +45,6 @@ from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
-CHECKPOINTS = RunFolder("").checkpoints.name
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
@@ -83,11 +82,11 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
         found.append(
             f"{why}; {'name the folder itself' if out.is_symlink() else 'choose another folder, or move it away'}"
         )
-    if FOLDER.fullmatch(out.name) and out.parent.name == CHECKPOINTS:
+    if FOLDER.fullmatch(out.name) and out.parent == RunFolder(out.parent.parent).checkpoints:
         found.append(
             f"{out} is where a run saves, which removes what is no checkpoint; choose another folder"
         )
-    if form != "hf" and out.name == "hf" and (out.parent / CHECKPOINTS).is_dir():
+    if form != "hf" and out.name == "hf" and RunFolder(out.parent).checkpoints.is_dir():
         found.append(
             f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "
             f"as {out.with_name(form)}"

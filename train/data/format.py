@@ -143,13 +143,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     remedy = f"prepare it with: {command} {shlex.quote(str(folder))}"
     if not path.is_file():
         state = "has no manifest.json (unfinished or not prepared data)"
-        if not folder.is_dir():
+        if not folder.exists():
             state = "does not exist"
-            if folder.exists():
-                state, remedy = (
-                    "is a file, not a folder",
-                    f"name a folder that was prepared with: {command} DIR",
-                )
+        elif not folder.is_dir():
+            state, remedy = "is a file, not a folder", f"name a folder that was prepared with: {command} DIR"
         elif not any(folder.iterdir()):
             state = "is empty"
         raise DataError(f"data folder {folder} {state}; {remedy}")

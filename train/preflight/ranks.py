@@ -154,7 +154,7 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
             problems.append(f"{where[rank]}: {its.data_problem}; data has to be where all nodes see it")
     hashes = [{"data": its.data} for its in ranks if not its.data_problem]
     readers = [where[rank] for rank, its in enumerate(ranks) if not its.data_problem]
-    if different := unequal(hashes, readers, ""):
+    if different := unequal(hashes, readers):
         who = different[0].partition(": ")[0]
         problems.append(
             f"{who}: its data.sources are other data than the others'; give all nodes the same folder"
@@ -177,7 +177,7 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
     return found
 
 
-def unequal(facts: list[dict[str, str]], where: list[str], advice: str) -> list[str]:
+def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
     """For each name the ranks that have it otherwise than most."""
     found = []
     for name in sorted(set().union(*facts)):
@@ -185,7 +185,9 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str) -> list[
         (most, count), *others = Counter(values).most_common()
         for other, _ in others:
             odd = ", ".join(where[rank] for rank, value in enumerate(values) if value == other)
-            found.append(f"{odd}: {name} {other}, and {most} on {count} other ranks; {advice}")
+            found.append(
+                f"{odd}: {name} {other}, and {most} on {count} other ranks" + f"; {advice}" * bool(advice)
+            )
     return found
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from model.keys import EMPTY, unicode
+from model.keys import NOT_GIVEN, unicode
 from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.readers import (
     BAD_UTF8,
@@ -124,7 +124,7 @@ def list_sources(
     beside: dict[str, list[Path]] = {}
     for name in inputs:
         if not name:
-            raise ValueError(f"input {name!r} is {EMPTY}")
+            raise ValueError(f"input {name!r} is {NOT_GIVEN}")
         check_name("input", name)
         found, left_out = _readable_files_of(name)
         if not found:
