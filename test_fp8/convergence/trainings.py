@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from test_fp8.common.processes import own_environment
 from test_fp8.common.report import Result
 from test_fp8.convergence.rows import (
     CONDITIONS,
@@ -37,8 +37,6 @@ POLL_S = 0.1
 LOCK = ".lock"  # in --work_dir; no row has such a name
 # With less time left a training is not started: until its first step it takes most of that on a GPU.
 LEAST_S = 45.0
-# What a launcher set for this process is not for the trainings that it starts.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -135,12 +133,9 @@ def note(plan: Plan, now: Result, finished: bool) -> None:
 def start(plan: Plan, place: int, limits: Limits, lock: int) -> Training:
     """Start, or go on with, the training of a row; its output goes to log.txt in its folder. It has the descriptor
     `lock` open, and stops with a checkpoint when this program ends, however it does."""
-    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    own = range(place * limits.nproc, (place + 1) * limits.nproc)
+    environment = own_environment(own if limits.at_once > 1 and limits.gpus else None)
     environment["PYTHONUNBUFFERED"] = "1"
-    if limits.at_once > 1 and limits.gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(limits.gpus)))
-        own = visible.split(",")[place * limits.nproc : (place + 1) * limits.nproc]
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     log = (plan.folder / LOG).open("a", encoding="utf-8")
     process = subprocess.Popen(
         plan.command,

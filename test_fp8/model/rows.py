@@ -178,20 +178,27 @@ def configured_rows(options: argparse.Namespace, rows: Mapping[str, Row]) -> lis
 def settings_of(row: Row, options: argparse.Namespace) -> Settings:
     """What the first round tries: every micro-batch, smallest first, with every attention that the row can have, and
     then every loss; with the resolved configuration of each. Raises RowError, ConfigurationError: it is not allowed."""
-    settings, sizes = {}, sorted(options.micro_batch)
-    if VARIANTS[_arguments(row, options, "auto", sizes[0]).model.variant].te:
+    settings, sizes, ranks = {}, sorted(options.micro_batch), launchers.world_size()
+    if VARIANTS[arguments_of(row, options, "auto", sizes[0], ranks).model.variant].te:
         for attention, micro_batch in itertools.product(options.attention, sizes):
-            arguments = _arguments(row, options, attention, micro_batch)
+            arguments = arguments_of(row, options, attention, micro_batch, ranks)
             if arguments.precision.auto:
                 arguments.model.attention_backend = "auto"
             settings[Setting(micro_batch, arguments.model.attention_backend)] = arguments
     else:
         for loss, attention, micro_batch in itertools.product(options.loss, options.sdpa, sizes):
-            settings[Setting(micro_batch, attention, loss)] = _arguments(row, options, "auto", micro_batch)
+            settings[Setting(micro_batch, attention, loss)] = arguments_of(
+                row, options, "auto", micro_batch, ranks
+            )
     return settings
 
 
-def _arguments(row: Row, options: argparse.Namespace, attention: str, micro_batch: int) -> TrainingArguments:
+def arguments_of(
+    row: Row, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
+) -> TrainingArguments:
+    """What a row is measured with on so many `ranks`, resolved; of `options` the model, the length of a sample, the
+    accumulation, the seed and whether kernels are deterministic. Raises RowError, ConfigurationError: it is not
+    allowed."""
     base = {
         "model": {"config": options.config, "attention_backend": attention},
         "data": {"sources": {"random tokens": "none"}},
@@ -208,7 +215,7 @@ def _arguments(row: Row, options: argparse.Namespace, attention: str, micro_batc
         "resume_from_checkpoint": "never",
     }
     arguments = TrainingArguments.from_dict(row.configured(base), f"row {row.name}")
-    arguments = arguments.resolve(launchers.world_size())
+    arguments = arguments.resolve(ranks)
     if (compute := arguments.precision.compute) not in COMPUTED:
         raise RowError(
             f"row {row.name}: precision.compute is {compute}; what is compared is {' and '.join(COMPUTED)}"

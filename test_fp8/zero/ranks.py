@@ -30,13 +30,13 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
+from test_fp8.common.processes import own_environment
 from train.files import write_durably
 from train.guard.signals import at_parents_end
 
 SETTINGS = "settings.json"
 FAILED = 1
 POLL_S = 0.1
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -75,13 +75,12 @@ class Trainings:
             return
         write_durably(self.folder / SETTINGS, json.dumps({"until": self.until, "trainings": left}))
         command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", str(self.ranks), str(script)]
-        environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
         log = self.folder / "log.txt"
         say(f"{self.ranks} rank{'s' * (self.ranks > 1)}: {len(left)} trainings, see {log}")
         with log.open("a", encoding="utf-8") as file:
             self.process = subprocess.Popen(
                 [*command, str(self.folder)],
-                env=environment,
+                env=own_environment(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 preexec_fn=at_parents_end(signal.SIGTERM),

@@ -1,0 +1,19 @@
+"""The processes that programs of test_fp8/ start: what they see of this one's environment, and of its GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+# What a launcher set for this process is not for the ones that it starts.
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def own_environment(places: Sequence[int] | None = None) -> dict[str, str]:
+    """This process's, without what describes a rank; with the GPUs alone that have these `places` among its own."""
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    if places is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        mine = visible.split(",") if visible else list(map(str, range(max(places, default=-1) + 1)))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[place] for place in places)
+    return environment
