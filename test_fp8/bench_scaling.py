@@ -240,7 +240,9 @@ def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
     report.write_json(
         options.output, OPTIONS.command(options), results, model=Path(options.config).name, **more
     )
-    title = f"{Path(options.config).name}, {options.variant}, {options.seq_length} tokens a sample"
+    machine, _ = describe()
+    what = f"{Path(options.config).name}, {options.variant}, micro-batch {options.micro_batch} x {options.seq_length}"
+    title = f"{what}, {machine.get('gpu', machine['cpu'])}"
     plot(results, title, options.output)
 
 

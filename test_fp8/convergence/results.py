@@ -339,7 +339,10 @@ def plot(
         below.set_ylim(-2 * max(inside), 2 * max(inside))
         below.axhspan(-allowed, allowed, color="gray", alpha=0.15, label=f"± {allowed:g} %")
         for axis in (above, below):
-            axis.axvline(warmup, color="gray", linestyle=":", linewidth=1)
+            if warmup >= min(
+                results[0]["curves"]["step"]
+            ):  # rows that go on from a checkpoint begin behind it
+                axis.axvline(warmup, color="gray", linestyle=":", linewidth=1)
             axis.grid(alpha=0.3)
             axis.legend(fontsize=8)
         above.set(
