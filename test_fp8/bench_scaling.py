@@ -16,7 +16,8 @@ Each row is checked as in bench_model.py, which takes the time: the same model, 
 More rows by --row, in keys of the training configuration.
 
 Exit status: 0; 1 when a row could not be measured; 2 when nothing can be (too few GPUs, a step of other tokens, a
-folder of another run); 3 when time ran out before the last launch; 143 after SIGTERM, which ends what was started.
+folder of another run, or one that a run is at work in); 3 when time ran out before the last launch; 130 after Ctrl-C
+and 143 after SIGTERM, which end what was started.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from test_fp8.model.rows import ROW_KEYS, arguments_of
 from test_fp8.scaling.launches import Launch, run_together
 from test_fp8.scaling.results import COLUMNS, farthest, plot, results_of
 from train.config.ds_config import resolve_ds_config
-from train.files import write_durably
+from train.files import locks, write_durably
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.machine import cuda_devices
@@ -53,8 +54,8 @@ from train.record.provenance import sources_sha256
 
 PRECISIONS = ("bf16", "fp8")
 SOURCES = ("model", "train", "test_fp8/common", "test_fp8/model", "test_fp8/scaling")
-TERMINATED = 128 + signal.SIGTERM
 CPU_RANKS = [1, 2]
+LOCK = ".lock"  # in --work_dir
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
@@ -160,12 +161,11 @@ def launches_of(
 
 
 def made_for_another(folder: Path, own: Result) -> str:
-    """Why what `folder` has is of something else than `own`; "" where it is of that, or empty, or not there yet."""
+    """Why what `folder` has is of something else than `own`; "" where it is of that, or there is nothing yet."""
     file, own = folder / "made_for.json", json.loads(json.dumps(own))
     if not file.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
+        if any(path.name != LOCK for path in folder.iterdir()):
             return "it has other files; give an empty folder, or a new one"
-        folder.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps(own))
         return ""
     there = json.loads(file.read_text(encoding="utf-8"))
@@ -204,12 +204,19 @@ def main(argv: Sequence[str]) -> int:
         print("No GPU: a small model and the CPU reference; these speeds mean nothing.")
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(
+                signal.signal, number, signal.signal(number, lambda which, _: sys.exit(128 + which))
+            )
         folder = Path(options.work_dir or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         own: Result = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
         own |= {"command": OPTIONS.command(options), "planned": cells}
-        if problem := made_for_another(folder, own):
+        folder.mkdir(parents=True, exist_ok=True)
+        alone = locks(stack.enter_context((folder / LOCK).open("a")))
+        problem = (
+            made_for_another(folder, own) if alone else "another call is at work in it; wait for its end"
+        )
+        if problem:
             print(f"error: --work_dir {folder}: {problem}", file=sys.stderr)
             return 2
         groups, left = launches_of(options, rows, folder, gpus), False

@@ -96,7 +96,9 @@ class Launch:
         self.found |= {r["row"]: r for r in measured(results)}
         self.found |= {r["row"]: r for r in results if "reason" in r and r["tried"]}
         if self.left:  # the first of them is what ended the process
-            why = f"bench_model.py ended with status {status}; see {self.log.name}"
+            said = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
+            why = f"bench_model.py ended with status {status}: {last[:300]}"
             self.found[self.left[0]] = {"row": self.left[0], "reason": why}
         write_durably(self._kept, json.dumps(self.found, indent=1) + "\n")
         self.start(options)

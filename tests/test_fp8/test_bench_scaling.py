@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -148,6 +149,7 @@ results = [{"row": r, "reason": "not visited", "tried": []} for r in rows]
 for place, row in enumerate(rows):
     if row == "b":
         json.dump({"results": results}, open(sys.argv[1], "w"))
+        print("error: no room\\n")
         sys.exit(7)
     results[place] = {"row": row, "tokens_per_second": 1.0, "tried": [{}]}
 json.dump({"results": results}, open(sys.argv[1], "w"))
@@ -171,7 +173,7 @@ def test_a_row_that_ends_the_process_is_left_out_and_the_others_are_measured(
     launch = Launch("x", tmp_path, 2, None, 1, ROWS)
     launches.run_together([launch], options_of())
     assert launch.found["a"]["tokens_per_second"] == launch.found["c"]["tokens_per_second"] == 1
-    assert launch.found["b"] == {"row": "b", "reason": "bench_model.py ended with status 7; see x.log"}
+    assert launch.found["b"] == {"row": "b", "reason": "bench_model.py ended with status 7: error: no room"}
     again = Launch("x", tmp_path, 2, None, 1, ROWS)
     assert again.found == launch.found and not again.left
 
@@ -195,6 +197,21 @@ def test_what_cannot_be_measured_is_told_before_anything_starts(
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and told in capsys.readouterr().err
+
+
+def test_a_folder_of_another_call_or_of_other_files_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches.subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    command = [*SMALL, "--gpus", "1", "--work_dir", str(tmp_path)]
+    with (tmp_path / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert bench_scaling.main(command) == 2
+        assert "another call is at work in it; wait for its end" in capsys.readouterr().err
+    (tmp_path / "mine.txt").touch()
+    assert bench_scaling.main(command) == 2
+    assert "it has other files; give an empty folder" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "mine.txt"}
 
 
 def program(*words: str) -> list[str]:
