@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -254,7 +254,7 @@ class TrainingArguments:
     gradient_checkpointing: bool = option(
         "recompute activations in the backward: less memory, slower", False, resume="free"
     )
-    deepspeed: str | dict[str, Any] | None = option(
+    deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(
         f"DeepSpeed configuration: path, name in train_args, or object; null: {DEFAULT_DEEPSPEED}",
         None,
         example={"zero_optimization": {"stage": 2}},
@@ -322,7 +322,7 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
     """The DeepSpeed configuration as written. Raises ConfigurationError: no such file, not JSON."""
     if isinstance(value, dict):
         return copy.deepcopy(value)
-    path = find_config(value or DEFAULT_DEEPSPEED, "deepspeed")
+    path = find_config(DEFAULT_DEEPSPEED if value is None else value, "deepspeed")
     try:
         return read_json(path)
     except ValueError as error:
@@ -367,7 +367,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
             command_line.override(raw, TrainingArguments, key, text)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    if raw.get("output_dir") in (None, ""):
+    if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
     for folders in (arguments.data.sources, arguments.data.eval_sources or {}):

@@ -100,7 +100,7 @@ def test_defaults_follow_the_documented_names():
             ["hang_timeout_s: Infinity is given, a finite number between 0 and"],
         ),
         ({"precision__auto": ""}, ['precision.auto: ""', "true or false or a string that is not empty"]),
-        ({"output_dir": ""}, ['output_dir: "" is given, a string that is not empty or null']),
+        ({"deepspeed": ""}, ['deepspeed: "" is given, a string that is not empty or an object']),
         ({"model__init_from": ""}, ['model.init_from: "" is given, a string that is not empty or null']),
         ({"data__sources": {"a": 5}}, ["data.sources.a: 5 is given, a string is expected"]),
         (
@@ -313,7 +313,8 @@ def test_bare_names_are_looked_up_here_first_then_in_train_args(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert load_arguments(["train_config_tiny.json"]).max_steps == 250
     assert load_arguments(["train_config_tiny"]).output_dir == "output/train_config_tiny"
-    assert load_arguments(["train_config_tiny", "--output_dir="]).output_dir == "output/train_config_tiny"
+    with pytest.raises(ConfigurationError, match='output_dir: "" is given, a string that is not empty'):
+        load_arguments(["train_config_tiny", "--output_dir="])
     write(tmp_path, MINIMAL, "train_config_tiny.json")
     assert load_arguments(["train_config_tiny.json"]).max_steps == 100
 
