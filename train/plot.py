@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
     tell(table(histories))
+    tell(*(f"{each.folder.path}: {each.state()}: {why}" for each in histories if (why := each.why())))
     from train.record.fp8_health import draw_health
     from train.record.plots import draw
 

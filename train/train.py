@@ -225,22 +225,22 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     start["escalations"] = state.escalations  # which grows while it runs
     record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
     try:
-        # what was planned is the first stage's
-        with (
-            record if main else contextlib.nullcontext(),
-            signals.taking_steps(),
-            contextlib.ExitStack() as first_stage,
-        ):
-            if planned:
-                first_stage.enter_context(beside_the_plan(run, planned, start["plan"]))
-            last = train(run)
-            while state.step < args.max_steps:
-                if stage_at(args, state.step, state.consumed_tokens) != stage:
-                    first_stage.close()
-                stage_record = change_precision(run, ds_config)
-                if main:
-                    record.add_stage(stage_record)
+        with record if main else contextlib.nullcontext():
+            # what was planned is the first stage's
+            with signals.taking_steps(), contextlib.ExitStack() as first_stage:
+                if planned:
+                    first_stage.enter_context(beside_the_plan(run, planned, start["plan"]))
                 last = train(run)
+                while state.step < args.max_steps:
+                    if stage_at(args, state.step, state.consumed_tokens) != stage:
+                        first_stage.close()
+                    stage_record = change_precision(run, ds_config)
+                    if main:
+                        record.add_stage(stage_record)
+                    last = train(run)
+            if main:
+                record.part = "export"
+                export_last(run, last)
     except signals.Stopped as stopped:
         if main:
             signals.write_stopped(folder.path, stopped)
@@ -248,8 +248,6 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         metrics.close()
         dist.barrier()
         raise
-    if main:
-        export_last(run, last)
     metrics.close()
     dist.barrier()
 
@@ -315,8 +313,10 @@ def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> It
 
 
 def export_last(run: Run, last: Path | None) -> None:
-    """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there."""
+    """The loss plot and, of the checkpoint `last`, the Hugging Face folder, unless that is there. Raises what `export`
+    does, when it is told what the run has all the same."""
     from train.checkpoint.files import identity
+    from train.checkpoint.resume import to_go_on
     from train.data.encoder import tokenizer_of
     from train.export import export
 
@@ -325,7 +325,14 @@ def export_last(run: Run, last: Path | None) -> None:
         run.metrics.message("save_strategy is no: the trained model is not saved")
     else:
         if not folder.is_exported(identity(last)):
-            export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
+            try:
+                export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
+            except Exception:
+                run.metrics.message(
+                    f"the training is over and {last} is committed, but its export to {folder.hf} failed. When what is "
+                    f"said below is mended, the same command{to_go_on(run.arguments)} exports it, without a step"
+                )
+                raise
         run.metrics.message(f"wrote {folder.hf}, a Hugging Face folder")
     run.metrics.draw_last()
 

@@ -103,9 +103,14 @@ class History:
         return "; then ".join(proved)
 
     def state(self) -> str:
-        """What became of its last start."""
+        """What became of its last start: done, stopped, interrupted or failed, by its export "export failed"."""
         ended = (self.starts[-1].get("ended") or {}) if self.starts else {}
         return str(ended.get("how", "runs, or was killed")) if self.starts else ""
+
+    def why(self) -> str:
+        """Why its last start failed, in its first line; "" where it did not, or nothing says."""
+        ended = (self.starts[-1].get("ended") or {}) if self.starts else {}
+        return str(ended.get("why", "")).partition("\n")[0]
 
 
 def typical_speed(speeds: list[float]) -> float | None:

@@ -37,8 +37,9 @@ class RunRecord:
     """with RunRecord(folder, start, position, ...): the start is in run.json from here on, and in the end how it ended.
 
     start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
-    expected: exception -> how it says that the run ended; others say "failed". A run.json that cannot be read is kept
-    beside the new one. Raises OSError: the file cannot be written at the begin; later `tell` says it."""
+    expected: exception -> how it says that the run ended; others say "failed", and why. `part`: which one of the run it
+    is that ends so, where it is not the training. A run.json that cannot be read is kept beside the new one. Raises
+    OSError: the file cannot be written at the begin; later `tell` says it."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class RunRecord:
         expected: dict[type[BaseException], str],
     ):
         self.folder, self.position, self.expected = folder, position, expected
+        self.part = ""
         self.start: dict[str, Any] = {**start, "stages": [], "ended": None}
 
     def __enter__(self) -> RunRecord:
@@ -58,10 +60,13 @@ class RunRecord:
         self._write()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        how = "done" if kind is None else self.expected.get(kind, "failed")
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        how = "done" if kind is None else f"{self.part} {self.expected.get(kind, 'failed')}".strip()
         step, tokens = self.position()
-        self.start["ended"] = {"time": round(time.time(), 1), "how": how, "step": step, "tokens": tokens}
+        ended = {"time": round(time.time(), 1), "how": how, "step": step, "tokens": tokens}
+        if kind is not None and kind not in self.expected:
+            ended["why"] = f"{kind.__name__}: {error}"
+        self.start["ended"] = ended
         self._try_to_write("how the run ended")
 
     def add_stage(self, stage: dict[str, Any]) -> None:
