@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
-from train.files import naming, reason, why_not_written
+from train.files import discarded_name, naming, reason, tell, why_not_written
 from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
@@ -57,7 +58,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, a checkpoint's place, or the hf/ of a run, and the weights are to be FP8; its folder is
     a file or not this user's. PrecisionError: weights that have no FP8 form. LockError: another export to `out` is
-    under way. OSError: `out` cannot be written; what was is removed.
+    under way. OSError: `out` cannot be written, or replaced; what was written is removed, what was there is as it was.
     """
     if why := why_not_written(out.parent):
         raise CheckpointError(f"{out.parent} {why}")
@@ -94,7 +95,7 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
     if found:
         raise CheckpointError("; ".join(found))
     partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)  # of an export that was killed; what stayed in it would be taken for a part of this one
     try:
         lines = _write_model(path, partial, form, tokenizer)
         for file in files:
@@ -106,15 +107,52 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
             shutil.copymode(partial / "config.json", file)
         origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
         (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
+        _put_in_place(partial, out)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # gigabytes, which a full disk needs
+        _remove_or_tell(partial)  # gigabytes, which a full disk needs
         if isinstance(error, SafetensorError):  # what a full disk is to safetensors
             raise OSError(f"{out} could not be written: {error}") from error
         raise
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
     return lines
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    """Give the whole export `partial` its name. The one before it is renamed first and removed last: whatever fails, or
+    is killed meanwhile, one of the two is whole. Raises OSError: `out` cannot be replaced, and is as it was."""
+    before = discarded_name(out) if out.exists() else None
+    try:
+        if before:
+            out.rename(before)
+        try:
+            partial.rename(out)
+        except BaseException:
+            if before:
+                before.rename(out)
+            raise
+    except OSError as error:
+        where = "is as it was" if before is None or out.exists() else f"what it was is in {before}"
+        raise OSError(error.errno, f"{out} cannot be replaced, and {where}: {error.strerror}") from error
+    if before:
+        _remove_or_tell(before)
+
+
+def _remove(folder: Path) -> None:
+    """Also a file or a link of that name. Raises OSError."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+
+
+def _remove_or_tell(folder: Path) -> None:
+    try:
+        _remove(folder)
+    except OSError as error:
+        tell(
+            f"warning: {folder} could not be removed: {error}. Nothing needs it; to remove it: "
+            f"rm -r {shlex.quote(str(folder))}",
+            file=sys.stderr,
+        )
 
 
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
