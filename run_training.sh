@@ -28,7 +28,7 @@
 # as long as each start comes further than the one before; one that does not is repeated once, after 30 seconds.
 #
 # Exit status: 0 done; 75 stopped on request, the same command goes on; 130 ended by Ctrl-C, without a save; 2 it cannot
-# be done as it is configured, or the numbers went wrong; else it crashed.
+# be done as it is configured, as on a full or read-only disk, or the numbers went wrong; else it crashed.
 #
 # Settings: NPROC (processes a node; default: its GPUs, or 2), MASTER_PORT, MAX_RESTARTS (default 3), REQUEUE (0: the
 # Slurm job is not requeued), DEMO_PROMPT, and those of scripts/setup_env.sh. In a Slurm job with Pyxis: CONTAINER_IMAGE

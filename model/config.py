@@ -18,8 +18,11 @@ class UserError(RuntimeError):
     """What a user can mend, apart from the ValueErrors of arguments and files.
 
     Its message says what was given or found, and what to do; train.py shows it without a traceback and ends with
-    status 2: started again as it is, the run would end so again.
+    status 2: started again as it is, the run would end so again. Not where it `may_pass`, as a fault of a file system
+    may: then the status is that of a crash, worth another start.
     """
+
+    may_pass = False
 
 
 GIB = 2**30

@@ -18,6 +18,8 @@ from typing import IO, Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# Faults of a file system that another start would meet as well, until somebody has mended them.
+LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 FULL = os.strerror(errno.ENOSPC)  # the words of libraries that have no OSError of it, as safetensors
 
 
@@ -59,10 +61,29 @@ def shown(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What a command that failed says of it; of a full disk also what to do."""
-    if getattr(error, "errno", None) in NO_ROOM or FULL in str(error):
+    """What a command that failed says of it; of a full or read-only disk also what to do."""
+    number = getattr(error, "errno", None)
+    if number in NO_ROOM or FULL in str(error):
         return f"{error}; make room there, or give a place on another disk"
+    if number in LASTING:
+        return f"{error}; have it made writable, or give another place"
     return str(error)
+
+
+def lasts(error: OSError) -> bool:
+    """Whether another start would meet it, too: a full disk, one that is read-only, a right that is missing. What a
+    network file system or a bus has for a while (EIO, ESTALE, a time limit) may be over then."""
+    return error.errno in LASTING or FULL in str(error)
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether what failed came from a fault of the system that does not last; by its chain of causes, the first of them
+    that the system has numbered."""
+    while error is not None:
+        if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
+            return not lasts(error)
+        error = error.__cause__
+    return False
 
 
 def sync_folder(folder: Path) -> None:

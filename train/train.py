@@ -41,7 +41,7 @@ from model.config import GIB, UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.engine import launchers
 from train.engine.meeting import meet
-from train.files import tell
+from train.files import lasts, reason, tell
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
@@ -61,8 +61,8 @@ ENDINGS: dict[type[BaseException], str] = {signals.Stopped: "stopped", signals.I
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 done; signals.STOPPED (75) on request, with a checkpoint; INTERRUPTED (130) by Ctrl-C without one;
-    NOT_AS_IT_IS (2): what was asked for cannot be done, or the numbers went wrong; CRASHED (1): all else, worth another
-    start from the last checkpoint."""
+    NOT_AS_IT_IS (2): what was asked for cannot be done, as on a full or read-only disk, or the numbers went wrong;
+    CRASHED (1): all else, worth another start from the last checkpoint."""
     arguments: TrainingArguments | None = None
     try:
         arguments = arguments_of(argv)
@@ -93,8 +93,12 @@ def main(argv: list[str]) -> int:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
         # as the system is, it may let another start succeed
-        status = CRASHED if isinstance(error, OSError) else signals.NOT_AS_IT_IS
-        return fail(f"error: {error}\n(FP8_TRACEBACK=1 shows where)", status)
+        passes = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", False)
+        if passes and isinstance(error, UserError) and launchers.rank():
+            time.sleep(2)  # a save's, which all ranks have alike: rank 0 tells it, and ends first
+            return leave(CRASHED)
+        status = CRASHED if passes else signals.NOT_AS_IT_IS
+        return fail(f"error: {reason(error)}\n(FP8_TRACEBACK=1 shows where)", status)
     except signals.Stopped:
         dist.destroy_process_group()
         return signals.STOPPED

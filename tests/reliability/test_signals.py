@@ -24,6 +24,7 @@ from tests.train.runs import ROOT, run
 from train import loop, train
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
+from train.checkpoint.save import SaveError
 from train.guard import signals
 from train.launch import Launcher, parse, what_prevents
 from train.preflight import check
@@ -267,6 +268,15 @@ def test_of_several_ranks_that_failed_the_cause_is_told_and_not_its_consequences
         (ValueError("of the user"), 2, "error: of the user\n(FP8_TRACEBACK=1 shows where)\n"),
         (UserError("of the user"), 2, "error: of the user\n(FP8_TRACEBACK=1 shows where)\n"),
         (OSError("of the system"), 1, "error: of the system\n(FP8_TRACEBACK=1 shows where)\n"),
+        (OSError(5, "I/O"), 1, "error: [Errno 5] I/O\n(FP8_TRACEBACK=1 shows where)\n"),
+        (
+            OSError(30, "Read-only file system"),
+            2,
+            "error: [Errno 30] Read-only file system; have it made writable, or give another place\n"
+            "(FP8_TRACEBACK=1 shows where)\n",
+        ),
+        (SaveError("of a save"), 2, "error: of a save\n(FP8_TRACEBACK=1 shows where)\n"),
+        (SaveError("of a save", may_pass=True), 1, "error: of a save\n(FP8_TRACEBACK=1 shows where)\n"),
         (RuntimeError("of the program"), 1, "Traceback"),
         (signals.Interrupted(), 130, ""),
     ],

@@ -258,7 +258,7 @@ def make_room(path: Path, needed: int) -> None:
     path.mkdir()
 
 
-def undo_save(path: Path, needed: int, error: Exception) -> str:
+def undo_save(path: Path, needed: int, error: UserError) -> str:
     """Remove what a failed save wrote; returns what to tell the user. Never raises."""
     removed = "what it wrote is removed"
     try:
@@ -266,11 +266,13 @@ def undo_save(path: Path, needed: int, error: Exception) -> str:
             remove(path)
     except OSError as reason:
         removed = f"what it wrote could not be removed ({reason})"
-    return (
-        f"the checkpoint {path} could not be saved: {error}. In {path.parent} a save needs about {size_text(needed)}; "
-        f"{removed}, the checkpoints before it are as they were. Make room there, lower save_total_limit, or choose "
-        "another output_dir"
-    )
+    remedy = "Make room there, or have it made writable, lower save_total_limit, or choose another output_dir"
+    if error.may_pass:
+        remedy = (
+            "It may pass: another start, which run_training.sh makes by itself, goes on from the last of them"
+        )
+    said = f"the checkpoint {path} could not be saved: {error}. In {path.parent} a save needs about {size_text(needed)}"
+    return f"{said}; {removed}, the checkpoints before it are as they were. {remedy}"
 
 
 def discard_old(path: Path, keep: int, unscheduled: Collection[int] = ()) -> None:

@@ -45,7 +45,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.engine.zero import capture_checkpoint
-from train.files import write_durably
+from train.files import may_pass, write_durably
 
 T = TypeVar("T")
 
@@ -57,7 +57,12 @@ DISK_MARGIN = 1.05
 
 
 class SaveError(CheckpointError):
-    """A save that failed, the same on every rank. What was committed before it is as it was."""
+    """A save that failed, the same on every rank. What was committed before it is as it was. may_pass: by a fault that
+    may be over at another start, on each rank that had one."""
+
+    def __init__(self, message: str, may_pass: bool = False):
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class Ranks:
@@ -80,15 +85,17 @@ class Ranks:
 
         Raises SaveError on all ranks: it failed on one; the message says on which and why.
         """
-        result, problem = None, None
+        result, problem, passes = None, None, True
         try:
             result = action()
         except Exception as error:  # whatever it is: the others would wait for this rank
             problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        found = self.all_gather((result, problem))
-        if any(problem for _, problem in found):
-            raise SaveError("; ".join(f"rank {r}: {p}" for r, (_, p) in enumerate(found) if p))
-        return [result for result, _ in found]  # type: ignore[misc]  # None only where action gave that
+            passes = may_pass(error)
+        found = self.all_gather((result, problem, passes))
+        if any(problem for _, problem, _ in found):
+            message = "; ".join(f"rank {r}: {p}" for r, (_, p, _) in enumerate(found) if p)
+            raise SaveError(message, all(passes for _, _, passes in found))
+        return [result for result, _, _ in found]  # type: ignore[misc]  # None only where action gave that
 
 
 class Saver:
@@ -211,7 +218,7 @@ class Job:
             ranks.run(lambda: write_manifest(self.path, entries, self.changes) if first else None)
         except SaveError as error:
             message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
-            raise SaveError(message) from error
+            raise SaveError(message, error.may_pass) from error
         if first:
             discard_old(self.path, self.keep, self.unscheduled)
 

@@ -1,0 +1,87 @@
+"""Which failed save is worth another start: what the fault is by the system's number, on all ranks that have one."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.runs import run
+from train.checkpoint.save import Ranks, SaveError
+from train.files import may_pass
+
+PASSES = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT]
+LASTS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]
+
+
+def fault(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("number", PASSES + LASTS)
+def test_a_save_says_whether_its_fault_may_pass_and_what_to_do(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A night is lost where a passing fault ends the run; a full disk is as full after another start."""
+
+    def save(what: Any, file: Any, **options: Any) -> None:
+        raise fault(number)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(SaveError, match=os.strerror(number)) as found:
+        run(settings, save_steps=2)
+    assert found.value.may_pass == (number in PASSES)
+    remedy = (
+        "It may pass: another start, which run_training.sh makes by itself, goes on from the last of them"
+    )
+    lasting = (
+        "Make room there, or have it made writable, lower save_total_limit, or choose another output_dir"
+    )
+    assert str(found.value).endswith(remedy if number in PASSES else lasting)
+    assert not list(Path(settings["output_dir"], "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "passes"),
+    [
+        ([errno.EIO, None], True),
+        ([None, errno.ESTALE], True),
+        ([errno.EIO, errno.ENOSPC], False),
+        ([errno.ENOSPC, None], False),
+    ],
+)
+def test_it_passes_where_it_does_on_all_ranks(
+    process_group: None, monkeypatch: pytest.MonkeyPatch, numbers: list[int | None], passes: bool
+) -> None:
+    ranks, found = Ranks(), list[tuple]()
+
+    def action(number: int | None) -> Callable[[], None]:
+        def act() -> None:
+            if number:
+                raise fault(number)
+
+        return act
+
+    monkeypatch.setattr(ranks, "all_gather", lambda value: found.append(value) or [(None, None, True)])
+    for number in numbers:
+        ranks.run(action(number))
+    monkeypatch.setattr(ranks, "all_gather", lambda value: found)
+    with pytest.raises(SaveError) as error:
+        ranks.run(lambda: None)
+    assert error.value.may_pass == passes
+
+
+def test_the_cause_counts_and_what_is_no_fault_of_the_system_lasts() -> None:
+    try:
+        raise OSError("a could not be written") from fault(errno.EIO)
+    except OSError as error:
+        assert may_pass(error)
+    assert may_pass(TimeoutError("no answer"))
+    for error in (OSError("the disk has not the room"), MemoryError("no host memory"), ValueError("5")):
+        assert not may_pass(error)
+    assert not may_pass(OSError(errno.EIO, "I/O error: No space left on device (os error 28)"))
