@@ -219,9 +219,9 @@ def rolled_back(path: Path) -> list[list[int]] | None:
     return ranges if checkpoint == identity(path) else None
 
 
-def note_rollback(path: Path, ranges: list[list[int]]) -> None:
-    """For `rolled_back`. Raises OSError."""
-    write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges})
+def note_rollback(path: Path, ranges: list[list[int]], **more: Any) -> None:
+    """For `rolled_back`; `more`: what else the note is to have. Raises OSError."""
+    write_signed(path.parent / ROLLBACK, {"checkpoint": identity(path), "skipped_samples": ranges, **more})
 
 
 def identity(path: Path) -> str:

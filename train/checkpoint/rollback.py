@@ -7,6 +7,8 @@ crash.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from train.checkpoint.files import (
     RunState,
     committed,
     note_rollback,
+    read_signed,
     read_state,
     rolled_back,
     step_of,
@@ -30,7 +33,8 @@ from train.data.stream import SampleStream
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
-# To one checkpoint, in all starts. What spikes that often is not the fault of some samples.
+# To one checkpoint, in all starts with the same changes since then (allow_changes_on_resume). What spikes that often is
+# not the fault of some samples; with another learning rate it may be.
 MOST_ROLLBACKS = 3
 # What of a run's state a rollback leaves as it is.
 OF_THIS_START = (
@@ -69,6 +73,19 @@ def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
     if isinstance(found[0], CheckpointError):
         raise found[0]
     return found[0]
+
+
+def of_other_starts(path: Path, saved: RunState, changes: list[dict[str, Any]]) -> int:
+    """How many rollbacks to the checkpoint `path` (its state: `saved`) are of starts with other `changes` since then
+    than this one, by what is noted. For rank 0."""
+    with contextlib.suppress(CheckpointError, OSError):
+        if (ranges := rolled_back(path)) is not None:
+            noted, others = [], 0
+            with contextlib.suppress(CheckpointError):  # a version before this one noted neither
+                noted, others = read_signed(path.parent / ROLLBACK, "changes", "of_other_starts")
+            same = json.dumps(noted) == json.dumps(changes)
+            return others if same else len(ranges) - len(saved.skipped_samples)
+    return 0
 
 
 @dataclass
@@ -111,7 +128,9 @@ class Rollback:
             )
             return False
         # each rollback to it left out a range more than it has itself, also before a crash, by what is noted
-        if len(self.state.skipped_samples) - len(saved.skipped_samples) >= MOST_ROLLBACKS:
+        others = [of_other_starts(path, saved, self._changes(saved)) if dist.get_rank() == 0 else 0]
+        dist.broadcast_object_list(others, src=0)
+        if len(self.state.skipped_samples) - len(saved.skipped_samples) - others[0] >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
                 "a lower learning_rate or max_grad_norm may be: stop this run, and start it again with "
@@ -141,11 +160,17 @@ class Rollback:
                 + at_half_the_rate(before[-1], self.state.train_config["learning_rate"])
             )
 
+    def _changes(self, saved: RunState) -> list[dict[str, Any]]:
+        """What this start has otherwise than the checkpoint whose state is `saved`."""
+        return self.state.changes[len(saved.changes) :]
+
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         if dist.get_rank() == 0:
             set_aside(self.root, saved.step)  # newer ones did not verify
             try:
-                note_rollback(path, ranges)
+                changes = self._changes(saved)
+                others = of_other_starts(path, saved, changes)
+                note_rollback(path, ranges, changes=changes, of_other_starts=others)
             except OSError as error:
                 self.metrics.message(
                     f"warning: {self.root / ROLLBACK} cannot be written: {error}. A start after a crash before the "

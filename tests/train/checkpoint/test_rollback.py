@@ -62,39 +62,58 @@ class Back(Rollback):
 
     def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
         self.went, self.state.skipped_samples = (path.name, ranges[-1]), ranges
-        note_rollback(path, ranges)
+        super()._load(path, saved, ranges)
 
 
-def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(tmp_path: Path) -> None:
+def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But nothing from before the checkpoint; and to one of them it goes back three times at the most, however often
-    the run is started again meanwhile: else one that spikes and crashes would do so without end."""
-    said, logged, nothing = list[str](), list[dict](), cast(Any, None)
-    metrics: Any = SimpleNamespace(message=said.append, log=logged.append)
+    the run is started again meanwhile: else one that spikes and crashes would do so without end. With the learning rate
+    that is advised then it has three again, before its first save as well."""
+    said, logged, nothing = list[str](), list[dict](), cast(Any, SimpleNamespace(load_state_dict=id))
+    metrics: Any = SimpleNamespace(message=said.append, log=logged.append, rewind=id)
+    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
     stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
     state = RunState(9, 72, 0, 1, 1, {"learning_rate": 3e-4}, {}, skipped_samples=[[1, 2]])
 
     def started() -> Back:
         return Back(tmp_path, nothing, nothing, state, nothing, metrics, stream)
 
-    rollback = started()
+    its = started()
 
     def after(*firsts: int) -> bool:
-        return rollback.after(
-            [Spike(first // 8, first, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
-        )
+        return its.after([Spike(first // 8, first, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8)
 
     assert not after(64) and "there is no checkpoint yet" in said.pop()
     path = make(tmp_path, 3, skipped_samples=[[1, 2]])
     for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
-        assert after(*spikes) and rollback.went == ("step-00000003", left_out)
-        state.skipped_samples, rollback = resumed_ranges(path), started()
+        assert after(*spikes) and its.went == ("step-00000003", left_out)
+        state.skipped_samples, its = resumed_ranges(path), started()
         back = logged.pop()["rollback"]
         ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
         assert ends == [*left_out, spikes[-1] // 8]
     assert not after(48) and "3 times from step-00000003 were of no use" in said[-1]
     assert "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in said.pop()
-    make(tmp_path, 4, skipped_samples=state.skipped_samples)
-    assert after(48) and rollback.went[0] == "step-00000004"
+
+    for rate in (1.5e-4, 7.5e-5):
+        state.changes = [{"step": 3, "key": "learning_rate", "old": 3e-4, "new": rate}]
+        for _ in range(3):
+            assert after(48) and its.went[0] == "step-00000003"
+            state.skipped_samples, its = resumed_ranges(path), started()
+        assert not after(48) and "3 times from step-00000003 were of no use" in said[-1]
+    assert len(resumed_ranges(path)) == 10, "what was left out stays so"
+    make(tmp_path, 4, skipped_samples=state.skipped_samples, changes=state.changes)
+    assert after(48) and its.went[0] == "step-00000004"
+
+
+def test_a_note_of_a_version_that_noted_no_changes_counts_for_the_run_as_it_was(tmp_path: Path) -> None:
+    path = make(tmp_path, 2)
+    note(tmp_path)
+    count = [rollback.of_other_starts(path, read_state(path), changes) for changes in ([], [{"step": 2}])]
+    assert count == [0, 1]
+    note(tmp_path).write_text("damaged")  # a start that reads it is told
+    assert rollback.of_other_starts(path, read_state(path), [{"step": 2}]) == 0
 
 
 def test_a_rollback_keeps_what_this_start_has_otherwise(
