@@ -86,6 +86,17 @@ def may_pass(error: BaseException | None) -> bool:
     return False
 
 
+def bytes_of(*places: Path) -> int:
+    """Of all files in these folders; of one that is not there, or goes meanwhile, none."""
+    total = 0
+    for place in places:
+        for folder, _, names in os.walk(place, followlinks=True):
+            for name in names:
+                with suppress(OSError):
+                    total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -138,11 +138,14 @@ def streams_for(
     )
     held_out = open_held_out(train, data.sources, data.eval_sources or {})
     check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
-    if args.data.verify:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        shards = sum(stream.verify(rank, world) for stream in (train, *held_out.values()))
-        say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
     return train, held_out
+
+
+def verify_data(*streams: SampleStream) -> None:
+    """data.verify; each rank takes its share of the shards. Raises DataError."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = sum(stream.verify(rank, world) for stream in streams)
+    say(f"data.verify: hashes and token ids hold in {shards} shards, the share of rank 0 of {world}")
 
 
 # ---------------------------------------------------------------- where it begins

@@ -47,8 +47,10 @@ from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
 
 if TYPE_CHECKING:
+    from train.guard.watchdog import Watchdog
     from train.loop import Run
     from train.planning.plan import Prediction
+    from train.record.provenance import RunRecord
     from train.record.rank_log import RankLog
     from train.record.run_folder import RunFolder
     from train.record.train_log import TrainLog
@@ -79,15 +81,21 @@ def main(argv: list[str]) -> int:
         from train import export, setup  # noqa: F401
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
+        from train.guard.watchdog import NO_START, Watchdog
         from train.preflight.together import check_configured_alike
         from train.record.run_folder import RunFolder
 
         gc.freeze()
         gc.enable()
         init_distributed()
-        arguments = arguments.resolve(dist.get_world_size())
-        check_configured_alike(arguments)
-        with contextlib.nullcontext() if arguments.dry_run else held(RunFolder(arguments.output_dir)):
+        with contextlib.ExitStack() as folder:
+            with Watchdog(arguments.hang_timeout_s, NO_START) as watchdog:
+                watchdog.doing("compares its configuration with those of the others")
+                arguments = arguments.resolve(dist.get_world_size())
+                check_configured_alike(arguments)
+                watchdog.meet("waits for run.lock")
+                if not arguments.dry_run:
+                    folder.enter_context(held(RunFolder(arguments.output_dir)))
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
@@ -163,14 +171,70 @@ def run_training(args: TrainingArguments) -> None:
 def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) -> None:
     import torch.distributed as dist
 
+    from train.config.schedule import stage_at
+    from train.files import bytes_of
+    from train.guard.watchdog import NO_END, NO_START, Watchdog
+    from train.loop import train
+
+    with Watchdog(args.hang_timeout_s, NO_START) as watchdog:
+        begun = _begin(args, folder, log, watchdog)
+    if begun is None:
+        return
+    run, record, planned, ds_config = begun
+    del begun  # has the engine, which a change of the precision takes apart
+    main, args, state, first = dist.get_rank() == 0, run.arguments, run.state, run.stage
+    try:
+        with contextlib.ExitStack() as end:
+            with record if main else contextlib.nullcontext():
+                # what was planned is the first stage's
+                with signals.taking_steps(), contextlib.ExitStack() as first_stage:
+                    if planned:
+                        first_stage.enter_context(beside_the_plan(run, planned, record.start["plan"]))
+                    last = train(run)
+                    while state.step < args.max_steps:
+                        if stage_at(args, state.step, state.consumed_tokens) != first:
+                            first_stage.close()
+                        stage_record = change_precision(run, ds_config)
+                        if main:
+                            record.add_stage(stage_record)
+                        last = train(run)
+                watchdog = end.enter_context(Watchdog(args.hang_timeout_s, NO_END))
+                ends = f"exports {last}, which rank 0 does" if last else "ends"
+                watchdog.meet(ends, reads=bytes_of(last) if last else 0)
+                if main:
+                    record.part = "export"
+                    export_last(run, last)
+            watchdog.doing("waits for the end of all")
+            run.metrics.close()
+            dist.barrier()
+    except signals.Stopped as stopped:
+        with Watchdog(args.hang_timeout_s, NO_END) as watchdog:
+            watchdog.doing("waits for the end of all, which were asked to stop")
+            if main:
+                signals.write_stopped(folder.path, stopped)
+            run.metrics.message(str(stopped))
+            run.metrics.close()
+            dist.barrier()
+        raise
+
+
+def _begin(
+    args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog, watchdog: Watchdog
+) -> tuple[Run, RunRecord, Prediction | None, dict[str, Any]] | None:
+    """What a run consists of, built in the order of train/setup.py, the record of this start, what is planned of it,
+    and DeepSpeed's configuration; None with dry_run, which ends here. The ranks meet between its parts, so that one
+    that hangs in a part is known by the time of that part."""
+    import torch.distributed as dist
+
     from model.config import load_config
     from train import setup
     from train.checkpoint.resume import begins_as
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
-    from train.config.schedule import at_stage, stage_at
+    from train.config.schedule import at_stage
+    from train.files import bytes_of
     from train.guard.watchdog import Watchdog
-    from train.loop import Run, train
+    from train.loop import Run
     from train.planning.autotune import resolve_auto
     from train.preflight.together import check_alike, check_gradients, is_on
     from train.record.provenance import RunRecord
@@ -179,29 +243,47 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     world, main = dist.get_world_size(), dist.get_rank() == 0
     setup.say(f"output: {os.path.abspath(folder.path)}")
     if is_on(args):
+        watchdog.meet("compares itself with the others, and measures their links")
         check_alike(args, setup.say)
     setup.seed(args)
+    watchdog.meet("waits for what precision.auto measures" if args.precision.auto else "opens the data")
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
     train_stream, eval_streams = setup.streams_for(args, config)
+    if args.data.verify:
+        streams = train_stream, *eval_streams.values()
+        watchdog.meet("verifies its share of the data", reads=sum(stream.num_bytes for stream in streams))
+        setup.verify_data(*streams)
     ds_config = resolve_ds_config(args, world)
+    given = args.resume_from_checkpoint
+    candidates = [folder.checkpoints] if given in ("auto", "never") else [folder.checkpoints, Path(given)]
+    watchdog.meet(
+        "waits for rank 0, which verifies the checkpoint to go on from", reads=bytes_of(*candidates)
+    )
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     stage, levels = begins_as(args, state)
     staged = at_stage(args, stage)
+    weights = resume_from or args.model.init_from
+    read = bytes_of(Path(weights)) if weights else 0
+    watchdog.meet("builds the model", read)
     model, precision = setup.model_for(staged, resume_from, levels)
+    watchdog.meet("proves what runs")
     proven = setup.announce(args, model, precision, train_stream, state)
     planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
+    watchdog.meet("builds the engine", read)
     engine, micro_step = setup.engine_for(
         staged, model, precision, train_stream, ds_config, state, resume_from
     )
     state.precision = staged.to_dict()["precision"]
     if is_on(args) and state.step < args.max_steps:
+        watchdog.meet("checks the gradients of a step")
         check_gradients(staged, engine, micro_step, precision, train_stream, state, planned, setup.say)
+    watchdog.meet("opens its folder")
     if args.dry_run:
-        return setup.rehearse(args, train_stream, eval_streams, ds_config, state)
+        setup.rehearse(args, train_stream, eval_streams, ds_config, state)
+        return None
     metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
     start = setup.start_of(args, model, proven, train_stream, state, resume_from)
-    del model  # the engine has it, and a change of the precision takes both apart
     log.open()
     if main and world > 1:
         name_rank_0(folder)
@@ -223,37 +305,15 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         stop_vote=signals.StopVote(args.hang_timeout_s),
         watchdog=Watchdog(args.hang_timeout_s),
     )
-    del engine, micro_step
     start["time"] = round(log.begun, 1)
     start["plan"] = planned and planned.to_json()
     start["escalations"] = state.escalations  # which grows while it runs
-    record = RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS)
-    try:
-        with record if main else contextlib.nullcontext():
-            # what was planned is the first stage's
-            with signals.taking_steps(), contextlib.ExitStack() as first_stage:
-                if planned:
-                    first_stage.enter_context(beside_the_plan(run, planned, start["plan"]))
-                last = train(run)
-                while state.step < args.max_steps:
-                    if stage_at(args, state.step, state.consumed_tokens) != stage:
-                        first_stage.close()
-                    stage_record = change_precision(run, ds_config)
-                    if main:
-                        record.add_stage(stage_record)
-                    last = train(run)
-            if main:
-                record.part = "export"
-                export_last(run, last)
-    except signals.Stopped as stopped:
-        if main:
-            signals.write_stopped(folder.path, stopped)
-        metrics.message(str(stopped))
-        metrics.close()
-        dist.barrier()
-        raise
-    metrics.close()
-    dist.barrier()
+    return (
+        run,
+        RunRecord(folder, start, lambda: (state.step, state.consumed_tokens), ENDINGS),
+        planned,
+        ds_config,
+    )
 
 
 def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:

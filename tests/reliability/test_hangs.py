@@ -262,7 +262,8 @@ def test_one_gives_the_verdict_though_rank_0_keeps_the_store_and_is_stopped(
     """Then no rank hears another, and the launcher ends the others before they speak, too."""
     slept, said = list[float](), io.StringIO()
     watches = Watchdog(0)
-    watches._main, watches._stderr = threading.get_ident(), said
+    watches._main = threading.get_ident()
+    monkeypatch.setattr(watchdog, "console", lambda: said)
 
     def gather(self: Watchdog, found: dict, world: int) -> None:
         found.update({other: found[rank] for other in answer_too})

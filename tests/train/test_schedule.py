@@ -82,7 +82,7 @@ def test_a_change_is_a_stop_and_a_resume(
 
 
 def test_a_change_is_watched(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As steps are: ranks that hang in it would be waited for, for the day that they wait for each other."""
+    """As a start and steps are: ranks that hang would be waited for, for the day that they wait for each other."""
     watched, engine_for = list[int](), setup.engine_for
 
     def watched_engine_for(*of_run: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_change_is_watched(settings: dict, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(setup, "engine_for", watched_engine_for)
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
     run(settings, max_steps=2, precision={"schedule": schedule})
-    assert watched == [0, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
+    assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
 
 
 PAIRS = [("delayed", "current"), ("current", "block"), ("block", "delayed"), ("delayed", "bf16")]

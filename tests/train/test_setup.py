@@ -103,15 +103,10 @@ def test_data_are_opened_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_verifies_its_share_of_all_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Terabytes would take each of them hours; that of held-out data is among them."""
     shares: list[tuple[int, int]] = []
-    stream = SimpleNamespace(sources="", verify=lambda *share: shares.append(share) or 1)
-    monkeypatch.setattr(setup, "open_stream", lambda *_, **__: stream)
-    monkeypatch.setattr(setup, "open_held_out", lambda *_: {"eval_loss": stream})
-    monkeypatch.setattr(setup, "check_fit", lambda *_: None)
+    stream: Any = SimpleNamespace(verify=lambda *share: shares.append(share) or 1)
     monkeypatch.setattr(setup.dist, "get_rank", lambda: 3)
     monkeypatch.setattr(setup.dist, "get_world_size", lambda: 8)
-    args = arguments()
-    args.data.verify = True
-    setup.streams_for(args, load_config("tiny"))
+    setup.verify_data(stream, stream)
     assert shares == [(3, 8)] * 2
 
 

@@ -184,7 +184,7 @@ class TrainingArguments:
 
     hang_timeout_s: float = option(
         "seconds without a finished step, evaluation batch or save after which the run ends and says which rank hangs; "
-        "0: never",
+        "0: never. The first step and each part of the start and the end have half an hour at least",
         1800.0,
         ge=0,
         le=1e8,  # three years; timers of the system end soon after

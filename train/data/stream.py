@@ -207,6 +207,11 @@ class SampleStream:
             )
         return separate_documents(labels, after)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the shards of the split."""
+        return sum(shard.bytes for source in self.sources for shard in source.shards)
+
     def verify(self, part: int = 0, parts: int = 1) -> int:
         """Recompute the hashes and look at every token id of each `parts`-th shard, from shard `part` on; returns their
         number.

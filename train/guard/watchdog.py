@@ -1,8 +1,9 @@
 """A run in which a rank does not answer any more ends, and says which rank and where it stands.
 
-The ranks meet at least once a step (signals.StopVote); a watchdog in each counts the time since. When it is more than
-the timeout, each sends where its main thread is to the others, through the process group's store, names the ranks which
-the others wait for, and ends its process; the launcher ends what is left.
+The ranks meet at least once a step (signals.StopVote), and between the parts of a start and before the export
+(Watchdog.meet); a watchdog in each counts the time since. When it is more than the timeout, each sends where its main
+thread is to the others, through the process group's store, names the ranks which the others wait for, and ends its
+process; the launcher ends what is left.
 
 Who is to blame: a rank that sends nothing is stopped, or its machine is gone. Else one that is not inside a
 collective, where the others are, waiting for it. Else those that are furthest behind.
@@ -26,8 +27,15 @@ import torch.distributed as dist
 from train.record.rank_log import console
 
 HUNG = 1  # as any other crash: worth another start from the last checkpoint
-# In the first step there are compilation, captured graphs and NCCL's connections.
+# In the first step, and in parts of a start, there are compilation, captured graphs and NCCL's connections.
 FIRST_STEP_S = 1800.0
+# Beside that, a part of a start or the export may take as long as what it reads does at this rate, in bytes a second:
+# no file system that works is slower for a whole job, and of one that hangs the job waits for no day.
+SLOWEST = 20e6
+# What has not come in time, as the message begins.
+NO_STEP = "error: no step was finished for"
+NO_START = "error: no part of the start was finished for"
+NO_END = "error: the end of the run did not come for"
 GATHER_S = 3.0  # how long the others may take to say where they are
 # Without rank 0, which keeps the store, no rank hears another, and each would give the verdict. Rank 1 does; should it
 # be gone, too, the first of each node, so much later, and the rest later again: after the first that does and ends, the
@@ -42,20 +50,24 @@ COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py"
 
 
 class Watchdog:
-    """with Watchdog(timeout_s): watches; 0 turns all of it off. Every rank calls `met` and `doing` at the same points,
-    which cost next to nothing: they count, and the counts are compared."""
+    """with Watchdog(timeout_s): watches; 0 turns all of it off. Every rank calls `met`, `doing` and `meet` at the same
+    points. The first two cost next to nothing: they count, and the counts are compared. `missed`: what has not come in
+    time, for the report; one of NO_STEP, NO_START, NO_END."""
 
     _watches = 0  # of this process, so that keys in the store are new
 
-    def __init__(self, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, missed: str = NO_STEP):
+        self.timeout_s, self.missed = timeout_s, missed
         self._doing = "begins"
         self._progress = 0  # calls of met and doing, the same sequence on each rank
         self._deadline = float("inf")
-        self._allowed_s = max(timeout_s, FIRST_STEP_S)  # until the first step is done
+        self._allowed_s = self._limit_s = max(timeout_s, FIRST_STEP_S)  # until the first step is done
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self._stderr: TextIO = console()
+
+    @property
+    def _stderr(self) -> TextIO:
+        return console()
 
     def __enter__(self) -> Watchdog:
         if self.timeout_s:
@@ -66,6 +78,16 @@ class Watchdog:
             self._thread.start()
         return self
 
+    def meet(self, doing: str, reads: int = 0) -> None:
+        """The ranks wait for each other here, so that the time of what comes next, `doing`, begins for all at once.
+        reads: the bytes of files that it goes through, which it has time for, too."""
+        if self._thread:
+            self.doing(f"waits for all, before it {doing}")
+            dist.barrier()
+            self.met(doing)
+            self._limit_s = self._allowed_s + reads / SLOWEST
+            self._deadline = time.monotonic() + self._limit_s
+
     def met(self, doing: str, after_step: bool = False) -> None:
         """All ranks have just met: the time begins anew. `doing`: what comes next. after_step: a step of training is
         done; until the first of them there is more time, also for what may come before it."""
@@ -74,7 +96,8 @@ class Watchdog:
             if after_step and self._allowed_s > self.timeout_s:
                 self._allowed_s = self.timeout_s
                 self._dump_later(self.timeout_s)
-            self._deadline = time.monotonic() + self._allowed_s
+            self._limit_s = self._allowed_s
+            self._deadline = time.monotonic() + self._limit_s
 
     def doing(self, doing: str) -> None:
         """Where this rank is, for the report."""
@@ -129,7 +152,7 @@ class Watchdog:
         if rank in blamed or not blamed:
             lines += [f"rank {rank}: where its threads are:", stack]
         if rank == min(set(found) - set(blamed), default=rank):
-            lines += [verdict(found, blamed, world, self.timeout_s)]
+            lines += [verdict(found, blamed, world, self._limit_s, self.missed)]
         if lines:
             print("\n".join(lines), file=self._stderr, flush=True)
         if rank not in blamed or rank == 0:
@@ -193,9 +216,11 @@ def blame(found: dict[int, dict[str, Any]], world: int) -> list[int]:
     return []
 
 
-def verdict(found: dict[int, dict[str, Any]], blamed: list[int], world: int, timeout_s: float) -> str:
+def verdict(
+    found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float, missed: str = NO_STEP
+) -> str:
     """The message that ends the job."""
-    head = f"error: no step was finished for {timeout_s:g} s (hang_timeout_s)"
+    head = f"{missed} {limit_s:g} s (hang_timeout_s)"
     if not blamed:
         places = "; ".join(f"rank {r}: {its['doing']}, {its['at']}" for r, its in sorted(found.items()))
         return f"{head} and all {world} ranks answer; where they are: {places}"
