@@ -22,7 +22,7 @@ class UserError(RuntimeError):
     may: then the status is that of a crash, worth another start.
     """
 
-    may_pass = False
+    may_pass: bool = False
 
 
 GIB = 2**30

@@ -10,17 +10,33 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, TypeVar
+
+T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+AGAIN_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Faults of a file system that another start would meet as well, until somebody has mended them.
 LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 FULL = os.strerror(errno.ENOSPC)  # the words of libraries that have no OSError of it, as safetensors
+
+
+def again(action: Callable[[], T]) -> T:
+    """What `action` returns, at the second try, AGAIN_S later, where the first meets a fault that may pass: for a
+    moment of a network file system no checkpoint is to be passed over. Raises OSError."""
+    try:
+        return action()
+    except OSError as error:
+        if not may_pass(error):
+            raise
+    time.sleep(AGAIN_S)
+    return action()
 
 
 def discarded_name(path: Path) -> Path:
@@ -84,6 +100,11 @@ def may_pass(error: BaseException | None) -> bool:
             return not lasts(error)
         error = error.__cause__
     return False
+
+
+def size_text(number: int) -> str:
+    """Bytes, for people."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def bytes_of(*places: Path) -> int:

@@ -28,10 +28,9 @@ from train.checkpoint.files import (
     problems,
     read_state,
     rolled_back,
-    size_text,
     step_folders,
 )
-from train.files import shown
+from train.files import shown, size_text
 from train.record.run_folder import RunFolder
 
 

@@ -40,7 +40,7 @@ from model.fp8.machine import describe
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.proof import attention_of, backend_of, prove
-from train.checkpoint.files import RunState, is_of, name_of, origin, read_state, size_text
+from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
     has_fp8_state_of,
@@ -58,7 +58,7 @@ from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.files import discarded_name, note, tell, write_durably
+from train.files import discarded_name, note, size_text, tell, write_durably
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.check import in_float32

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import UserError
-from train.files import sha256_file, sync_folder, write_durably
+from train.files import again, sha256_file, size_text, sync_folder, write_durably
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -318,9 +318,13 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
             present.append(file)
     if not hashes:
         return found
-    try:
+
+    def hashed() -> list[str]:
         with ThreadPoolExecutor(8) as pool:  # hashing releases the interpreter lock
-            hashes_now = list(pool.map(sha256_file, present))
+            return list(pool.map(sha256_file, present))
+
+    try:
+        hashes_now = again(hashed)
     except OSError as error:
         return [*found, f"{path} cannot be read: {error}"]
     altered = [f for f, now in zip(present, hashes_now, strict=True) if now != expected[f.name][1]]
@@ -442,8 +446,3 @@ def read_state(path: Path) -> RunState:
         return RunState(**values)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / RUN_STATE} cannot be read: {error}") from error
-
-
-def size_text(number: int) -> str:
-    """Bytes, for people."""
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

@@ -35,7 +35,7 @@ from train.checkpoint.files import (
 from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
 from train.config.differences import same_precision
 from train.engine.zero import forget_moments, own_settings
-from train.files import discarded_name, without_patterns
+from train.files import discarded_name, may_pass, without_patterns
 
 # Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
@@ -51,16 +51,18 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     Raises CheckpointError, on all ranks: a path given that does not verify, or of another run than the one whose
     checkpoints are here; committed checkpoints, none of which verifies; a rank that does not see what rank 0 chose.
     """
-    decision: list[Any] = [None, None]
+    decision: list[Any] = [None, None, False]
     if dist.get_rank() == 0:
         try:
             decision[0] = _choose_on_rank_0(root, setting, log)
         except (CheckpointError, OSError) as error:
-            decision[1] = str(error)
+            decision[1:] = str(error), may_pass(error)
     dist.broadcast_object_list(decision, src=0)
-    path, problem = decision
+    path, problem, passes = decision
     if problem:
-        raise CheckpointError(problem)
+        refusal = CheckpointError(problem)
+        refusal.may_pass = passes
+        raise refusal
     if path is None:
         return None
     try:

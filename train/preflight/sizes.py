@@ -11,11 +11,11 @@ from typing import Any
 from model.config import GIB, num_parameters
 from model.fp8.recipes import EIGHT_BITS
 from model.variants import compiles
-from train.checkpoint.files import MANIFEST, committed, name_of, size_text, step_folders
+from train.checkpoint.files import MANIFEST, committed, name_of, step_folders
 from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.schedule import escalates
-from train.files import existing
+from train.files import existing, size_text
 from train.planning.memory import (
     checkpoint_bytes,
     largest_micro_batch,

@@ -215,18 +215,6 @@ def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
     assert problems(path) == []
 
 
-def test_a_file_that_cannot_be_read_is_no_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a disk that is about to fail."""
-    path = make(tmp_path, 1)
-
-    def fails(file: Path) -> str:
-        raise OSError(5, "Input/output error", str(file))
-
-    monkeypatch.setattr(checkpoint_files, "sha256_file", fails)
-    (problem,) = checkpoint_files.problems(path)
-    assert problem.startswith(f"{path} cannot be read: ") and "Input/output error" in problem
-
-
 def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new one is as good as it would be without."""
     for step in (1, 2):

@@ -24,10 +24,10 @@ from tests.train.runs import metrics, run
 from train import export, setup
 from train.checkpoint import files, save
 from train.checkpoint import load as room
-from train.checkpoint.files import CheckpointError, RunState, describe_file, size_text, wait_for_files
+from train.checkpoint.files import CheckpointError, RunState, describe_file, wait_for_files
 from train.checkpoint.load import has_fp8_state_of
 from train.checkpoint.resume import SIZES, allowing
-from train.files import without_patterns
+from train.files import size_text, without_patterns
 
 USUAL: dict[str, Any] = {"recipe": "delayed", "backend": "reference"}
 OTHER_STATE = {

@@ -1,4 +1,5 @@
-"""Which failed save is worth another start: what the fault is by the system's number, on all ranks that have one."""
+"""Which failed save is worth another start: what the fault is by the system's number, on all ranks that have one; and a
+checkpoint that cannot be read for a moment."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.train.checkpoint.test_checkpoint import make
 from tests.train.runs import run
+from train.checkpoint import files as checkpoint_files
+from train.checkpoint import load
+from train.checkpoint.files import CheckpointError
 from train.checkpoint.save import Ranks, SaveError
 from train.files import may_pass
 
@@ -85,3 +90,39 @@ def test_the_cause_counts_and_what_is_no_fault_of_the_system_lasts() -> None:
     for error in (OSError("the disk has not the room"), MemoryError("no host memory"), ValueError("5")):
         assert not may_pass(error)
     assert not may_pass(OSError(errno.EIO, "I/O error: No space left on device (os error 28)"))
+
+
+def test_a_file_that_cannot_be_read_is_no_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is about to fail. A fault that passes within half a minute costs no checkpoint."""
+    path, slept, faults = make(tmp_path, 1), list[float](), list[int]()
+
+    def fails(file: Path, right: Any = checkpoint_files.sha256_file) -> str:
+        if faults and file.name == "weights.pt":
+            raise OSError(faults.pop(), "of the system", str(file))
+        return right(file)
+
+    monkeypatch.setattr(checkpoint_files, "sha256_file", fails)
+    monkeypatch.setattr("train.files.time.sleep", slept.append)
+    for numbers, waits in (([5, 5], 1), ([13], 0)):
+        faults[:] = numbers
+        (problem,) = checkpoint_files.problems(path)
+        assert problem.startswith(f"{path} cannot be read: ") and "of the system" in problem
+        assert slept == [30.0] * waits
+        slept.clear()
+    faults[:] = [116]
+    assert checkpoint_files.problems(path) == [] and slept == [30.0]
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
+def test_a_folder_that_does_not_answer_is_worth_another_start(
+    tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """On all ranks alike, though rank 0 alone looks for a checkpoint."""
+
+    def fails(root: Path, log: Any) -> Path | None:
+        raise fault(number)
+
+    monkeypatch.setattr(load, "newest_good", fails)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as found:
+        load.choose_checkpoint(tmp_path, "auto", print)
+    assert found.value.may_pass == (number in PASSES)
