@@ -24,6 +24,7 @@ AGAIN_S = 30.0
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Faults of a file system that another start would meet as well, until somebody has mended them.
 LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
+NO_FAULTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 FULL = os.strerror(errno.ENOSPC)  # the words of libraries that have no OSError of it, as safetensors
 
 
@@ -94,10 +95,10 @@ def lasts(error: OSError) -> bool:
 
 def may_pass(error: BaseException | None) -> bool:
     """Whether what failed came from a fault of the system that does not last; by its chain of causes, the first of them
-    that the system has numbered."""
+    that the system has numbered. What is not there, or in the way, is no fault."""
     while error is not None:
         if isinstance(error, OSError) and (error.errno is not None or isinstance(error, TimeoutError)):
-            return not lasts(error)
+            return not (lasts(error) or isinstance(error, NO_FAULTS))
         error = error.__cause__
     return False
 

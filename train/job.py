@@ -36,13 +36,14 @@ from train.checkpoint.resume import to_go_on
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
 from train.engine.launchers import first_host, nodes_by_hostfile, port_of
-from train.files import locks, tell
+from train.files import again, locks, may_pass, reason, tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED
 from train.record.run_folder import RunFolder
 
 # Before a start that came no further is repeated: for a port, a file system or a node to be well again.
 PAUSE_S = 30.0
+CRASHED = 1
 # What trains without CONFIG, on two ranks at most: its batch has tokens for no more.
 TINY, TINY_RANKS = ROOT / "train_args/train_config_tiny.json", 2
 # The name by which train_args/ and prepare_data.py know the Python standard library's own text.
@@ -62,9 +63,9 @@ def main(argv: list[str]) -> int:
     except (ConfigurationError, CheckpointError) as error:
         tell(str(error), file=sys.stderr)
         return NOT_AS_IT_IS
-    except JobError as error:
-        tell(f"run_training.sh: {error}", file=sys.stderr)
-        return NOT_AS_IT_IS
+    except (JobError, OSError) as error:
+        tell(f"run_training.sh: {reason(error)}", file=sys.stderr)
+        return CRASHED if may_pass(error) else NOT_AS_IT_IS
 
 
 class Job:
@@ -216,12 +217,12 @@ class Job:
         return INTERRUPTED
 
     def newest_checkpoint(self) -> Path | None:
-        return next(reversed(committed(self.folder.checkpoints)), None)
+        return next(reversed(again(lambda: committed(self.folder.checkpoints))), None)
 
     def mark(self) -> str:
         """Which checkpoint is the newest: another one of its name has another mark; "" without any."""
         newest = self.newest_checkpoint()
-        return f" {newest} {identity(newest)}" if newest else ""
+        return f" {newest} {again(lambda: identity(newest))}" if newest else ""
 
     def newest_name(self) -> str:
         newest = self.newest_checkpoint()
@@ -230,7 +231,7 @@ class Job:
     def last_step(self) -> int:
         """The last step in the run's metrics, 0 without any."""
         try:
-            lines = self.folder.metrics.read_bytes()
+            lines = again(self.folder.metrics.read_bytes)
         except FileNotFoundError:
             return 0
         return max(map(int, re.findall(rb'^.*?"step": *(\d+)', lines, re.MULTILINE)), default=0)

@@ -87,7 +87,8 @@ def test_the_cause_counts_and_what_is_no_fault_of_the_system_lasts() -> None:
     except OSError as error:
         assert may_pass(error)
     assert may_pass(TimeoutError("no answer"))
-    for error in (OSError("the disk has not the room"), MemoryError("no host memory"), ValueError("5")):
+    no_faults = OSError("the disk has not the room"), MemoryError("no host memory"), ValueError("5")
+    for error in (*no_faults, fault(errno.ENOENT), fault(errno.EEXIST)):
         assert not may_pass(error)
     assert not may_pass(OSError(errno.EIO, "I/O error: No space left on device (os error 28)"))
 
@@ -103,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_no_good_one(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(checkpoint_files, "sha256_file", fails)
     monkeypatch.setattr("train.files.time.sleep", slept.append)
-    for numbers, waits in (([5, 5], 1), ([13], 0)):
+    for numbers, waits in (([5, 5], 1), ([13], 0), ([2], 0)):
         faults[:] = numbers
         (problem,) = checkpoint_files.problems(path)
         assert problem.startswith(f"{path} cannot be read: ") and "of the system" in problem
