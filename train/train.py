@@ -211,7 +211,13 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
         with Watchdog(args.hang_timeout_s, NO_END) as watchdog:
             watchdog.doing("waits for the end of all, which were asked to stop")
             if main:
-                signals.write_stopped(folder.path, stopped)
+                try:
+                    signals.write_stopped(folder.path, stopped)
+                except OSError as error:  # it is saved: the status says that it was a stop
+                    run.metrics.message(
+                        f"warning: {folder.stopped} cannot be written: {error}; a launcher that passes no status "
+                        "on, as torchrun, does not tell this stop from a crash"
+                    )
             run.metrics.message(str(stopped))
             run.metrics.close()
             dist.barrier()

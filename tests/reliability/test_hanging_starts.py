@@ -121,6 +121,18 @@ def test_the_end_of_a_run_that_is_stopped_is_watched(
     assert [call for call in watched if "unwatched" in call] == [] and watched[-1] == "barrier"
 
 
+def test_a_stop_that_cannot_be_noted_is_a_stop(
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is saved; by another status a Slurm job would not be requeued."""
+    (tmp_path / "run/stopped.json.tmp").mkdir(parents=True)
+    monkeypatch.setattr(signals.StopVote, "ask", lambda *_: (True, False, False))
+    assert start(settings, tmp_path, monkeypatch) == signals.STOPPED
+    said = capsys.readouterr().out
+    assert f"warning: {tmp_path}/run/stopped.json cannot be written: [Errno 21]" in said
+    assert "stopped on request after step 1; " in said
+
+
 def test_each_part_has_the_time_for_what_it_reads(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it by one slow rank, of a file system that others use, too; a part without, half an hour."""
     parts: dict[str, float] = {}
