@@ -11,7 +11,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ UTF16 = "; it is UTF-16: iconv -f UTF-16 -t UTF-8"  # as some programs of Window
 INVALID_JSON = "invalid JSON"
 INVALID_CSV = "invalid CSV"
 MISSING_KEY = "missing key"
+SEVERAL_COLUMNS = "several columns of the key"
 EMPTY = "empty document"
 TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
 LONG_WINDOW = "packed by zstd --long, beyond 128 MiB"
@@ -246,7 +247,7 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
         if lines.begin >= stop:
             return
         if line.strip():
-            yield _parse_line(line, lines.where, text_key)
+            yield _text_of(_parse(line, lines.where), lines.where, text_key)
 
 
 def _read_json(lines: Lines, text_key: str) -> Items:
@@ -255,7 +256,7 @@ def _read_json(lines: Lines, text_key: str) -> Items:
         if not line.strip():
             continue
         if line.lstrip().startswith(b"{") and not isinstance(_parse(line, ""), Dropped):
-            yield _parse_line(line, lines.where, text_key)
+            yield _text_of(_parse(line, lines.where), lines.where, text_key)
             yield from _read_jsonl(lines, text_key, math.inf)
             return
         data, where = line + lines.rest(MAX_JSON_BYTES), str(lines.path)
@@ -264,9 +265,6 @@ def _read_json(lines: Lines, text_key: str) -> Items:
             yield Dropped(f".json over {MAX_JSON_BYTES >> 30} GiB", where, detail)
             return
         records = _parse(data, where)
-        if isinstance(records, Dropped):
-            yield records
-            return
         for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
             yield _text_of(record, f"{where}:record {number}", text_key)
         if records == []:
@@ -280,16 +278,15 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
     rows = csv.reader(_decoded_lines(lines), strict=True)
     try:
         header = next(rows, [])
-        if header and text_key not in header:
+        if header and header.count(text_key) != 1:
             if len(header) == 1 and (others := {*header[0]} & {";", "\t", "|"}):
                 detail = f"{_listed(sorted(others))} between fields; have commas there"
                 yield Dropped(INVALID_CSV, str(path), detail)
                 return
             first = next(rows, [])
             longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
-            detail = f"no column {text_key!r} among {_listed(header)}"
             count = max(bool(first) + sum(map(bool, rows)), 1)
-            yield Dropped(MISSING_KEY, str(path), detail, count, tuple(key for key, _ in longest))
+            yield _no_text(path, text_key, header, count, (key for key, _ in longest))
             return
         row = last = rows.line_num
         for fields in rows:
@@ -314,14 +311,18 @@ def _decoded_lines(lines: Lines) -> Iterator[str]:
         yield line.decode("utf-8", "strict" if is_utf16 else "surrogateescape")
 
 
+def _no_text(path: Path, text_key: str, names: Sequence[str], rows: int, others: Iterable[str]) -> Dropped:
+    """What a table is that has no column of the text, or several."""
+    if (columns := names.count(text_key)) > 1:
+        detail = f"{columns} columns are named {text_key!r}; rename all but that of the text"
+        return Dropped(SEVERAL_COLUMNS, str(path), detail, rows)
+    detail = f"no column {text_key!r} among {_listed(names)}"
+    return Dropped(MISSING_KEY, str(path), detail, rows, tuple(others))
+
+
 def _listed(names: Sequence[str]) -> str:
     """The first names; escaped where a terminal would obey them, or could not show them."""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:8])
-
-
-def _parse_line(line: bytes, where: str, text_key: str) -> Text | Dropped:
-    record = _parse(line, where)
-    return record if isinstance(record, Dropped) else _text_of(record, where, text_key)
 
 
 def _parse(data: bytes, where: str) -> Any:
@@ -335,13 +336,14 @@ def _parse(data: bytes, where: str) -> Any:
 
 
 def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
+    if isinstance(record, Dropped):
+        return record
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
-        strings = [key for key in record if isinstance(record[key], str)]
-        longest = tuple(sorted(strings, key=lambda key: -len(record[key])))
+        strings = sorted((k for k in record if isinstance(record[k], str)), key=lambda k: -len(record[k]))
         detail = f"no {text_key!r} among {_listed(sorted(record))}"
-        return Dropped(MISSING_KEY, where, detail, text_keys=longest)
+        return Dropped(MISSING_KEY, where, detail, text_keys=tuple(strings))
     return check_text(record[text_key], where)
 
 
@@ -358,7 +360,7 @@ def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             rows = file.metadata.num_rows
-            if rows == 0 or text_key not in file.schema_arrow.names:
+            if rows == 0 or file.schema_arrow.names.count(text_key) != 1:
                 if start == 0:
                     yield _no_column(path, rows, text_key, file.schema_arrow)
                 return
@@ -398,7 +400,7 @@ def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
             names = stream.schema.names
-            if text_key not in names:
+            if names.count(text_key) != 1:
                 if start == 0:
                     yield _no_column(path, sum(batch.num_rows for batch in stream), text_key, stream.schema)
                 return
@@ -419,9 +421,8 @@ def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
 def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
     if rows == 0:
         return Dropped(EMPTY, str(path), "an empty file")
-    text_keys = tuple(column.name for column in schema if _holds_strings(column.type))
-    detail = f"no column {text_key!r} among {_listed(schema.names)}"
-    return Dropped(MISSING_KEY, str(path), detail, rows, text_keys)
+    text_keys = (column.name for column in schema if _holds_strings(column.type))
+    return _no_text(path, text_key, schema.names, rows, text_keys)
 
 
 def _holds_strings(kind: Any) -> bool:
@@ -443,8 +444,6 @@ def _check_column(column: Any, path: Path, first: int) -> Items:
     for row, value in enumerate(column.to_pylist(), start=first + 1):
         where = f"{path}:{row}"
         try:
-            text = value.decode("utf-8") if is_text and value is not None else value
+            yield check_text(value.decode("utf-8") if is_text and value is not None else value, where)
         except UnicodeDecodeError as error:
             yield Dropped(BAD_UTF8, where, str(error))
-        else:
-            yield check_text(text, where)

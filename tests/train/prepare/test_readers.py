@@ -4,6 +4,7 @@ import codecs
 import errno
 import gzip
 import json
+import math
 from functools import partial
 from pathlib import Path
 
@@ -163,6 +164,27 @@ def test_a_missing_column_names_the_likeliest_and_counts_the_rows(tmp_path):
     path = write(tmp_path / "a.csv", b"id,content\n1,one\n2,two\n")
     (item,) = read_documents([str(path)])
     assert (item.count, item.text_keys) == (2, ("content", "id"))
+
+
+def test_a_table_with_two_columns_of_the_key_is_refused(tmp_path):
+    """Which of them is the text nobody said: not the first in silence."""
+    both = pyarrow.table([["one", "three"], ["two", "four"]], names=["text", "text"])
+    pyarrow.parquet.write_table(both, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", both.schema) as stream:
+        stream.write_table(both)
+    write(tmp_path / "a.csv", b"text,id,text\none,1,two\nthree,2,four\n")
+    parquet = tmp_path / "a.parquet", "text", 0, math.inf
+    arrow = tmp_path / "a.arrow", "text", 0, math.inf
+    items = [
+        *read_documents([str(tmp_path / "a.csv")]),
+        *readers.read_parquet(*parquet),
+        *readers.read_arrow(*arrow),
+    ]
+    assert [str(item) for item in items] == [
+        f"{tmp_path}/a.{kind}: several columns of the key: 2 columns are named 'text'; rename all but that of the text"
+        for kind in ("csv", "parquet", "arrow")
+    ]
+    assert [item.count for item in items] == [2, 2, 2]
 
 
 def test_a_table_without_commas_is_told_what_it_has(tmp_path):
