@@ -216,6 +216,27 @@ def check_init_from(folder: str, config: Any) -> None:
         raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
 
 
+def why_not_read(weights: Path) -> str:
+    """What keeps a safetensors file from being read whole, by its header and size, and what to do; "" for nothing."""
+    again = "copy or download it again"
+    try:
+        with open(weights, "rb") as file:
+            size, start = weights.stat().st_size, file.read(8)
+            header = file.read(min(int.from_bytes(start, "little"), size, 10**8))  # longer ones are none
+    except PermissionError:
+        return f"{weights} may not be read by this user; have it made readable, or give a folder that is"
+    except OSError as error:
+        return f"{weights} cannot be read ({error.strerror}); {again}"
+    if start == b"version ":
+        return f"{weights} is Git LFS's pointer to the weights; have git lfs pull fetch them"
+    try:
+        tensors = [tensor["data_offsets"] for name, tensor in json.loads(header).items() if name[:2] != "__"]
+        whole = 8 + len(header) + max((end for _, end in tensors), default=0)
+    except (ValueError, AttributeError, LookupError, TypeError):
+        return f"{weights} is no safetensors file, or one that is cut off; {again}"
+    return "" if size == whole else f"{weights} has {size:,} bytes, by its own header {whole:,}; {again}"
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """What is in a config.json. Raises ValueError: not JSON, not a Mistral, a size that is not positive."""
     try:

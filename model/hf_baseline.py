@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import check_init_from
+from model.config import check_init_from, why_not_read
 from model.conversion import ConversionError
 from model.fp8.hf_fp8 import quantization_of
 from model.fp8.precision import Precision
@@ -97,7 +96,8 @@ def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor
             folder, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     except Exception as error:  # safetensors, pickle and json each raise classes of their own
-        what = "; ".join(_damaged_files(folder)) or " ".join(str(error).split())
+        unread = filter(None, map(why_not_read, sorted(Path(folder).glob("*.safetensors"))))
+        what = "; ".join(unread) or " ".join(str(error).split())
         raise ValueError(f"model.init_from: the weights of {folder!r} cannot be read: {what}") from error
     # transformers fills with random numbers what it does not find
     problems = [f"{name} is missing" for name in found["missing_keys"]]
@@ -114,15 +114,3 @@ def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor
             + more
         )
     return model.state_dict()
-
-
-def _damaged_files(folder: str) -> list[str]:
-    """The safetensors files of a folder that are no such files, or not whole, each with what is wrong."""
-    damaged = []
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            damaged.append(f"{path.name} is truncated or no safetensors file ({error})")
-    return damaged

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from model.config import why_not_read
 from model.te_reference.quantize import BLOCK, dequantize, quantize_blocks, values_of
 
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
@@ -73,7 +74,7 @@ def read_quantized(
         try:
             tensors |= load_file(file, device=str(device))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is missing, truncated or no safetensors file ({error})") from error
+            raise ValueError(why_not_read(file) or f"{file} cannot be read ({error})") from error
     if suffix is None:
         return dict(tensors)
     weights: dict[str, torch.Tensor | Quantized] = {}
@@ -98,6 +99,12 @@ def read_quantized(
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{folder}: " + "; ".join(problems[:5]) + more)
     return weights
+
+
+def check_files(folder: Path) -> None:
+    """Raises ValueError: `folder` has no weights in safetensors, or some that cannot be read; each is named."""
+    if problems := [why for file in _weight_files(folder) if (why := why_not_read(file))]:
+        raise ValueError("\n".join(problems))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -251,7 +251,7 @@ def test_damaged_models_end_with_an_error_and_no_traceback(
     weights, config = model / "model.safetensors", model / "config.json"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-8])
-        words = "model.safetensors is missing, truncated"
+        words = f"{weights} has {weights.stat().st_size:,} bytes, by its own header {weights.stat().st_size + 8:,}"
     elif damage == "incomplete":
         tensors = load_file(weights)
         del tensors["lm_head.weight"]

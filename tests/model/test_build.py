@@ -140,7 +140,7 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable, probl
 def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=f"{folder.name}.*model.safetensors is truncated"):
+    with pytest.raises(ValueError, match=f"weights of .*{folder}/model.safetensors .*; copy or download"):
         load_hf_folder(str(folder), small_config())
 
 
@@ -190,7 +190,7 @@ def test_a_lost_shard_is_named(tmp_path: Path) -> None:
     MistralForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="400KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=f"{shard.name} is truncated"):
+    with pytest.raises(ValueError, match=f"{shard.name} has .* bytes, by its own header"):
         load_hf_folder(str(tmp_path), small_config())
     shard.unlink()
     with pytest.raises(ValueError, match=f"cannot be read: .*{shard.name}"):

@@ -127,12 +127,15 @@ def held_out_by_another_tokenizer(world: World) -> None:
     }
 
 
+NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
+
+
 def hf_folder(world: World, weights: bool = True, **changes: Any) -> str:
     folder = world.folder / "hf"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(json.loads(world.model.read_text()) | changes))
     if weights:
-        (folder / "model.safetensors").touch()
+        (folder / "model.safetensors").write_bytes(NO_TENSORS)
     return str(folder)
 
 
@@ -148,6 +151,11 @@ def weights_of_another_model(world: World) -> None:
 
 def no_weights(world: World) -> None:
     world.settings["model"]["init_from"] = hf_folder(world, weights=False)
+
+
+def weights_that_are_cut_off(world: World) -> None:
+    world.settings["model"]["init_from"] = folder = hf_folder(world)
+    (Path(folder) / "model.safetensors").write_bytes(NO_TENSORS[:-1])
 
 
 def a_file_as_output(world: World) -> None:

@@ -43,6 +43,7 @@ from tests.train.mistakes import (
     tracker_that_is_not_installed,
     unfinished_data,
     weights_of_another_model,
+    weights_that_are_cut_off,
 )
 from tests.train.runs import ROOT
 from train import launch, train
@@ -133,6 +134,11 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
         "weights of another model",
         weights_of_another_model,
         ["model.init_from:", "another model: intermediate_size: 512 there, 256 in model.config"],
+    ),
+    (
+        "weights that are cut off",
+        weights_that_are_cut_off,
+        ["model.init_from:", "hf/model.safetensors is no safetensors file, or one that is cut off; copy or"],
     ),
     ("a folder without weights", no_weights, ["model.init_from:", "has no weights", "such as a run's hf/"]),
     (

@@ -184,12 +184,15 @@ def plan(path: Path, compute: str | None) -> Plan:
     Hugging Face folder is transformers' own model in its dtype; in FP8, as what was not trained in FP8, it is te_layer
     with current scaling, which needs no history.
 
-    Raises CheckpointError, ValueError: its configuration cannot be read.
+    Raises CheckpointError, ValueError: its configuration cannot be read, or the weights of a Hugging Face folder.
     """
     from transformers import MistralConfig
 
+    from model.fp8.hf_fp8 import check_files
+
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
+        check_files(path)
         stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
         dtype = stored.get("dtype") or stored.get("torch_dtype")
         compute = compute or {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")

@@ -129,6 +129,16 @@ def test_float16_is_evaluated_as_such_or_refused(
     assert told in refused(*options)
 
 
+def test_weights_that_are_cut_off_are_told_before_texts_are_read(
+    own_hf: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    weights, text = own_hf / "model.safetensors", tmp_path / "text.txt"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    text.write_text(" ")  # which would be refused, too
+    told = refused(own_hf, text)
+    assert f"error: {weights} has {weights.stat().st_size:,} bytes, by its own header" in told
+
+
 def test_a_tolerated_document_is_named(
     trained: Path, tmp_path: Path, evaluated: Callable[..., dict], capsys: pytest.CaptureFixture[str]
 ) -> None:
