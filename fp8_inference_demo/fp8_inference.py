@@ -42,7 +42,7 @@ from model import need
 
 need("decoding", "pydantic", "torch", "transformers")
 
-from model.keys import between
+from model.keys import between, why_no_file
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"  # written last: a save that was killed has none, and is no checkpoint
@@ -234,6 +234,8 @@ def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         return "--output: is the file of --prompts; give another one"
     if arguments.report and arguments.output and arguments.output.suffix != ".json":
         return f"--output {arguments.output}: of --report, allowed is a file that ends in .json; a plot goes beside it"
+    if arguments.output and (why := why_no_file(arguments.output)):
+        return f"--output {arguments.output} {why}"
     if arguments.num_samples > 1 and not arguments.temperature:
         return "--num_samples: with --temperature 0 all samples are equal; give a temperature"
     if arguments.num_samples > 1 and arguments.interactive:

@@ -121,6 +121,8 @@ def open_output(path: Path, prompts: Path, settings: dict[str, Any]) -> Iterator
     """
     if path.exists() and not path.is_file():
         raise ValueError(f"--output {path}: allowed is a file")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise ValueError(f"--output {path} is not this user's to go on with; give another one")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         try:

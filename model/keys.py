@@ -1,13 +1,15 @@
 """How the sections of the training configuration declare a key: all about it at its field, here and in train/config.
 
 `option` is a pydantic field. What it says comes back in messages, in --help, in the schema for editors and in what a
-resume may change (train/config). `between`, `unicode` and `given_path` are types of other command lines.
+resume may change (train/config). `between`, `unicode`, `given_path` and `json_file` are types of other command lines,
+which `why_not_written` and `why_no_file` tell before any work whether its result can be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,3 +85,31 @@ def given_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)
     return Path(text)
+
+
+def json_file(text: str) -> Path:
+    """An argparse type: a .json that can be written."""
+    if not text.endswith(".json"):
+        raise argparse.ArgumentTypeError(
+            f"{text}: allowed is a file that ends in .json; a plot goes beside it, as .png"
+        )
+    if why := why_no_file(Path(text)):
+        raise argparse.ArgumentTypeError(f"{text} {why}")
+    return Path(text)
+
+
+def why_no_file(path: Path) -> str:
+    """What keeps this user from writing a new file `path`, in a folder that there is or may be made; "" for nothing."""
+    return "is a folder; name a file" if path.is_dir() else why_not_written(path.parent)
+
+
+def why_not_written(folder: Path) -> str:
+    """What keeps this user from making `folder`, or from writing into it; "" where nothing does."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():  # a link to nothing as well
+        return f"cannot be written: {place} is no folder; choose another place"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return f"cannot be written: {place} is not this user's to write to; choose another folder"
+    return ""

@@ -51,7 +51,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 
 from model.config import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
-from model.keys import between, unicode
+from model.keys import between, unicode, why_no_file
 from train.files import reason, tell, write_durably
 from train.preflight.machine import out_of_memory
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
@@ -99,10 +99,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--output {args.output}: allowed is a file that ends in .json, in a folder that is there"
         )
-    if args.output and (
-        args.output.is_dir() or not os.access(args.output.absolute().parent, os.W_OK | os.X_OK)
-    ):
-        parser.error(f"--output {args.output}: it is a folder, or its folder cannot be written by this user")
+    if args.output and (why := why_no_file(args.output)):
+        parser.error(f"--output {args.output} {why}")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA: one is given twice; name each once")
     for name in (args.model, *args.data):

@@ -27,7 +27,7 @@ need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
 
 from safetensors import SafetensorError
 
-from model.keys import given_path
+from model.keys import given_path, why_not_written
 from train.checkpoint.files import (
     FOLDER,
     CheckpointError,
@@ -40,7 +40,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
 from train.data.format import DataError
-from train.files import discarded_name, naming, reason, tell, why_not_written
+from train.files import discarded_name, naming, reason, tell
 from train.guard.lock import Lock, LockError
 from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced

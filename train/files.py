@@ -146,16 +146,6 @@ def existing(folder: Path) -> Path:
     return place
 
 
-def why_not_written(folder: Path) -> str:
-    """What keeps this user from making `folder`, or from writing into it; "" where nothing does."""
-    if blocking(folder) is not None:
-        return "is a file, or in one; give a folder"
-    place = existing(folder)
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"cannot be written: {place} is not this user's to write to; choose another folder"
-    return ""
-
-
 def data_folder(name: str) -> str:
     """The folder that a configuration names so: relative to here, else, where there is none, to the repository."""
     elsewhere = REPOSITORY / name

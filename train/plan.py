@@ -25,6 +25,7 @@ from model import need
 need("planning", "pydantic")
 
 from model.config import CONFIGS, UserError, load_sizes
+from model.keys import why_no_file
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config
 from train.files import reason, tell, write_durably
@@ -65,6 +66,8 @@ def main(argv: list[str]) -> int:
             raise PlanError(
                 f"--output {options.output}: there is no folder {options.output.parent}; make it first"
             )
+        if options.output and (why := why_no_file(options.output)):
+            raise PlanError(f"--output {options.output} {why}")
         arguments = configured(options.config, others, options.gpus)
         sizes = load_sizes(arguments.model.config)
         resolved = arguments.resolve(options.gpus)

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         if len(histories) == 1 and draw_health(histories[0], of_health):
             drawn.append(of_health)
     except OSError as error:
-        tell(f"error: {output} cannot be written: {error}", file=sys.stderr)
+        tell(f"error: {output} cannot be written: {error}; name another file with --output", file=sys.stderr)
         return 2
     tell(*(f"wrote {os.path.abspath(path)}" for path in drawn))
     return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from model.config import config_file
-from model.keys import between
+from model.keys import between, json_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOT_REPEATED = ("output", "work_dir", "time_limit_s", "one_rank")
@@ -50,7 +50,7 @@ class Options(argparse.ArgumentParser):
         self.add("--row", [], "one more row", nargs="+", action="append", metavar=("NAME", "key=value"))
 
     def add_output(self, what: str) -> None:
-        self.add("--output", None, f"write {what}", type=output_file, metavar="FILE.json")
+        self.add("--output", None, f"write {what}", type=json_file, metavar="FILE.json")
 
     def settle(self, options: argparse.Namespace) -> None:
         """Put what holds on this machine in the place of each `ByMachine`."""
@@ -93,15 +93,6 @@ def model_config(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("model.config: ")) from error
     return text
-
-
-def output_file(text: str) -> Path:
-    """The argparse type of --output."""
-    if not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(
-            f"{text}: allowed is a file that ends in .json; a plot goes beside it, as .png"
-        )
-    return Path(text)
 
 
 def json_report(text: str) -> dict[str, Any]:

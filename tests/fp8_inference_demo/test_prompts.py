@@ -245,3 +245,13 @@ def test_bytes_that_are_not_utf8_are_named(fill: Fill, tmp_path: Path) -> None:
     assert "no prompts in it" in fill()[1]
     (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}')
     assert [record for _, record in prompts.read_prompts(tmp_path / "in.jsonl")] == [{"prompt": "a"}]
+
+
+def test_an_output_of_another_user_is_told(fill: Fill, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out.touch()
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: path != out and access(path, mode))
+    status, error = fill()
+    assert status == 2 and error.endswith(
+        f"--output {out} is not this user's to go on with; give another one\n"
+    )

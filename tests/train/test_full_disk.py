@@ -1,4 +1,5 @@
-"""Where the disk is full, a command names what it could not write, and says what to do. /dev/full is such a disk."""
+"""Where the disk is full, a command names what it could not write, and says what to do. /dev/full is such a disk. Where
+its result may not be written at all, it says so before its work."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from fp8_inference_demo import fp8_inference
+from test_fp8.common.options import Options
 from train import evaluate, export, plan, train_tokenizer
 from train.checkpoint.files import RunState
 from train.files import naming, reason
@@ -89,3 +92,51 @@ def test_an_export(
         export.main()
     said = capsys.readouterr().err
     assert ended.value.code == 1 and str(tmp_path / "out") in said and said.endswith(REMEDY)
+
+
+def benchmark(words: list[str]) -> None:
+    options = Options("test_fp8/x.py", "What it does.")
+    options.add_output("JSON")
+    options.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (plan.main, ["no-such-model"]),
+        (evaluate.parse_arguments, ["no-such-run"]),
+        (benchmark, []),
+        (fp8_inference.parse_arguments, ["--model", "no-such-folder", "--report", "text"]),
+        (fp8_inference.parse_arguments, ["--model", "no-such-folder", "--prompts", "in.jsonl"]),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    command: Any,
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Root may write everywhere, so that the system is not asked."""
+
+    def told(output: Path) -> str:
+        try:
+            assert command([*words, "--output", str(output)]) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+        return capsys.readouterr().err.split(f"{output} ")[-1].strip()
+
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "closed").mkdir()
+    access = os.access
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "closed" and access(place, mode))
+    closed = tmp_path / "closed"
+    why = f"cannot be written: {closed} is not this user's to write to; choose another folder"
+    assert told(closed / "out.json") == why
+    if command in (benchmark, fp8_inference.parse_arguments):  # which make a folder
+        assert told(closed / "new/out.json") == why
+        (tmp_path / "file").touch()
+        assert told(tmp_path / "file/out.json") == (
+            f"cannot be written: {tmp_path}/file is no folder; choose another place"
+        )
+        assert told(tmp_path / "folder.json") == "is a folder; name a file"

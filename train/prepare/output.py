@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 
+from model.keys import why_not_written
 from train.data.encoder import TOKENIZER_FILES, TextEncoder
 from train.data.format import (
     INDEX_DTYPE,
@@ -29,7 +30,7 @@ from train.data.format import (
     token_dtype,
     write_manifest,
 )
-from train.files import locks, sync_folder, why_not_written
+from train.files import locks, sync_folder
 
 WORK_NAME = "prepare_data.unfinished"  # in the folder: what an unfinished preparation has done so far
 SLURM_NAME = "prepare_data.slurm"  # stays there: the ids of Slurm's jobs and the log of the last

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import sentencepiece
 
+from model.keys import why_not_written
 from train.data.encoder import TOKENIZER_FILES
-from train.files import naming, why_not_written
+from train.files import naming
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
 from train.prepare.readers import MISSING_KEY, Dropped, Place, Text

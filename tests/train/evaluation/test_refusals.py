@@ -67,8 +67,8 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "--stride", "8"], "--stride: is of --by document"),
         (["{run}", "--output", "{none}/x.json"], "allowed is a file that ends in .json, in a folder that is there"),
         (["{run}", "--output", "{empty}/x.txt"], "allowed is a file that ends in .json"),
-        (["{run}", "--output", "{folder}"], "it is a folder, or its folder cannot be written by this user"),
-        (["{run}", "--output", "{locked}/x.json"], "it is a folder, or its folder cannot be written by this user"),
+        (["{run}", "--output", "{folder}"], "folder.json is a folder; name a file"),
+        (["{run}", "--output", "{locked}/x.json"], "x.json cannot be written: {locked} is not this user's to write"),
         (["{run}", "--batch_size", "0"], "0: allowed is 1 or more"),
     ],
 )  # fmt: skip
@@ -95,9 +95,7 @@ def test_what_is_refused(
     shutil.copytree(data, tmp_path / "part", ignore=shutil.ignore_patterns("manifest.json"))
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "locked").mkdir()
-    monkeypatch.setattr(
-        "train.evaluate.os.access", lambda place, mode: place != tmp_path / "locked"
-    )  # root may all
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path / "locked")  # root may all
     folders = ("none", "empty", "half", "part", "folder.json", "locked")
     places = {name.split(".")[0]: str(tmp_path / name) for name in (*folders, *texts)}
     places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}

@@ -251,7 +251,10 @@ def test_an_output_that_is_a_file_is_named(tmp_path, prepare, corpus, capsys):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         assert prepare(output, corpus) == 2
-        assert f"--output {output} is a file, or in one; give a folder" in capsys.readouterr().err
+        assert (
+            f"--output {output} cannot be written: {tmp_path}/file is no folder; choose"
+            in capsys.readouterr().err
+        )
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -142,7 +142,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_text_is_read(tmp_pa
     (tmp_path / "file").touch()
     arguments = ["--input", str(tmp_path / "none"), "--vocab_size", "390", "--output"]
     assert main([*arguments, str(tmp_path / "file/tokenizer")]) == 2
-    assert "file/tokenizer is a file, or in one; give a folder" in capsys.readouterr().err
+    assert f"file/tokenizer cannot be written: {tmp_path}/file is no folder" in capsys.readouterr().err
     monkeypatch.setattr("train.files.os.access", lambda place, mode: place != tmp_path)
     assert main([*arguments, str(tmp_path / "new/tokenizer")]) == 2
     assert f"cannot be written: {tmp_path} is not this user's" in capsys.readouterr().err
