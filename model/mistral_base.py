@@ -40,9 +40,12 @@ def causal_attention(config: MistralConfig, te: Any, layer_number: int | None = 
 
 
 def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats over the labels that are not -100, computed in float32. `labels_BT` is already
-    shifted: labels[b, t] follows input_ids[b, t]."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_BT.flatten(), ignore_index=-100)
+    """Mean cross entropy in nats over the labels that are not -100, computed in float32; 0 where there is none, as in
+    fused/cross_entropy.py, and not torch's NaN, by which a step would be skipped. `labels_BT` is already shifted:
+    labels[b, t] follows input_ids[b, t]."""
+    labels_M = labels_BT.flatten()
+    total = F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_M, ignore_index=-100, reduction="sum")
+    return total / (labels_M != -100).sum().clamp(min=1)
 
 
 def project(linear: nn.Module, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:

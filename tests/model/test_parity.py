@@ -103,6 +103,18 @@ def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
     assert torch.equal(causal_lm_loss(logits, labels), expected)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_label_loss_and_gradients_are_zero(variant: str) -> None:
+    """As in the fused kernel of a GPU; torch's mean is NaN, for which all ranks would skip the step."""
+    precision = Precision(PrecisionConfig(compute="bf16", backend="reference"))
+    model = build_model(small_config(), variant, precision)
+    ids = random_ids(small_config(), 2, 16)
+    loss = model(ids, labels=torch.full_like(ids, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("variant", ["hf", *VARIANTS])
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_survive_the_way_there_and_back(variant: str, tied: bool) -> None:

@@ -52,8 +52,7 @@ def _sums(
         tokens = int((batch.labels != NO_LABEL).sum())
         input_ids, labels, documents = batch.to(engine.device)
         loss = engine(input_ids, labels=labels, documents=documents).loss
-        if tokens:  # the mean over no label is nan
-            total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
+        total += torch.stack([loss.double() * tokens, loss.new_tensor(tokens, dtype=torch.float64)])
         if asked_to_stop():
             return None
     return total
