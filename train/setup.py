@@ -49,7 +49,7 @@ from train.checkpoint.load import (
     set_aside,
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
-from train.checkpoint.rollback import left_out_since, past_skipped
+from train.checkpoint.rollback import left_out_since, past_skipped, told_besides
 from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import differing, table
@@ -177,6 +177,7 @@ def starting_point(
         state.escalations, state.precision_changes = saved.escalations, saved.precision_changes
         if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
             state.skipped_samples = left_out_since(resume_from, saved)
+            say(*told_besides(state, saved))
     if problems := order_problems(args, state.step, state.consumed_tokens):
         raise ConfigurationError("\n  ".join(problems))
     return state, resume_from

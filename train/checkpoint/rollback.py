@@ -58,6 +58,30 @@ def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
     return position
 
 
+def left_out_besides(position: int, count: int, ranges: list[list[int]]) -> int:
+    """How many samples that are in none of `ranges` steps of `count` samples pass over from `position` on: those in
+    front of a range that fill no step. None where steps have the size that they had when the ranges came about."""
+    passed_over = 0
+    for first, end in sorted(ranges):
+        if position < end:
+            passed_over += max(first - position, 0) % count
+            position = end
+    return passed_over
+
+
+def told_besides(state: RunState, saved: RunState) -> list[str]:
+    """For the log: that steps of another size than those of `saved` pass over more samples than were left out."""
+    now, before = (s.train_config["train_batch_size_tokens"] for s in (state, saved))
+    samples = now // state.train_config["max_seq_length"]
+    besides = left_out_besides(state.consumed_samples, samples, state.skipped_samples)
+    if not besides or now == before:
+        return []
+    return [
+        f"on_spike rollback: {besides} samples more than it left out are not trained on: in front of those they fill "
+        f"no step of {samples}; with train_batch_size_tokens {before} in place of {now} they would"
+    ]
+
+
 def left_out_since(path: Path, saved: RunState) -> list[list[int]]:
     """The samples that a run leaves out which goes on from the checkpoint `path` (its state: `saved`): those it had
     left out when it was saved, and those of rollbacks to it. Every rank calls it, with the same result. Raises

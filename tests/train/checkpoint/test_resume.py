@@ -278,6 +278,7 @@ def test_samples_left_out_are_places_in_one_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     process_group: None,
+    capsys: pytest.CaptureFixture[str],
     seed: int,
     left_out: list[list[int]],
 ) -> None:
@@ -304,5 +305,9 @@ def test_samples_left_out_are_places_in_one_order(
     saved.step, saved.consumed_samples, saved.skipped_samples = 3, 40, [[24, 32]]
     saved = RunState(**json.loads(json.dumps(saved.__dict__)))
     monkeypatch.setattr(setup, "choose_checkpoint", lambda *_: path)
+    monkeypatch.setattr(
+        setup, "told_besides", lambda state, of: [f"besides {state.skipped_samples} {of.step}"]
+    )
     now = start(seed)
     assert (now.step, now.consumed_samples, now.skipped_samples) == (3, 40, left_out)
+    assert ("besides [[24, 32]] 3\n" in capsys.readouterr().out) == bool(left_out)

@@ -25,7 +25,13 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.load import set_aside
-from train.checkpoint.rollback import Rollback, left_out_since
+from train.checkpoint.rollback import (
+    Rollback,
+    left_out_besides,
+    left_out_since,
+    past_skipped,
+    told_besides,
+)
 from train.guard.health import Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -197,3 +203,34 @@ def test_the_note_of_a_rollback_goes_aside_with_its_checkpoint(tmp_path: Path) -
     aside = set_aside(tmp_path / "checkpoints", after_step=1)
     assert aside is not None and resumed_ranges(aside / "step-00000002") == [[34, 38]]
     assert resumed_ranges(make(tmp_path / "checkpoints", 2)) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    "ranges", [[], [[4, 8]], [[10, 12], [4, 8]], [[4, 8], [7, 15]], [[34, 38]], [[0, 3]]]
+)
+def test_steps_of_another_size_repeat_no_sample_and_what_they_pass_over_is_known(
+    count: int, ranges: list[list[int]]
+) -> None:
+    taken: list[int] = []
+    position = 2
+    while position < 60:
+        position = past_skipped(position, count, ranges)
+        taken += range(position, position + count)
+        position += count
+    left_out = {n for first, end in ranges for n in range(first, end)}
+    assert len(set(taken)) == len(taken) and not left_out & set(taken)
+    passed_over = set(range(2, position)) - set(taken) - left_out
+    assert left_out_besides(2, count, ranges) == len(passed_over) <= (count - 1) * len(ranges)
+
+
+def test_a_resume_with_steps_of_another_size_tells_what_it_passes_over() -> None:
+    def state(tokens: int) -> RunState:
+        config = {"train_batch_size_tokens": tokens, "max_seq_length": 32}
+        return RunState(16, 32, 1024, 1, 1, config, {}, skipped_samples=[[34, 38]])
+
+    assert told_besides(state(64), state(64)) == []
+    assert told_besides(state(128), state(64)) == [
+        "on_spike rollback: 2 samples more than it left out are not trained on: in front of those they fill no step of "
+        "4; with train_batch_size_tokens 64 in place of 128 they would"
+    ]
