@@ -41,6 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_bytes", type=between(1), default=250_000_000, help=text)
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
+    add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     return parser.parse_args(argv)
 

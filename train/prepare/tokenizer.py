@@ -21,12 +21,13 @@ from train.data.encoder import TOKENIZER_FILES
 from train.files import naming
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
-from train.prepare.readers import MISSING_KEY, Dropped, Place, Text
+from train.prepare.readers import EMPTY, MISSING_KEY, Dropped, Place, Text
 from train.prepare.tally import Pace
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
+NAMED = 5  # documents that cannot be read, in one message
 # Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
 MAX_SENTENCE_BYTES = 8192
 # sentencepiece writes the number into the model, so it must not follow the machine.
@@ -44,23 +45,20 @@ HARD_STRINGS = (
 )  # fmt: skip
 
 
-def sample_texts(items: Iterable[Text | Dropped], max_bytes: int) -> list[str]:
+def sample_texts(items: Iterable[Text | Dropped], max_bytes: int, max_dropped: int = 0) -> list[str]:
     """The texts, or a sample of at most `max_bytes` of them, or of one: those with the smallest hashes, in their order.
 
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
 
     Raises:
-        ValueError: a document cannot be read, or there is no text.
+        ValueError: more documents than `max_dropped` cannot be read, of which the first are named, or there is no text.
     """
+    unread = _Unread(max_dropped)
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
     kept_bytes = 0
     for number, item in enumerate(items):
         if isinstance(item, Dropped):
-            if item.reason != "empty document":
-                remedy = "mend it or leave it out of --input"
-                if item.reason == MISSING_KEY:
-                    remedy += f", or name the key of the text with {text_key_option(item.text_keys)}"
-                raise ValueError(f"{item}; {remedy}")
+            unread.add(item)
             continue
         size = len(item.text.encode())
         key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
@@ -68,9 +66,44 @@ def sample_texts(items: Iterable[Text | Dropped], max_bytes: int) -> list[str]:
         kept_bytes += size
         while kept_bytes > max_bytes and len(kept) > 1:
             kept_bytes -= heapq.heappop(kept)[2]
+    unread.end()
     if not kept:
         raise ValueError("the inputs hold no text; a tokenizer needs some")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
+
+
+class _Unread:
+    """Documents that cannot be read. More than are allowed end the reading: at once where the key of the text is
+    missing, else once a few can be named together, or at the end."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.count, self.first = allowed, 0, list[Dropped]()
+
+    def add(self, item: Dropped) -> None:
+        if item.reason == EMPTY:
+            return
+        self.count += item.count
+        if len(self.first) < NAMED:
+            self.first.append(item)
+        if self.count > self.allowed and (item.reason == MISSING_KEY or len(self.first) == NAMED):
+            self._refuse(" so far")
+
+    def end(self) -> None:
+        if self.count > self.allowed:
+            self._refuse("")
+        if self.count:
+            _tell(
+                f"{self.count} documents cannot be read and are left out (--max_dropped), such as {self.first[0]}"
+            )
+
+    def _refuse(self, so_far: str) -> None:
+        remedy = "mend them, or leave them out of --input"
+        if keys := [item.text_keys for item in self.first if item.reason == MISSING_KEY]:
+            remedy += f", or name the key of the text with {text_key_option(keys[0])}"
+        named = "".join(f"\n  {item}" for item in self.first)
+        raise ValueError(
+            f"{self.count} documents{so_far} cannot be read, and --max_dropped allows {self.allowed}:{named}\n{remedy}"
+        )
 
 
 def training_sentences(texts: Iterable[str]) -> Iterator[str]:
@@ -301,7 +334,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     check()
     start = time.monotonic()
     reading = _Reading(args)
-    texts = sample_texts(reading, args.max_bytes)
+    texts = sample_texts(reading, args.max_bytes, args.max_dropped)
     size = sum(len(text.encode()) for text in texts)
     of = ""
     if len(texts) < reading.documents:

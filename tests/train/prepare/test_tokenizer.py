@@ -127,13 +127,34 @@ def test_vocabulary_smaller_than_the_characters(corpus, tmp_path, capsys):
     assert "0: allowed is 260 or more" in capsys.readouterr().err
 
 
+def test_documents_that_cannot_be_read_are_named_together_or_left_out(tmp_path, corpus, capsys):
+    """As prepare_data.py has it: not one of them at each start."""
+    for number in range(7):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xff" if number < 6 else b" ")  # blank text is none
+    bad = sorted(tmp_path.glob("*.txt"))
+    words = ["--vocab_size", "390", "--output", str(tmp_path / "out"), "--input", str(corpus)]
+    assert main([*words, *map(str, bad[3:])]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 3 documents cannot be read, and --max_dropped allows 0:\n")
+    assert [str(path) in error for path in bad] == [False] * 3 + [True] * 3 + [False]
+    assert error.endswith("\nmend them, or leave them out of --input\n")
+    assert main([*words, *map(str, bad)]) == 2
+    assert "5 documents so far cannot be read" in capsys.readouterr().err
+    assert main([*words, *map(str, bad), "--max_dropped", "5"]) == 2
+    assert "6 documents so far cannot be read, and --max_dropped allows 5" in capsys.readouterr().err
+    assert main([*words, *map(str, bad), "--max_dropped", "6"]) == 0
+    assert f"6 documents cannot be read and are left out (--max_dropped), such as {bad[0]}" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1, "content": "some text"}\n')
     assert main(["--input", str(path), "--output", str(tmp_path / "out"), "--vocab_size", "300"]) == 2
     error = capsys.readouterr().err
     assert (
-        "a.jsonl:1: missing key: no 'text' among content, id; " in error and "--text_key content\n" in error
+        "a.jsonl:1: missing key: no 'text' among content, id\n" in error and "--text_key content\n" in error
     )
 
 
@@ -195,7 +216,7 @@ def test_what_a_killed_run_left_beside_a_tokenizer_is_no_leave_to_replace_it(tmp
 def test_of_two_first_runs_the_second_replaces_nothing(tmp_path, corpus, capsys, monkeypatch):
     """The other one ends while this one reads its texts."""
 
-    def sampled(reading, max_bytes):
+    def sampled(*_):
         (tmp_path / "tokenizer.model").write_text("theirs")
         return ["a text"]
 
