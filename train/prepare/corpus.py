@@ -132,11 +132,13 @@ def list_sources(
             raise ValueError(f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}")
         files += found
         beside[name] = left_out
-    seen: set[str] = set()
+    seen: dict[str, Path] = {}
     for file, _ in files:
-        if (real := os.path.realpath(file)) in seen:
-            raise ValueError(f"{file} is given twice (by itself, a folder or a link); name each input once")
-        seen.add(real)
+        if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
+            raise ValueError(
+                f"{file} is given twice (by itself, a folder or a link), first as {first}; name each input once, and "
+                "take links to others out of a folder"
+            )
     for name, of_folder in beside.items():
         left_out = [file for file in of_folder if os.path.realpath(file) not in seen]  # else named by itself
         if left_out and tell:
