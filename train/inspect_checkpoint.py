@@ -100,7 +100,11 @@ def folders_of(given: Path) -> list[Path]:
     root = RunFolder(given).checkpoints
     if found := step_folders(root if root.is_dir() else given):
         return found
-    raise CheckpointError(f"{given} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder")
+    nearby = sorted(path.parent.name for path in given.glob("*/checkpoints"))
+    hint = f"; in it are {', '.join(nearby[:8])}" if nearby else ""
+    raise CheckpointError(
+        f"{given} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder{hint}"
+    )
 
 
 def inspect(given: Path, verify: bool) -> bool:

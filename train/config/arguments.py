@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -333,16 +334,20 @@ def find_config(name: str, what: str) -> Path:
     """`name` as a path, else a bare name in train_args/. Raises ConfigurationError: in neither."""
     candidates = [Path(name)]
     if Path(name).name == name:
-        candidates += [CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name}.json"]
+        candidates += [CONFIG_FOLDER / name, CONFIG_FOLDER / f"{name.removesuffix('.json')}.json"]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
     if Path(name).is_dir():
         raise ConfigurationError(f"{what}: {name} is a folder; give a JSON file")
-    there = ", ".join(sorted(path.name for path in CONFIG_FOLDER.glob("*_config_*.json")))
+    kind = "ds" if what == "deepspeed" else "train"
+    there = sorted(path.name for path in CONFIG_FOLDER.glob(f"{kind}_config_*.json"))
+    here = [str(path) for path in Path(name).parent.glob("*.json")]
+    near = difflib.get_close_matches(name, [*here, *there], n=1)
     raise ConfigurationError(
-        f"{what}: no file {' or '.join(str(candidate) for candidate in candidates)}; "
-        f"train_args/, of which a bare name is enough, has {there}"
+        f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; "
+        f"{f'did you mean {near[0]}? ' if near else ''}"
+        f"train_args/, of which a bare name is enough, has {', '.join(there)}"
     )
 
 

@@ -149,6 +149,10 @@ def read_manifest(folder: str | Path) -> Manifest:
             state, remedy = "is a file, not a folder", f"name a folder that was prepared with: {command} DIR"
         elif not any(folder.iterdir()):
             state = "is empty"
+        elif not any(path for kind in ("*.ds", "*.unfinished") for path in folder.glob(kind)):
+            # a run's, or one of texts, which is not to be prepared into
+            state = "is not prepared data: it has no manifest.json"
+            remedy = f"name a folder that was prepared with: {command} DIR"
         raise DataError(f"data folder {folder} {state}; {remedy}")
     try:
         return _parse_manifest(path.read_text(encoding="utf-8"))

@@ -172,7 +172,10 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         f"error: {tmp_path / 'nowhere'} is not a folder; give an output_dir, its checkpoints, or one of them\n",
     )
     status, out = inspect(capsys, tmp_path)
-    assert status == 2 and "holds no checkpoint" in out
+    assert status == 2 and out.endswith("has a step-* folder\n")
+    for name in ("b", "a"):  # as in output/
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    assert inspect(capsys, tmp_path)[1].endswith("has a step-* folder; in it are a, b\n")
 
 
 @pytest.mark.interpreter

@@ -235,7 +235,7 @@ def test_command_line_overrides(tmp_path):
         (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
         (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
         (["/"], "CONFIG: / is a folder; give a JSON file"),
-        (["elsewhere/no_such_config"], "of which a bare name is enough, has ds_config"),
+        (["elsewhere/no_such_config"], "of which a bare name is enough, has train_config_bf16"),
     ],
 )
 def test_command_line_errors(argv, words, tmp_path):

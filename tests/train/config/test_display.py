@@ -3,7 +3,7 @@
 import pytest
 
 from tests.train.config.test_arguments import arguments
-from train.config.arguments import TrainingArguments
+from train.config.arguments import ConfigurationError, TrainingArguments, find_config
 from train.config.differences import resume_differences
 from train.config.display import differing, table
 
@@ -36,3 +36,20 @@ def test_names_are_shown_in_their_own_letters() -> None:
     ]
     with pytest.raises(ValueError, match='max_steps: "hundert für" is given, an integer above 0'):
         arguments(max_steps="hundert für")
+
+
+def test_a_configuration_that_is_not_there_is_told_with_the_nearest(tmp_path, monkeypatch):
+    """And a training's name with those of trainings alone."""
+    (tmp_path / "my_run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as found:
+        find_config("my_runn.json", "CONFIG")
+    told = str(found.value)
+    assert "did you mean my_run.json? train_args/" in told and "train_config_tiny.json" in told
+    assert ".json.json" not in told and "ds_config" not in told
+    with pytest.raises(
+        ConfigurationError, match="did you mean ds_config_zero1.json.* has ds_config_zero0.json"
+    ):
+        find_config("ds_config_zero_1", "deepspeed")
+    with pytest.raises(ConfigurationError, match="/nothing_alike.json; train_args/, of which"):
+        find_config("nothing_alike", "CONFIG")

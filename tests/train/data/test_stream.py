@@ -271,11 +271,16 @@ def test_missing_folder_manifest_and_sources(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "train_00000.ds").write_bytes(b"1234")
+    (tmp_path / "half" / "prepare_data.unfinished").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for name, message in (
         ("nowhere", "does not exist"),
         ("my data", f"does not exist; prepare it with: .* --output '{tmp_path}/my data'$"),
         ("empty", "is empty"),
-        ("shards", "no manifest.json"),
+        ("shards", "has no manifest.json .*; prepare it with: .* --output .*/shards$"),
+        ("half", "has no manifest.json .*; prepare it with: .* --output .*/half$"),
+        # nobody is told to prepare into it
+        ("run", "is not prepared data: it has no manifest.json; name a folder that was .* --output DIR$"),
     ):
         with pytest.raises(DataError, match=message):
             open_stream({"a": tmp_path / name}, None, T, seed=1)
