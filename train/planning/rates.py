@@ -84,6 +84,7 @@ DETERMINISTIC, NOT_FLASH = 1.02, 1.023
 
 SURE_MEASURED, SURE_SCALED, SURE_MEAN = 0.03, 0.06, 0.08
 SURE_GPU, SURE_RANKS, SURE_NODES, SURE_ZERO_3 = 0.08, 0.04, 0.15, 0.1
+SURE_SMALL = 0.5
 
 
 @dataclass(frozen=True)
@@ -367,6 +368,9 @@ def _estimate(s: Setting, gpu: Gpu, network_gbit_s: float, without_model: str | 
     notes = []
     if gpu is not MEASURED_ON:
         notes, within = [f"{gpu.name} by its data sheet"], within + SURE_GPU
+    if s.parameters < min(m.setting.parameters for m in rows) / 2:
+        notes.append("no model as small was measured")
+        within += SURE_SMALL
     if s.optim == "muon":
         notes.append("Muon by two models")
     if s.ranks > 1:

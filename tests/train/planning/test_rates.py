@@ -244,3 +244,9 @@ def test_a_model_that_was_not_measured_is_as_sure_as_the_others_agree(usual: Set
     assert 0.08 < found.within < 0.2
     # nothing like it was: by all that Transformer Engine ran
     assert estimate(replace(unseen, compiled=True), H200).within >= 3 * 0.08
+
+
+def test_of_a_model_far_smaller_than_those_measured_less_is_known(usual: Setting) -> None:
+    small = estimate(replace(usual, sizes=load_sizes("tiny")), H200)
+    assert "no model as small was measured" in small.basis and small.within > 0.5
+    assert "as small" not in estimate(replace(usual, sizes=load_sizes("mistral_0.4b")), H200).basis
