@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from model.config import UserError, flops_per_token, num_parameters
+from train.files import size_text
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.rates import GPUS, Estimate, Gpu, estimate
 from train.planning.recommend import Planned, least_gib, recommend
@@ -15,7 +16,6 @@ from train.planning.setting import Setting
 from train.record.metrics import hopper_sxm
 
 GPU_COUNTS = [2**n for n in range(11)]  # 1 to 1,024
-GB = 1e9
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -111,7 +111,7 @@ def lines(p: Plan) -> list[str]:
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
         f"a token of {s.seq_length}; {_count(p.tokens)} tokens on {s.ranks} x {gpu.name} ({gpu.memory_gib:.1f} GiB); a "
-        f"checkpoint has {size / GB:,.1f} GB",
+        f"checkpoint has {size_text(size)}",
         "",
         f"as configured: {s.described()}",
         *_described(p.configured, p.tokens),
@@ -160,15 +160,24 @@ def _described(p: Planned, tokens: int) -> list[str]:
     s, e = p.setting, p.estimate
     verdict = "fits" if p.fits else "DOES NOT FIT"
     days = p.days(tokens)
+    gpu_hours = days * 24 * s.ranks
     return [
         f"  memory: {p.memory.peak_gib:,.1f} GiB a GPU at the peak ({p.memory.moment}): {p.memory.described()}",
         f"          with CUDA's context and the allocator's waste {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB: "
         f"{verdict}; the largest micro-batch that fits is {largest_micro_batch(s, p.gpu.memory_gib)}",
         f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} a GPU, within "
         f"{100 * e.within:.0f} % ({e.basis})",
-        f"  time: {days:,.1f} days, {days * 24 * s.ranks:,.0f} GPU-hours without saves and evaluations; "
+        f"  time: {_span(days)}, {gpu_hours:,.{0 if gpu_hours >= 10 else 2}f} GPU-hours without saves and evaluations; "
         f"{s.step_tokens:,} tokens a step of {e.step_s:.2f} s",
     ]
+
+
+def _span(days: float) -> str:
+    """Of time, for people."""
+    for part, unit in ((1, "days"), (24, "hours"), (24 * 60, "minutes")):
+        if days * part >= 1:
+            return f"{days * part:,.1f} {unit}"
+    return f"{days * 24 * 3600:,.1f} seconds"
 
 
 def _cells(p: Planned, tokens: int) -> list[str]:

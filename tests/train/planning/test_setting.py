@@ -166,6 +166,18 @@ def test_a_plan_in_words_has_the_figures_of_its_json(
     assert largest.startswith("1 fp32 no 1 1 2,097,152 ")
 
 
+def test_a_short_run_is_told_in_hours_and_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {}
+    for tokens in ("1M", "100M", "2B", "100B"):
+        assert program.main(["hare_1.1b", "--gpus", "1", "--gpu", "h200", "--tokens", tokens]) == 0
+        told[tokens] = re.search(r"time: ([\d.]+ \w+), ([\d.,]+) GPU-hours", capsys.readouterr().out)
+    spans = [match[1].split()[1] for match in told.values() if match]
+    assert spans == ["seconds", "minutes", "hours", "days"]
+    hours = [float(match[2].replace(",", "")) for match in told.values() if match]
+    _, minutes, of_2b, days = (float(match[1].split()[0]) for match in told.values() if match)
+    assert [minutes / 60, of_2b, days * 24] == pytest.approx(hours[1:], rel=0.05) and 0 <= hours[0] < 0.01
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(["train_config_fp8", "--per_device_train_batch_size", "64"]) == 0
     assert "DOES NOT FIT; the largest micro-batch" in capsys.readouterr().out
