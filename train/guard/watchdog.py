@@ -220,7 +220,8 @@ def verdict(
     found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float, missed: str = NO_STEP
 ) -> str:
     """The message that ends the job."""
-    head = f"{missed} {limit_s:g} s (hang_timeout_s)"
+    seconds = f"{limit_s:g}" if limit_s < 10 else f"{limit_s:.0f}"
+    head = f"{missed} {seconds} s (hang_timeout_s)"
     if not blamed:
         places = "; ".join(f"rank {r}: {its['doing']}, {its['at']}" for r, its in sorted(found.items()))
         return f"{head} and all {world} ranks answer; where they are: {places}"
