@@ -204,10 +204,12 @@ def main(argv: Sequence[str]) -> int:
         print("No GPU: a small model and the CPU reference; these speeds mean nothing.")
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
+        stops: list[
+            int
+        ] = []  # signals; one that raised would be lost where it comes while a process is started
         for number in (signal.SIGTERM, signal.SIGINT):
-            stack.callback(
-                signal.signal, number, signal.signal(number, lambda which, _: sys.exit(128 + which))
-            )
+            before = signal.signal(number, lambda which, _: stops.append(which))
+            stack.callback(signal.signal, number, before)
         folder = Path(options.work_dir or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         own: Result = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
         own |= {"command": OPTIONS.command(options), "planned": cells}
@@ -219,22 +221,22 @@ def main(argv: Sequence[str]) -> int:
         if problem:
             print(f"error: --work_dir {folder}: {problem}", file=sys.stderr)
             return 2
-        groups, left = launches_of(options, rows, folder, gpus), False
+        groups = launches_of(options, rows, folder, gpus)
         launches = [launch for group in groups for launch in group]
         for group in groups:
             if not any(launch.left for launch in group):
                 continue
-            if left := time.monotonic() > until:
+            if stops or time.monotonic() > until:
                 break
             print(f"{', '.join(launch.name for launch in group)}: see {group[0].log}", flush=True)
-            run_together(group, options)
+            run_together(group, options, stops)
             results = results_of(cells, launches)
             write(options, results)
-        results = results_of(cells, launches)
+        results, left = results_of(cells, launches), any(launch.left for launch in launches)
     print("\n".join(filter(None, [report.table(results, COLUMNS), farthest(results)])))
     if left:
-        print("time is over; the same command goes on with what is left")
-        return 3
+        print("not all was measured; with --work_dir the same command goes on with what is left")
+        return 128 + stops[0] if stops else 3
     write(options, results)
     return int(any("reason" in r for r in results))
 

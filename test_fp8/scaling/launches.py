@@ -105,12 +105,13 @@ class Launch:
         return self.process is not None
 
 
-def run_together(launches: Sequence[Launch], options: argparse.Namespace) -> None:
-    """All of them at the same time, to their end. However this ends, none of their processes is left."""
+def run_together(launches: Sequence[Launch], options: argparse.Namespace, stops: Sequence[int] = ()) -> None:
+    """All of them at the same time, to their end, or until there is one of `stops`, signals that have come. However
+    this ends, none of their processes is left."""
     try:
         for launch in launches:
             launch.start(options)
-        while any([launch.goes_on(options) for launch in launches]):
+        while not stops and any([launch.goes_on(options) for launch in launches]):
             time.sleep(POLL_S)
     finally:
         for launch in launches:

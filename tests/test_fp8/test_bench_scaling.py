@@ -178,6 +178,18 @@ def test_a_row_that_ends_the_process_is_left_out_and_the_others_are_measured(
     assert again.found == launch.found and not again.left
 
 
+@pytest.mark.interpreter
+def test_a_request_to_stop_ends_what_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps nothing of it, so that another call measures it."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(launches.Launch, "command", lambda *_: sleeps)
+    launch, stops = Launch("x", tmp_path, 1, None, 1, ROWS), list[int]()
+    monkeypatch.setattr(launches.time, "sleep", lambda _: stops.append(signal.SIGTERM))
+    launches.run_together([launch], options_of(), stops)
+    assert launch.process is not None and launch.process.returncode == -signal.SIGTERM
+    assert launch.left == list(ROWS) and not (tmp_path / "x.json").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -212,6 +224,24 @@ def test_a_folder_of_another_call_or_of_other_files_stays_as_it_is(
     assert bench_scaling.main(command) == 2
     assert "it has other files; give an empty folder" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "mine.txt"}
+
+
+def test_when_time_is_over_no_launch_begins_and_the_next_call_makes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(group: list[Launch], *_: Any) -> None:
+        for launch in group:
+            ran.append(launch.name)
+            launch.found = launch_of(tmp_path, launch.ranks, None, zero_1_bf16=10.0).found
+            launch._kept.write_text(json.dumps(launch.found))
+        time.sleep(1.05)
+
+    monkeypatch.setattr(bench_scaling, "run_together", run)
+    command = [*SMALL, "--gpus", "1", "2", "--work_dir", str(tmp_path), "--time_limit_s", "1"]
+    assert bench_scaling.main(command) == 3 and ran == ["gpus_1_round_0"]
+    assert bench_scaling.main(command) == 0 and ran == ["gpus_1_round_0", "gpus_2_round_0"]
 
 
 def program(*words: str) -> list[str]:

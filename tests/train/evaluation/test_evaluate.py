@@ -317,6 +317,7 @@ def test_a_precision_that_is_asked_for_has_the_modules_for_it(
 
 def test_a_folder_is_evaluated_at_2048_tokens_or_all_that_it_has(trained: Path, tmp_path: Path) -> None:
     config = json.loads((trained / "hf/config.json").read_text())
+    shutil.copy(trained / "hf/model.safetensors", tmp_path)
     for positions, length in ((4096, 2048), (128, 128)):
         (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
         found = plan(tmp_path, None)
