@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from model.fp8.machine import describe, headline
 from model.variants import ATTENTION_BACKENDS, VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive, seconds
+from test_fp8.common.processes import noted_signals
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row, parse_rows
 from test_fp8.model.rows import ROW_KEYS, arguments_of
@@ -204,12 +204,7 @@ def main(argv: Sequence[str]) -> int:
         print("No GPU: a small model and the CPU reference; these speeds mean nothing.")
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
-        stops: list[
-            int
-        ] = []  # signals; one that raised would be lost where it comes while a process is started
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before = signal.signal(number, lambda which, _: stops.append(which))
-            stack.callback(signal.signal, number, before)
+        stops = stack.enter_context(noted_signals())
         folder = Path(options.work_dir or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         own: Result = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
         own |= {"command": OPTIONS.command(options), "planned": cells}

@@ -10,7 +10,7 @@ Either the losses and the gradient norms of all steps are equal within the toler
 start, by a message about the cell's own keys, which the table has. What matters most comes first.
 
 Exit status: 0; 1 when a cell is neither; 2 when there is no matrix (too few GPUs, a folder of another matrix); 3 when
-time ran out before the last cell; 143 after SIGTERM, which ends the ranks.
+time ran out before the last cell; 130 after Ctrl-C and 143 after SIGTERM, which end the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from model.keys import between
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import ROOT, Options, model_config, positive
+from test_fp8.common.processes import noted_signals
 from test_fp8.common.report import Result
 from test_fp8.zero.ranks import Trainings, train_all
 from train.files import write_durably
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 PRECISIONS = ("bf16", "fp8")
 RANKS = ROOT / "test_fp8/zero/ranks.py"
 SOURCES = ("model", "train", "test_fp8/zero")
-TERMINATED = 128 + signal.SIGTERM
 # Relative, the largest of all steps, and in the first, before weights differ. What was measured: docs/validation.md.
 # FP8's is wider: a sum that is rounded otherwise may be the next number of a format of few bits. Delayed scaling moves
 # its scales with each micro-batch, and a rank of several has fewer of them. In the first step that was 1.5e-3 at most,
@@ -100,9 +99,14 @@ def matrix_of(options: argparse.Namespace) -> list[Cell]:
 
 
 def measure(
-    options: argparse.Namespace, matrix: list[Cell], folder: Path, devices: list[int] | None
+    options: argparse.Namespace,
+    matrix: list[Cell],
+    folder: Path,
+    devices: list[int] | None,
+    stops: Sequence[int],
 ) -> list[Result]:
-    """One result a cell; its "outcome" is equal, refused, apart, failed, or left for want of time."""
+    """One result a cell; its "outcome" is equal, refused, apart, failed, or left for want of time. Exits: one of
+    `stops` has come, signals."""
     from test_fp8.zero.cells import compared, is_about, make_data, records, refusal
 
     until = time.time() + options.time_limit_s if options.time_limit_s else None
@@ -124,7 +128,9 @@ def measure(
         )
         for ranks, output in outputs.items()
     }
-    train_all(RANKS, list(trained.values()), lambda text: print(text, flush=True))
+    train_all(RANKS, list(trained.values()), lambda text: print(text, flush=True), stops)
+    if stops:
+        sys.exit(128 + stops[0])
     results = []
     for cell in matrix:
         result: Result = {"cell": cell.name, "stage": cell.stage, "variant": cell.variant}
@@ -184,8 +190,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(headline(*describe()), flush=True)
     with contextlib.ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        stops = stack.enter_context(noted_signals())
         if options.work_dir is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         else:
@@ -193,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
             if problem := made_for_another(folder, options):
                 print(f"error: {problem}", file=sys.stderr)
                 return 2
-        results = measure(options, matrix, Path(folder), devices)
+        results = measure(options, matrix, Path(folder), devices, stops)
     print(report.table(results, COLUMNS))
     outcomes = Counter(r["outcome"] for r in results)
     equal, refused, left = (outcomes.pop(outcome, 0) for outcome in ("equal", "refused", "left"))

@@ -1,12 +1,26 @@
-"""The processes that programs of test_fp8/ start: what they see of this one's environment, and of its GPUs."""
+"""The processes that programs of test_fp8/ start: what they see of this one's environment, and of its GPUs; and the
+requests to stop that come meanwhile."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 # What a launcher set for this process is not for the ones that it starts.
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT that come in the block, to be looked at: a handler that raised would be lost where it runs
+    while a process is started."""
+    found: list[int] = []
+    with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, lambda which, _: found.append(which)))
+        yield found
 
 
 def own_environment(places: Sequence[int] | None = None) -> dict[str, str]:

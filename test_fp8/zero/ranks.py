@@ -104,12 +104,14 @@ class Trainings:
         return True
 
 
-def train_all(script: Path, every: Sequence[Trainings], say: Callable[[str], None]) -> None:
-    """Train them all by `script`, beside each other."""
+def train_all(
+    script: Path, every: Sequence[Trainings], say: Callable[[str], None], stops: Sequence[int] = ()
+) -> None:
+    """Train them all by `script`, beside each other, until there is one of `stops`, signals that have come."""
     try:
         for trainings in every:
             trainings.start(script, say)
-        while any(trainings.process for trainings in every):
+        while not stops and any(trainings.process for trainings in every):
             for trainings in every:
                 if trainings.process and trainings.have_ended():
                     trainings.start(script, say)

@@ -149,12 +149,15 @@ def test_what_there_was_no_time_for_is_left_and_only_the_same_matrix_goes_on(
     assert [cell.name for cell in zero_matrix.matrix_of(some)] == ["zero3-te_linear-fp8"]
 
 
-def test_a_signal_to_end_ends_the_ranks_and_removes_their_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_end_ends_the_ranks_and_removes_their_folder(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[Any] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("the test"))
-    # the first look at the ranks is when the signal comes; without an end they have ended by themselves
+    before = signal.signal(number, lambda *_: heard.append("the test"))
+    # the first look at the ranks is when the signal comes
     ranks: Any = SimpleNamespace(
-        poll=lambda: signal.raise_signal(signal.SIGTERM) or 0,
+        poll=lambda: signal.raise_signal(number),
         terminate=lambda: heard.append("terminated"),
         wait=lambda: heard.append("waited"),
     )
@@ -168,10 +171,10 @@ def test_a_signal_to_end_ends_the_ranks_and_removes_their_folder(monkeypatch: py
     try:
         with pytest.raises(SystemExit) as ended:
             zero_matrix.main(["--cells", "zero1-te_layer-fp8"])
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert ended.value.code == 143 and sorted(begun) == [1, RANKS]
+        signal.signal(number, before)
+    assert ended.value.code == 128 + number and sorted(begun) == [1, RANKS]
     assert heard == ["terminated", "waited"] * 2 + ["the test"]
     assert not any(folder.exists() for folder in begun.values())
 
