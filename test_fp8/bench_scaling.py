@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,11 +40,12 @@ from test_fp8.common.options import ByMachine, Options, model_config, positive, 
 from test_fp8.common.processes import noted_signals
 from test_fp8.common.report import Result
 from test_fp8.common.rows import Row, parse_rows
+from test_fp8.common.work_dir import work_dir
 from test_fp8.model.rows import ROW_KEYS, arguments_of
 from test_fp8.scaling.launches import Launch, run_together
 from test_fp8.scaling.results import COLUMNS, farthest, plot, results_of
 from train.config.ds_config import resolve_ds_config
-from train.files import locks, write_durably
+from train.files import reason
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.machine import cuda_devices
@@ -55,7 +54,6 @@ from train.record.provenance import sources_sha256
 PRECISIONS = ("bf16", "fp8")
 SOURCES = ("model", "train", "test_fp8/common", "test_fp8/model", "test_fp8/scaling")
 CPU_RANKS = [1, 2]
-LOCK = ".lock"  # in --work_dir
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
@@ -160,19 +158,6 @@ def launches_of(
     return groups
 
 
-def made_for_another(folder: Path, own: Result) -> str:
-    """Why what `folder` has is of something else than `own`; "" where it is of that, or there is nothing yet."""
-    file, own = folder / "made_for.json", json.loads(json.dumps(own))
-    if not file.is_file():
-        if any(path.name != LOCK for path in folder.iterdir()):
-            return "it has other files; give an empty folder, or a new one"
-        write_durably(file, json.dumps(own))
-        return ""
-    there = json.loads(file.read_text(encoding="utf-8"))
-    different = [key for key in own if there.get(key) != own[key]]
-    return f"what it has is of other {', '.join(different)}; give another folder" if different else ""
-
-
 def main(argv: Sequence[str]) -> int:
     options = OPTIONS.parse_args(argv)
     if options.time_limit_s and options.work_dir is None:
@@ -205,16 +190,12 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         stops = stack.enter_context(noted_signals())
-        folder = Path(options.work_dir or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         own: Result = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
         own |= {"command": OPTIONS.command(options), "planned": cells}
-        folder.mkdir(parents=True, exist_ok=True)
-        alone = locks(stack.enter_context((folder / LOCK).open("a")))
-        problem = (
-            made_for_another(folder, own) if alone else "another call is at work in it; wait for its end"
-        )
-        if problem:
-            print(f"error: --work_dir {folder}: {problem}", file=sys.stderr)
+        try:
+            folder = stack.enter_context(work_dir(options.work_dir, own, "what it has is"))
+        except (ValueError, OSError) as error:
+            print(f"error: {reason(error)}", file=sys.stderr)
             return 2
         groups = launches_of(options, rows, folder, gpus)
         launches = [launch for group in groups for launch in group]
@@ -225,8 +206,7 @@ def main(argv: Sequence[str]) -> int:
                 break
             print(f"{', '.join(launch.name for launch in group)}: see {group[0].log}", flush=True)
             run_together(group, options, stops)
-            results = results_of(cells, launches)
-            write(options, results)
+            write(options, results_of(cells, launches))
         results, left = results_of(cells, launches), any(launch.left for launch in launches)
     print("\n".join(filter(None, [report.table(results, COLUMNS), farthest(results)])))
     if left:

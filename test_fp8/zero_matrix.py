@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -36,8 +34,9 @@ from test_fp8.common import report
 from test_fp8.common.options import ROOT, Options, model_config, positive
 from test_fp8.common.processes import noted_signals
 from test_fp8.common.report import Result
+from test_fp8.common.work_dir import work_dir
 from test_fp8.zero.ranks import Trainings, train_all
-from train.files import write_durably
+from train.files import reason
 from train.preflight.machine import cuda_devices
 from train.record.provenance import sources_sha256
 
@@ -158,23 +157,11 @@ def measure(
     return results
 
 
-def made_for_another(folder: Path, options: argparse.Namespace) -> str:
-    """Why the trainings in `folder` are of another matrix; "" where they are of this one, or there are none yet."""
+def made_for(options: argparse.Namespace) -> Result:
+    """What trainings are kept for."""
     machine, versions = describe()
     own = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
-    own |= {k: getattr(options, k) for k in ("config", "ranks", "steps")}
-    file = folder / "made_for.json"
-    if not file.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            return f"--work_dir {folder}: it has other files; give an empty folder, or a new one"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(file, json.dumps(own))
-        return ""
-    there = json.loads(file.read_text(encoding="utf-8"))
-    different = [key for key, value in json.loads(json.dumps(own)).items() if there.get(key) != value]
-    if not different:
-        return ""
-    return f"--work_dir {folder}: its trainings are of other {', '.join(different)}; give another folder"
+    return own | {k: getattr(options, k) for k in ("config", "ranks", "steps")}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,14 +178,12 @@ def main(argv: Sequence[str]) -> int:
     print(headline(*describe()), flush=True)
     with contextlib.ExitStack() as stack:
         stops = stack.enter_context(noted_signals())
-        if options.work_dir is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-        else:
-            folder = options.work_dir.resolve()
-            if problem := made_for_another(folder, options):
-                print(f"error: {problem}", file=sys.stderr)
-                return 2
-        results = measure(options, matrix, Path(folder), devices, stops)
+        try:
+            folder = stack.enter_context(work_dir(options.work_dir, made_for(options), "its trainings are"))
+        except (ValueError, OSError) as error:
+            print(f"error: {reason(error)}", file=sys.stderr)
+            return 2
+        results = measure(options, matrix, folder, devices, stops)
     print(report.table(results, COLUMNS))
     outcomes = Counter(r["outcome"] for r in results)
     equal, refused, left = (outcomes.pop(outcome, 0) for outcome in ("equal", "refused", "left"))

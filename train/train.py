@@ -172,7 +172,6 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     import torch.distributed as dist
 
     from train.config.schedule import stage_at
-    from train.files import bytes_of
     from train.guard.watchdog import NO_END, NO_START, Watchdog
     from train.loop import train
 
@@ -200,7 +199,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
                         last = train(run)
                 watchdog = end.enter_context(Watchdog(args.hang_timeout_s, NO_END))
                 ends = f"exports {last}, which rank 0 does" if last else "ends"
-                watchdog.meet(ends, reads=bytes_of(last) if last else 0)
+                watchdog.meet(ends, reads=_to_read(last))
                 if main:
                     record.part = "export"
                     export_last(run, last)
@@ -238,7 +237,6 @@ def _begin(
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
     from train.config.schedule import at_stage
-    from train.files import bytes_of
     from train.guard.watchdog import Watchdog
     from train.loop import Run
     from train.planning.autotune import resolve_auto
@@ -264,13 +262,12 @@ def _begin(
     given = args.resume_from_checkpoint
     candidates = [folder.checkpoints] if given in ("auto", "never") else [folder.checkpoints, Path(given)]
     watchdog.meet(
-        "waits for rank 0, which verifies the checkpoint to go on from", reads=bytes_of(*candidates)
+        "waits for rank 0, which verifies the checkpoint to go on from", reads=_to_read(*candidates)
     )
     state, resume_from = setup.starting_point(args, ds_config, config, train_stream)
     stage, levels = begins_as(args, state)
     staged = at_stage(args, stage)
-    weights = resume_from or args.model.init_from
-    read = bytes_of(Path(weights)) if weights else 0
+    read = _to_read(resume_from or args.model.init_from)
     watchdog.meet("builds the model", read)
     model, precision = setup.model_for(staged, resume_from, levels)
     watchdog.meet("proves what runs")
@@ -320,6 +317,15 @@ def _begin(
         planned,
         ds_config,
     )
+
+
+def _to_read(*places: Path | str | None) -> int:
+    """Bytes of the files in these folders, counted by rank 0 alone: of many ranks a shared file system would be asked
+    for each file of a checkpoint by each."""
+    from train.engine.distributed import from_rank_0
+    from train.files import bytes_of
+
+    return from_rank_0(lambda: bytes_of(*(Path(place) for place in places if place)))
 
 
 def change_precision(run: Run, ds_config: dict[str, Any]) -> dict[str, Any]:

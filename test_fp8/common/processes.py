@@ -1,15 +1,35 @@
-"""The processes that programs of test_fp8/ start: what they see of this one's environment, and of its GPUs; and the
-requests to stop that come meanwhile."""
+"""The processes that programs of test_fp8/ start: what they see of this one's environment, and of its GPUs; that they
+end with what started them; and the requests to stop that come meanwhile."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 # What a launcher set for this process is not for the ones that it starts.
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Starts(Protocol):
+    """What has a process at times."""
+
+    process: subprocess.Popen | None
+
+
+@contextmanager
+def none_left(every: Sequence[Starts]) -> Iterator[None]:
+    """However the block ends, none of their processes is left."""
+    try:
+        yield
+    finally:
+        for one in every:
+            if one.process:
+                one.process.terminate()
+                one.process.wait()
 
 
 @contextmanager

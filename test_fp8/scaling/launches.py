@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from test_fp8.common.options import ROOT
-from test_fp8.common.processes import own_environment
+from test_fp8.common.processes import none_left, own_environment
 from test_fp8.common.report import Result, measured
 from test_fp8.common.rows import Row
 from train.files import write_durably
@@ -108,13 +108,8 @@ class Launch:
 def run_together(launches: Sequence[Launch], options: argparse.Namespace, stops: Sequence[int] = ()) -> None:
     """All of them at the same time, to their end, or until there is one of `stops`, signals that have come. However
     this ends, none of their processes is left."""
-    try:
+    with none_left(launches):
         for launch in launches:
             launch.start(options)
         while not stops and any([launch.goes_on(options) for launch in launches]):
             time.sleep(POLL_S)
-    finally:
-        for launch in launches:
-            if launch.process:
-                launch.process.terminate()
-                launch.process.wait()

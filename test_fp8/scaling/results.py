@@ -113,7 +113,8 @@ def plot(results: Sequence[Result], title: str, output: Path) -> None:
                 [r["ranks"] for r in its], [_each(r, "tokens_per_second") for r in its], "o-", color=color
             )
             planned = [(r["ranks"], each) for r in its if (each := _each(r, "planned_tokens_per_second"))]
-            speed.plot(*zip(*planned, strict=True), ":", color=color) if planned else None
+            if planned:
+                speed.plot(*zip(*planned, strict=True), ":", color=color)
             shares = [(r["ranks"], r["share_of_alone"]) for r in its if "share_of_alone" in r]
             share.plot(
                 [1, *(n for n, _ in shares)], [1.0, *(s for _, s in shares)], "o-", color=color, label=name

@@ -30,7 +30,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[0] = str(ROOT)
 
-from test_fp8.common.processes import own_environment
+from test_fp8.common.processes import none_left, own_environment
 from train.files import write_durably
 from train.guard.signals import at_parents_end
 
@@ -108,7 +108,7 @@ def train_all(
     script: Path, every: Sequence[Trainings], say: Callable[[str], None], stops: Sequence[int] = ()
 ) -> None:
     """Train them all by `script`, beside each other, until there is one of `stops`, signals that have come."""
-    try:
+    with none_left(every):
         for trainings in every:
             trainings.start(script, say)
         while not stops and any(trainings.process for trainings in every):
@@ -116,11 +116,6 @@ def train_all(
                 if trainings.process and trainings.have_ended():
                     trainings.start(script, say)
             time.sleep(POLL_S)
-    finally:
-        for trainings in every:
-            if trainings.process:
-                trainings.process.terminate()
-                trainings.process.wait()
 
 
 def main(argv: list[str]) -> int:

@@ -30,6 +30,7 @@ from train.checkpoint.files import (
 from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, load_checkpoint, set_aside
 from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise
 from train.data.stream import SampleStream
+from train.engine.distributed import from_rank_0
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
@@ -152,9 +153,8 @@ class Rollback:
             )
             return False
         # each rollback to it left out a range more than it has itself, also before a crash, by what is noted
-        others = [of_other_starts(path, saved, self._changes(saved)) if dist.get_rank() == 0 else 0]
-        dist.broadcast_object_list(others, src=0)
-        if len(self.state.skipped_samples) - len(saved.skipped_samples) - others[0] >= MOST_ROLLBACKS:
+        others = from_rank_0(lambda: of_other_starts(path, saved, self._changes(saved)))
+        if len(self.state.skipped_samples) - len(saved.skipped_samples) - others >= MOST_ROLLBACKS:
             self.metrics.message(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
                 "a lower learning_rate or max_grad_norm may be: stop this run, and start it again with "
@@ -163,7 +163,7 @@ class Rollback:
             return False
         first = max(spikes[0].first_sample - samples, saved.consumed_samples)
         end = max(spike.first_sample for spike in spikes) + samples
-        self._load(path, saved, [*self.state.skipped_samples, [first, end]])
+        self._load(path, saved, [*self.state.skipped_samples, [first, end]], others)
         record = samples_record(self.stream, first, end - first)
         self.metrics.message(
             f"on_spike rollback: back to step {saved.step} ({path.name}); from here on the run leaves out "
@@ -188,13 +188,11 @@ class Rollback:
         """What this start has otherwise than the checkpoint whose state is `saved`."""
         return self.state.changes[len(saved.changes) :]
 
-    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
+    def _load(self, path: Path, saved: RunState, ranges: list[list[int]], others: int) -> None:
         if dist.get_rank() == 0:
             set_aside(self.root, saved.step)  # newer ones did not verify
             try:
-                changes = self._changes(saved)
-                others = of_other_starts(path, saved, changes)
-                note_rollback(path, ranges, changes=changes, of_other_starts=others)
+                note_rollback(path, ranges, changes=self._changes(saved), of_other_starts=others)
             except OSError as error:
                 self.metrics.message(
                     f"warning: {self.root / ROLLBACK} cannot be written: {error}. A start after a crash before the "

@@ -9,10 +9,13 @@ import os
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
@@ -20,12 +23,22 @@ from model.fp8.machine import leave_out
 from train.engine import launchers
 from train.files import open_files, remove_dead_buffers
 
+T = TypeVar("T")
+
 # How long ranks wait for each other, once they have met: for one that hashes a large checkpoint, measures or exports as
 # long as it takes. What hangs is the watchdog's (hang_timeout_s), before which DeepSpeed's 10 minutes would be over.
 WAIT = datetime.timedelta(days=1)
 
 # Transformer Engine's advice to install what FlashAttention-4 replaces; that FlashAttention-4 is missing is told.
 leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, which alone calls it; every rank calls this. `make` must not raise: the others
+    wait."""
+    made: list[Any] = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made, src=0)
+    return made[0]
 
 
 def init_distributed() -> None:

@@ -66,9 +66,9 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
 class Back(Rollback):
     """To a checkpoint whose files nobody loads."""
 
-    def _load(self, path: Path, saved: RunState, ranges: list[list[int]]) -> None:
+    def _load(self, path: Path, saved: RunState, ranges: list[list[int]], others: int) -> None:
         self.went, self.state.skipped_samples = (path.name, ranges[-1]), ranges
-        super()._load(path, saved, ranges)
+        super()._load(path, saved, ranges, others)
 
 
 def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
@@ -142,7 +142,7 @@ def test_a_rollback_keeps_what_this_start_has_otherwise(
     state.escalations = [{"step": 3, "module": "lm_head", "to": "bf16"}]
     saved = replace(read_state(path), evaluation_due=True)  # the run has made up for it since
     saved.train_config = otherwise
-    Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]])
+    Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]], 0)
     assert committed(root) == [path]  # else the save of step 6 would find its place taken
     assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
     assert not state.evaluation_due
