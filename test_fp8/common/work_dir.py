@@ -23,11 +23,13 @@ def work_dir(given: Path | None, own: Result, what: str) -> Iterator[Path]:
     with ExitStack() as stack:
         folder = Path(given or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        problem = "another call is at work in it; wait for its end"
-        if locks(stack.enter_context((folder / LOCK).open("a"))):
-            problem = _made_for_another(folder, json.loads(json.dumps(own)), what)
+        problem = _made_for_another(folder, json.loads(json.dumps(own)), what)
+        if not problem and not locks(stack.enter_context((folder / LOCK).open("a"))):
+            problem = "another call is at work in it; wait for its end"
         if problem:
             raise ValueError(f"--work_dir {folder}: {problem}")
+        if not (folder / MADE_FOR).is_file():
+            write_durably(folder / MADE_FOR, json.dumps(own))
         yield folder
 
 
@@ -35,10 +37,8 @@ def _made_for_another(folder: Path, own: Result, what: str) -> str:
     """Why what `folder` has is of something else than `own`; "" where it is of that, or there is nothing yet."""
     file = folder / MADE_FOR
     if not file.is_file():
-        if any(path.name != LOCK for path in folder.iterdir()):
-            return "it has other files; give an empty folder, or a new one"
-        write_durably(file, json.dumps(own))
-        return ""
+        others = any(path.name != LOCK for path in folder.iterdir())
+        return "it has other files; give an empty folder, or a new one" if others else ""
     there = json.loads(file.read_text(encoding="utf-8"))
     different = [key for key in own if there.get(key) != own[key]]
     return f"{what} of other {', '.join(different)}; give another folder" if different else ""

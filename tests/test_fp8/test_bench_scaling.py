@@ -220,10 +220,10 @@ def test_a_folder_of_another_call_or_of_other_files_stays_as_it_is(
         fcntl.flock(other, fcntl.LOCK_EX)
         assert bench_scaling.main(command) == 2
         assert "another call is at work in it; wait for its end" in capsys.readouterr().err
-    (tmp_path / "mine.txt").touch()
+    (tmp_path / ".lock").rename(tmp_path / "mine.txt")
     assert bench_scaling.main(command) == 2
     assert "it has other files; give an empty folder" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "mine.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.txt"}
 
 
 def test_when_time_is_over_no_launch_begins_and_the_next_call_makes_the_rest(
