@@ -46,13 +46,24 @@ from train.record.model_card import write_card
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
+# Files of an earlier export that would mix with a new one, which may have other names. A chat template mixes with any.
+OWN_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    EXPORTED_FROM,
+    *(name for name in TOKENIZER_FILES if name != "chat_template.jinja"),
+)
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
     """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
     `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
-    that `out` is whole or absent; an older one is replaced, but not a README.md that is the user's own. Meanwhile
-    OUT.lock beside it keeps other exports out. exported_from.json in `out` names the checkpoint.
+    that `out` is whole or absent. The files of an earlier export in `out` are replaced; all others stay, also a
+    README.md that the user wrote. Meanwhile OUT.lock beside it keeps other exports out. exported_from.json in `out`
+    names the checkpoint.
     form: one of FORMATS. Returns what there is to say about weights and configuration, as lines.
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
@@ -117,8 +128,11 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    """Give the whole export `partial` its name. The one before it is renamed first and removed last: whatever fails, or
-    is killed meanwhile, one of the two is whole. Raises OSError: `out` cannot be replaced, and is as it was."""
+    """Rename the complete export `partial` to `out`, and move into it what the former `out` had besides an export.
+
+    The former folder is renamed first and removed last: after an error or a kill one of the two is complete, and no
+    file of the user's is deleted. Raises OSError: `out` cannot be replaced, or a file cannot be moved.
+    """
     before = discarded_name(out) if out.exists() else None
     try:
         if before:
@@ -132,8 +146,17 @@ def _put_in_place(partial: Path, out: Path) -> None:
     except OSError as error:
         where = "is as it was" if before is None or out.exists() else f"what it was is in {before}"
         raise OSError(error.errno, f"{out} cannot be replaced, and {where}: {error.strerror}") from error
-    if before:
-        _remove_or_tell(before)
+    if before is None:
+        return
+    for path in sorted(before.iterdir()):
+        written = (out / path.name).exists() or any(path.match(pattern) for pattern in OWN_FILES)
+        if not written:
+            try:
+                path.rename(out / path.name)
+            except OSError as error:
+                what = f"the export is complete, but {path} cannot be moved into it"
+                raise OSError(error.errno, f"{what}: {error.strerror}; move it yourself") from error
+    _remove_or_tell(before)
 
 
 def _remove(folder: Path) -> None:

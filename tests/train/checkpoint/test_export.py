@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -187,6 +188,52 @@ def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_p
     ].values():  # the one that is given is not that of training
         source["tokenizer_sha256"] = "another"
     assert named(5, 7) == ([], {(5, "7")})
+
+
+def test_exporting_again_replaces_the_files_of_an_export_alone(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards and a tokenizer of an earlier export would be loaded with the new ones; what else is there is kept, also
+    where the folder cannot be replaced."""
+    path, out = trained / "checkpoints/step-00000006", tmp_path / "out"
+    export.export(path, out, data / "tokenizer")
+    written = {file.name for file in out.iterdir()}
+    earlier = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "added_tokens.json"]
+    kept = {
+        "LICENSE",
+        "README.md",
+        "model.gguf",
+        "chat_template.jinja",
+        ".gitattributes",
+        ".git/HEAD",
+        "onnx/a.onnx",
+    }
+    for name in (*earlier, *kept):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(f"the former {name}")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    rename, cannot_move = Path.rename, ["out.partial"]
+
+    def fails(self: Path, to: Path) -> Path:
+        if self.name in cannot_move:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="out cannot be replaced"):
+        export.export(path, out, data / "tokenizer")
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    cannot_move.clear()
+    export.export(path, out, data / "tokenizer")
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    left = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert left == written | kept
+    assert {name for name in left if (out / name).read_bytes() == f"the former {name}".encode()} == kept
+    cannot_move.append("LICENSE")
+    with pytest.raises(OSError, match="LICENSE cannot be moved"):
+        export.export(path, out, data / "tokenizer")
+    assert [file.read_text() for file in tmp_path.glob("out.discarded-*/LICENSE")] == ["the former LICENSE"]
+    assert written <= {file.name for file in out.iterdir()}
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
