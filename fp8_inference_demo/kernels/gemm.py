@@ -40,6 +40,7 @@ def _multiply_many(
     DIGITS: tl.constexpr,
     LATE: tl.constexpr,
     SWIGLU: tl.constexpr,
+    LARGEST: tl.constexpr,
     LIMIT: tl.constexpr,
     STEPS: tl.constexpr,
     ADDED: tl.constexpr,
@@ -52,8 +53,9 @@ def _multiply_many(
     scale for each row of x and of the weight (G 1) or each C / G columns of the weight; or both bf16 (G 0).
 
     LATE: x is bf16, and x_scale has the bits of the largest magnitude of a row. SWIGLU: the weight has R rows of gate
-    and R of up, `out` is silu(gate) * up, and `largest` becomes the bits of the largest magnitude of its rows. ADDED:
-    columns that the tensor cores add up by themselves, before float32 takes over; None: all.
+    and R of up, and `out` is silu(gate) * up. LARGEST: `largest` becomes the bits of the largest magnitude of each row
+    of `out`, which the next product quantizes with, whatever the precision of this one. ADDED: columns that the tensor
+    cores add up by themselves, before float32 takes over; None: all.
     Launched while the kernel before it ends: weights do not depend on that one and are asked for at once."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -136,7 +138,7 @@ def _multiply_many(
     if SWIGLU:
         inner = (total * tl.sigmoid(total) * up).to(out.dtype.element_ty)
         tl.store(out + at, inner, mask=there)
-        if DIGITS > 0:
+        if LARGEST:
             bits = tl.where(there, magnitude_bits(inner.to(tl.float32)), 0)
             tl.atomic_max(largest + m, tl.max(bits, 0), mask=m < M, sem="relaxed")
     else:
@@ -198,7 +200,7 @@ def swiglu_gemm(rows: Rows, weight: Matrix, digits: int, largest: torch.Tensor |
     cut = _fit(M, C, weight, _swiglu_cut(M, weight.fp8))
     if largest is None or cut is None or M > CUBLAS_ROWS:
         return swiglu_rows(gemm(rows, weight), digits)
-    out = _launch(rows, weight, cut, largest)[0]
+    out = _launch(rows, weight, cut, largest, digits)[0]
     return Late(out, largest, digits) if digits else (out, None)
 
 
@@ -211,8 +213,11 @@ def _fit(M: int, C: int, weight: Matrix, cut: Cut) -> Cut | None:
     return None if M > CUBLAS_ROWS or C % cut.columns else cut
 
 
-def _launch(rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor | None) -> Sums:
-    """largest: of the rows of SwiGLU, None: no SwiGLU."""
+def _launch(
+    rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor | None, digits_of_out: int = 0
+) -> Sums:
+    """largest: of the rows of SwiGLU, written if the next product reads them in FP8 (digits_of_out > 0); None: no
+    SwiGLU."""
     late, swiglu = isinstance(rows, Late), largest is not None
     if isinstance(rows, Late):
         x, x_scale, digits = rows.values, rows.largest, rows.digits
@@ -240,6 +245,7 @@ def _launch(rows: Rows | Late, weight: Matrix, cut: Cut, largest: torch.Tensor |
         DIGITS=digits,
         LATE=late,
         SWIGLU=swiglu,
+        LARGEST=digits_of_out > 0,
         LIMIT=FP8_MAX,
         STEPS=steps,
         ADDED=cut.columns if digits == 2 and steps * cut.columns > COLUMNS_ADDED else None,
