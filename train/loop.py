@@ -228,7 +228,8 @@ class Loop:
         state.step += 1
         state.consumed_samples += self.samples
         state.consumed_tokens += self.tokens
-        skipped = self.health.after_step(state.step, first_sample, loss, share)
+        weights = run.train_stream.weights_at(first_sample + self.samples - 1)
+        skipped = self.health.after_step(state.step, first_sample, weights, loss, share)
         return Step(learning_rate, loss, share, skipped, gemms, check)
 
     def _judge_skip(self, step: Step) -> None:

@@ -155,7 +155,7 @@ def skip(
                 generator = torch.Generator().manual_seed(step * 100 + index * 10 + rank)
                 ids = torch.randint(model_config.vocab_size, sizes, generator=generator).to(engine.device)
                 loss = micro_step(Batch(ids, ids), index)
-        skipped = health.after_step(step, 0, loss, None)
+        skipped = health.after_step(step, 0, {}, loss, None)
         after = digests(engine, how)
         finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())
         changed = [name for name in before if before[name] != after[name]]

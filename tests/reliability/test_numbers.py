@@ -126,7 +126,7 @@ def test_amaxes_that_are_not_finite_leave_the_history() -> None:
         health.before_step()
         loss = model(ids, labels=ids).loss
         loss.backward()
-        health.after_step(number, 0, loss.detach(), None)
+        health.after_step(number, 0, {}, loss.detach(), None)
 
     step(8)
     state = fp8_state(model, precision)

@@ -140,9 +140,9 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
     for step, (skipped, loss, share) in enumerate([(0, 2.0, 1.0), (0, 2.0, 0.25), (1, 9.0, 1.0)], start=1):
         engine.skipped_steps += skipped
         health.before_step()
-        health.after_step(step, 0, torch.tensor(loss * share), torch.tensor(share))
+        health.after_step(step, 0, {}, torch.tensor(loss * share), torch.tensor(share))
     health.look(tokens=100)
-    health.after_step(4, 0, torch.tensor(5.0), None)
+    health.after_step(4, 0, {}, torch.tensor(5.0), None)
     resumed = Health(engine, precision, 16, 10.0)
     health.look(tokens=300)  # of a batch that a resume made larger
     resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
@@ -152,6 +152,7 @@ def test_the_mean_loss_counts_tokens_with_a_label_in_steps_that_were_not_skipped
         "skipped_in_a_row": 2,
         "spikes": 3,
         "interval": [4.0, 5.0],
+        "data_weights": {"web": 0.5, "code": 0.5},
         "fp8_alarms": {
             "count": 6,
             "active": [["fc2", "input", 7]],
@@ -204,7 +205,7 @@ def test_only_steps_that_are_skipped_in_a_row_end_a_run(process_group: None, tmp
     def step(number: int, skipped: bool) -> None:
         loop.state = SimpleNamespace(step=number, consumed_samples=4 * number)
         engine.skipped_steps += skipped
-        found = loop.health.after_step(number, 4 * number - 4, torch.tensor(1.0), None)
+        found = loop.health.after_step(number, 4 * number - 4, {}, torch.tensor(1.0), None)
         loop._judge_skip(
             Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=found, gemms=None)
         )
@@ -282,7 +283,7 @@ def test_of_several_spikes_the_first_is_what_a_run_goes_back_behind(on_spike: st
         watchdog=SimpleNamespace(met=lambda what: None),
         saver=SimpleNamespace(pending=False),
     )
-    spikes = [Spike(21, 80, "loss", 9.0, 1.0, 2.0), Spike(25, 96, "grad_norm", 8.0, 1.0, 3.0)]
+    spikes = [Spike(21, 80, 76, "loss", 9.0, 1.0, 2.0), Spike(25, 96, 92, "grad_norm", 8.0, 1.0, 3.0)]
     loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
     loop.rollback = SimpleNamespace(advise=advised.append, after=lambda found, samples: False)
     step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
@@ -351,7 +352,7 @@ def test_what_comes_between_steps_is_not_in_their_speed(
     stream = SimpleNamespace(unigram_loss=6.0, sample_ids=lambda first, count: [])
     metrics = SimpleNamespace(message=lambda text: None)
     loop.run = SimpleNamespace(watchdog=watchdog, saver=saver, train_stream=stream, metrics=metrics)
-    spikes = [Spike(30, 0, "loss", 9.0, 1.0, 2.0)]
+    spikes = [Spike(30, 0, 0, "loss", 9.0, 1.0, 2.0)]
     loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True, state_dict=lambda: {})
     loop.rollback = SimpleNamespace(after=lambda spikes, samples: True)
     monkeypatch.setattr("train.loop.evaluate", lambda run: {"eval_loss": 1.0})

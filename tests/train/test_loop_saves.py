@@ -73,7 +73,7 @@ def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
     stream = SimpleNamespace(sample_ids=lambda first, count: [])
     goes_back = loop_that_saves(told, train_stream=stream)
     goes_back.args, goes_back.tokens, goes_back.samples = SimpleNamespace(on_spike="rollback"), 40, 4
-    spikes = [Spike(30, 116, "loss", 9.0, 1.0, 2.0)]
+    spikes = [Spike(30, 116, 112, "loss", 9.0, 1.0, 2.0)]
     goes_back.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
     goes_back.rollback = SimpleNamespace(after=lambda found, samples: bool(told.append("back")) or True)
     goes_back.run.watchdog.met = told.append

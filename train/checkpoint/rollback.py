@@ -127,12 +127,16 @@ class Rollback:
     advised: bool = False
 
     def after(self, spikes: list[Spike], samples: int) -> bool:
-        """Go back; False where it cannot be done, which is said.
+        """Go back to the last checkpoint; return False and log the reason where that cannot be done.
 
-        samples: of a step. Left out are those of the first spike's step, of the step before it, whose update a loss
-        spike comes from as likely as from its own samples, and all up to the last spike.
+        The run then skips the samples from the step before the first spike to the last spike. The update of that step
+        causes a spike of the loss as often as the spike's own samples do.
 
-        Raises CheckpointError: there are checkpoints, and none of them verifies.
+        Args:
+            samples: of a step.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them verifies.
         """
         path = choose_checkpoint(self.root, "auto", self.metrics.message)
         if path is None:
@@ -161,7 +165,7 @@ class Rollback:
                 + at_half_the_rate(path, self.state.train_config["learning_rate"])
             )
             return False
-        first = max(spikes[0].first_sample - samples, saved.consumed_samples)
+        first = max(spikes[0].previous_sample, saved.consumed_samples)
         end = max(spike.first_sample for spike in spikes) + samples
         self._load(path, saved, [*self.state.skipped_samples, [first, end]], others)
         record = samples_record(self.stream, first, end - first)

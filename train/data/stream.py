@@ -9,6 +9,7 @@ seq_length, weights, position); the state of a run is the number of samples it h
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -262,6 +263,11 @@ class SampleStream:
                 f"({source.folder})"
             )
         return "\n".join(lines)
+
+    def weights_at(self, sample: int) -> dict[str, float]:
+        """Return the weights of the sources that the mixture draws from at this position of the global order."""
+        weights = self._mixture.weights[bisect_right(self._mixture.starts, sample) - 1]
+        return {source.name: weight for source, weight in zip(self.sources, weights, strict=True) if weight}
 
     def stage_that_begins(self, start: int, count: int) -> str | None:
         """For the log: the stage of the mixture that begins within samples start..start+count-1, if one does."""

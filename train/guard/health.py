@@ -44,6 +44,9 @@ class Spike:
 
     step: int
     first_sample: int
+    previous_sample: (
+        int  # first sample of the last step before it that changed weights; its own where not known
+    )
     what: str  # loss | grad_norm
     value: float
     median: float
@@ -103,14 +106,17 @@ class Health:
             "skipped_in_a_row": self.skipped_in_a_row,
             "spikes": self.spikes,
             "interval": self._interval,
+            "data_weights": self._data_weights,
             "fp8_alarms": self.fp8_alarms.state_dict(),
             **{what: list(detector.recent) for what, detector in self.detectors.items()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """What `state_dict` gave; {} of a run that begins. Steps that were not looked at are forgotten."""
-        # step, its first sample, of this rank [2]: loss and share of tokens with a label, norm
-        self._steps: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
+        # step, its first sample, weights of the sources, of this rank [2]: loss and share of tokens with a label, norm
+        self._steps: list[tuple[int, int, dict[str, float], torch.Tensor, torch.Tensor]] = []
+        self._previous_sample: int | None = None
+        self._data_weights: dict[str, float] | None = saved.get("data_weights")
         self.skipped = self.engine.skipped_steps  # DeepSpeed's count, which its checkpoints keep
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.spikes = saved.get("spikes", 0)
@@ -135,10 +141,23 @@ class Health:
 
     @torch.no_grad()
     def after_step(
-        self, step: int, first_sample: int, loss: torch.Tensor, share: torch.Tensor | None
+        self,
+        step: int,
+        first_sample: int,
+        data_weights: dict[str, float],
+        loss: torch.Tensor,
+        share: torch.Tensor | None,
     ) -> bool:
-        """`loss`: mean over this rank's micro-batches; `share`: of the tokens with a label, None: all. Returns whether
-        the step was skipped, which all ranks agree on; then the FP8 state is that of before it."""
+        """Record a step. All ranks get the same answer. If the step was skipped, restore the FP8 state from before it.
+
+        Args:
+            data_weights: of the sources in the mixture (SampleStream.weights_at).
+            loss: scalar, the mean over this rank's micro-batches.
+            share: scalar, the share of tokens that have a label; None: all have one.
+
+        Returns:
+            Whether the step was skipped.
+        """
         skipped = self.engine.skipped_steps > self.skipped
         self.skipped = self.engine.skipped_steps
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -155,7 +174,7 @@ class Health:
         of_rank = torch.stack([loss, torch.ones_like(loss) if share is None else share])
         # a copy: what DeepSpeed hands out is its own
         norm = torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32).clone()
-        self._steps.append((step, first_sample, of_rank, norm))
+        self._steps.append((step, first_sample, data_weights, of_rank, norm))
         return False
 
     def full(self) -> bool:
@@ -163,11 +182,14 @@ class Health:
         return len(self._steps) >= LONGEST_WAIT
 
     def look(self, tokens: int) -> list[Spike]:
-        """Judge the steps since the last look, each of so many `tokens` over all ranks; every rank calls it and finds
-        the same."""
+        """Return the spikes among the steps since the last call, each of `tokens` tokens over all ranks.
+
+        Collective: all ranks must call it, and all get the same result. A step whose sources have other weights than
+        those of the step before starts a new window: the loss of other data says nothing about this one.
+        """
         if not self._steps:
             return []
-        steps, first_samples, of_rank, norms_alone = zip(*self._steps, strict=True)
+        steps, first_samples, data_weights, of_rank, norms_alone = zip(*self._steps, strict=True)
         values = torch.cat([torch.stack(of_rank), torch.stack(norms_alone).to(of_rank[0])[:, None]], 1)
         # In float64 the sum has the same bits in whatever order the ranks are added, which depends on how many steps
         # are looked at together. The norms, too, though each rank has the same: all must judge by the same bits.
@@ -179,11 +201,18 @@ class Health:
             self._interval[0] += loss * tokens
             self._interval[1] += share * tokens
         found = []
-        for step, first_sample, loss, norm in zip(steps, first_samples, losses, norms, strict=True):
+        for step, first, weights, loss, norm in zip(
+            steps, first_samples, data_weights, losses, norms, strict=True
+        ):
+            if self._data_weights not in (None, weights):
+                for detector in self.detectors.values():
+                    detector.recent.clear()
+            previous = first if self._previous_sample is None else self._previous_sample
             for what, value in (("loss", loss), ("grad_norm", norm)):
                 judged = self.detectors[what].judge(value)
                 if judged:
-                    found.append(Spike(step, first_sample, what, value, *judged))
+                    found.append(Spike(step, first, previous, what, value, *judged))
+            self._previous_sample, self._data_weights = first, weights
         self._steps.clear()
         self.spikes += len({spike.step for spike in found})
         return found

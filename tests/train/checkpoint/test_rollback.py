@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.train.checkpoint.test_checkpoint import make
+from tests.train.runs import curve, metrics, run
 from train.checkpoint import rollback
 from train.checkpoint.files import (
     RUN_STATE,
@@ -32,7 +35,7 @@ from train.checkpoint.rollback import (
     past_skipped,
     told_besides,
 )
-from train.guard.health import Spike
+from train.guard.health import Health, Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -51,7 +54,7 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
     metrics: Any = SimpleNamespace(message=said.append)
     nothing: Any = None
     rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
-    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
+    assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
     assert "step-00000003 was saved before the order of samples changed" in said.pop() and not said
 
     # nor is there FP8 state of this precision in what another precision wrote
@@ -59,7 +62,7 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
     (path / RUN_STATE).write_text(json.dumps(saved))
     rollback.state, rollback.precision = read_state(path), Precision(PrecisionConfig(recipe="delayed"))
     write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
-    assert not rollback.after([Spike(5, 40, "loss", 9.0, 1.0, 2.0)], samples=8)
+    assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
     assert "step-00000003 was saved before the precision changed" in said[0] and len(said) == 1
 
 
@@ -89,7 +92,9 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
     its = started()
 
     def after(*firsts: int) -> bool:
-        return its.after([Spike(first // 8, first, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8)
+        return its.after(
+            [Spike(first // 8, first, first - 8, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
+        )
 
     assert not after(64) and "there is no checkpoint yet" in said.pop()
     path = make(tmp_path, 3, skipped_samples=[[1, 2]])
@@ -111,6 +116,69 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
     assert len(resumed_ranges(path)) == 10, "what was left out stays so"
     make(tmp_path, 4, skipped_samples=state.skipped_samples, changes=state.changes)
     assert after(48) and its.went[0] == "step-00000004"
+
+
+def test_every_rollback_skips_the_step_that_ran_before_the_spike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second rollback on, skipped samples lie between that step and the spike."""
+    saved = make(tmp_path, 3, health={"loss": [1.0] * 16, "grad_norm": [1.0] * 16})
+    state = read_state(saved)
+    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
+    engine: Any = SimpleNamespace(module=None, skipped_steps=0, get_global_grad_norm=lambda: 1.0)
+    precision: Any = SimpleNamespace(device="cpu", has_state=False)
+    metrics: Any = SimpleNamespace(message=id, log=id, rewind=id)
+    stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
+    health = Health(engine, precision, 16, 10.0)
+    health.load_state_dict(state.health)
+    its = Back(tmp_path, engine, precision, state, health, metrics, stream)
+    for losses, trained in (
+        ([1.0, 1.0, 1.0, 9.0], [24, 32, 40, 48]),
+        ([1.0, 1.0, 9.0], [24, 32, 56]),
+        ([1.0, 9.0], [24, 64]),
+    ):
+        taken = []
+        for loss in losses:
+            state.consumed_samples = past_skipped(state.consumed_samples, 8, state.skipped_samples)
+            taken.append(state.consumed_samples)
+            state.step += 1
+            health.after_step(state.step, state.consumed_samples, {"text": 1.0}, torch.tensor(loss), None)
+            state.consumed_samples += 8
+        assert taken == trained
+        assert its.after(health.look(8), samples=8)
+        assert its.went[1] == [trained[-2], trained[-1] + 8]
+
+
+def test_a_planned_change_of_the_mixture_causes_no_rollback(
+    settings: dict,
+    tmp_path: Path,
+    prepare: Callable[..., int],
+) -> None:
+    """Neither in the run nor in a resume at the step of the change."""
+    easy, text = tmp_path / "easy.txt", settings["data"]["sources"]["text"]
+    easy.write_text("\n\n".join("a " * 60 + str(number) for number in range(400)))
+    options = {"tokenizer": Path(text).parent / "tokenizer", "split_on": "blank_line", "eval_fraction": 0.1}
+    assert prepare(tmp_path / "easy", easy, **options) == 0
+    length, batch = 64, 4
+    settings["data"] = {
+        "sources": {"easy": str(tmp_path / "easy"), "text": text},
+        "weights": [
+            {"until_tokens": 20 * batch * length, "weights": {"easy": 1}},
+            {"weights": {"text": 1}},
+        ],
+    }
+    settings |= {"on_spike": "rollback", "spike_window": 16, "save_steps": 20, "save_total_limit": 9}
+    whole = run(settings, max_steps=24, lr_scheduler_type="constant")
+    losses = [line["loss"] for line in metrics(whole)]
+    assert len(losses) == 24 and losses[20] > 1.5 * losses[19]
+    state = read_state(whole / "checkpoints/step-00000024")
+    assert (state.consumed_samples, state.skipped_samples, state.health["spikes"]) == (24 * batch, [], 0)
+    branch = {"resume_from_checkpoint": str(whole / "checkpoints/step-00000020")}
+    resumed = run(
+        settings, output_dir=str(tmp_path / "resumed"), max_steps=24, **branch, lr_scheduler_type="constant"
+    )
+    assert curve(resumed) == curve(whole)[20:]
+    assert read_state(resumed / "checkpoints/step-00000024").health["spikes"] == 0
 
 
 def test_a_note_of_a_version_that_noted_no_changes_counts_for_the_run_as_it_was(tmp_path: Path) -> None:

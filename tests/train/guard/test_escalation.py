@@ -354,7 +354,7 @@ def test_what_went_up_stays_up_in_a_rollback(settings: dict, monkeypatch: pytest
         if step != 4 or spikes:
             return found
         (whole / "checkpoints/step-00000003/manifest.json").unlink()
-        spikes.append(Spike(step, first_sample, "loss", 9.0, 1.0, 2.0))
+        spikes.append(Spike(step, first_sample, first_sample, "loss", 9.0, 1.0, 2.0))
         return spikes
 
     monkeypatch.setattr(Health, "look", spike_in_step_4)

@@ -25,7 +25,7 @@ def test_norms_are_those_of_their_steps(process_group: None) -> None:
     health = Health(engine, precision, 16, 10.0)
     for step in (1, 2, 3):
         norm.fill_(step)
-        health.after_step(step, 0, torch.tensor(5.0), None)
+        health.after_step(step, 0, {}, torch.tensor(5.0), None)
     health.look(tokens=1)
     assert list(health.detectors["grad_norm"].recent) == [1, 2, 3]
 
@@ -35,7 +35,7 @@ def test_ranks_judge_by_sums_that_know_no_order(monkeypatch: pytest.MonkeyPatch)
     engine: Any = SimpleNamespace(module=None, skipped_steps=0, get_global_grad_norm=lambda: 3.0)
     precision: Any = SimpleNamespace(device="cpu", has_state=False)
     health = Health(engine, precision, 16, 10.0)
-    health.after_step(1, 0, torch.tensor(1.0), None)
+    health.after_step(1, 0, {}, torch.tensor(1.0), None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda values: values.add_(torch.tensor([[2**-30, 1.0, 3.0]])))
     health.look(tokens=1)
@@ -57,6 +57,6 @@ def test_a_first_step_that_is_skipped_leaves_no_scales() -> None:
         loss.backward()
     assert any(t.any() for key, t in fp8_state(model, precision).items() if key.endswith("amax_history"))
     engine.skipped_steps += 1
-    assert health.after_step(1, 0, loss.detach(), None)
+    assert health.after_step(1, 0, {}, loss.detach(), None)
     for key, tensor in fp8_state(model, precision).items():
         assert bool((tensor == (1.0 if key.endswith(".scale") else 0.0)).all()), key
