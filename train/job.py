@@ -310,7 +310,7 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     found = committed(folder.checkpoints)
     if not found:
         return "new", ""
-    done = found[-1].name >= name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
+    done = found[-1].name == name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
     if done and is_configured_as(found[-1], arguments):
         return "finished", found[-1].name
     return "resume", found[-1].name  # train.py says what is different

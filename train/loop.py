@@ -98,7 +98,7 @@ def train(run: Run) -> Path | None:
     with run.watchdog:
         if run.state.evaluation_due:
             evaluate_late(run)
-        if run.state.step >= run.arguments.max_steps:
+        if run.state.step == run.arguments.max_steps:
             run.metrics.message(f"this run has its {run.arguments.max_steps} steps already; nothing to train")
             return run.resumed_from
         try:

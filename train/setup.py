@@ -155,7 +155,8 @@ def starting_point(
     args: TrainingArguments, ds_config: dict[str, Any], config: MistralConfig, stream: SampleStream
 ) -> tuple[RunState, Path | None]:
     """Where the run begins, and the checkpoint that it goes on from. Raises CheckpointError: it is damaged, or of a
-    run that this one does not continue; ConfigurationError: stages do not follow each other from there on."""
+    run that this one does not continue; ConfigurationError: it is at a later step than max_steps, or stages do not
+    follow each other from there on."""
     state = RunState(
         step=0,
         consumed_samples=0,

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from model.fp8.recipes import EIGHT_BITS, STATE_BLOCK, end_step, stage_of
-from train.checkpoint.files import CheckpointError, RunState, is_of
-from train.config.arguments import TrainingArguments
+from train.checkpoint.files import CheckpointError, RunState, committed, is_of, step_of
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import (
     Difference,
     differences,
@@ -82,9 +82,25 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
 def allowed_changes(
     state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]
 ) -> list[Change]:
-    """What `state` has otherwise than `saved`, of the checkpoint `path`, and may have. Raises CheckpointError as
-    `resume_state`."""
+    """Return the differences of `state` from `saved`, of the checkpoint `path`, that `allow` names.
+
+    Raises:
+        CheckpointError: as `resume_state`.
+        ConfigurationError: max_steps is below the step of the checkpoint.
+    """
     found = changes(state, saved)
+    max_steps = state.train_config["max_steps"]
+    if saved.step > max_steps:
+        earlier = [each for each in committed(path.parent) if step_of(each) <= max_steps]
+        remedy = "To train a new run, choose another output_dir"
+        if earlier:
+            keys = [change.key for change in found if not change.never]
+            options = f"--resume_from_checkpoint {shlex.quote(str(earlier[-1]))} --output_dir NEW"
+            options += f" {allowing(keys)}" if keys else ""
+            remedy = f"To train from an earlier step in a new folder, pass {options}"
+        raise ConfigurationError(
+            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. {remedy}"
+        )
     refused = [c for c in found if c.never]
     unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
     if refused or unnamed:

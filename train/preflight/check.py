@@ -143,9 +143,12 @@ def check_states(args: TrainingArguments) -> None:
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
-    """Raises CheckpointError: the resolved arguments have otherwise than the checkpoint that the run is to go on from
-    what is not allowed; or see `branch_at`. The content of data and model is for the run to compare, and a damaged
-    checkpoint for it to pass over."""
+    """Compare the resolved arguments with the checkpoint that the run resumes from. The run itself compares the content
+    of data and model, and skips a damaged checkpoint.
+
+    Raises:
+        CheckpointError, ConfigurationError: as `allowed_changes`; or see `branch_at`.
+    """
     path = goes_on_from(args)
     if path is None or args.precision.auto:  # what that chooses is not known yet
         return

@@ -12,10 +12,10 @@ import torch
 from model.fp8.precision import Precision
 from tests.train.checkpoint.test_resume_changes import FREE, KEYS, NEVER
 from tests.train.runs import curve, metrics, run
-from train import setup
+from train import setup, train
 from train.checkpoint.files import CheckpointError, read_signed, read_state
 from train.checkpoint.load import read_weights
-from train.config.arguments import TrainingArguments
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.data.stream import open_stream
 from train.engine import step
 from train.engine.optimizer import learning_rate_at
@@ -197,6 +197,24 @@ def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(
     other = {**command, "resume_from_checkpoint": str(stable / "checkpoints/step-00000008")}
     with pytest.raises(CheckpointError, match="of a run that did not begin there: choose another output_dir"):
         run(settings, **other)
+
+
+def test_max_steps_below_the_step_of_the_run_is_refused(
+    own_trained: Path, settings: dict, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Before anything is written. What the message names trains on in a new folder."""
+    before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
+    settings |= {"max_steps": 4, "allow_changes_on_resume": ["max_steps"]}
+    with pytest.raises(ConfigurationError) as refused:
+        run(settings)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+    assert train.main([str(config)]) == 2
+    assert {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")} == before
+    checkpoint = own_trained / "checkpoints/step-00000003"
+    assert f"--resume_from_checkpoint {checkpoint} --output_dir" in str(refused.value)
+    branch = run(settings, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "branch"))
+    assert [step for step, *_ in curve(branch)] == [4]
 
 
 RATES = {
