@@ -27,12 +27,10 @@ from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
 from fp8_inference_demo.weights import Weights
 from model.config import GIB, model_name, num_parameters
-from model.fp8.hf_fp8 import quantization_of
 from model.fp8.machine import describe, headline
+from model.hf_folder import find_weights, quantization_of, stored_compute
 
 PRECISIONS = ("bf16", "fp8")
-# What config.json says of weights.
-STORED = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 BATCH_SIZES = (1, 4, 16, 64, 256)
 WINDOW_TOKENS = 2048  # each begins with BOS; nothing before it is seen
 CHARACTERS = 16  # of a text that are read for a token
@@ -142,7 +140,7 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     ids = session.encode(content, f"--report {text}")
     if len(ids) < 3:
         raise ValueError(f"--report {text}: {len(ids)} tokens; give a text of some thousand")
-    stored = "FP8" if quantization_of(folder) else STORED.get(session.config.dtype, "unknown")
+    stored = "FP8" if quantization_of(folder) else stored_compute(find_weights(folder, session.config))
     if stored == "FP8":
         print("note: the weights are stored in FP8; bf16 is these, multiplied out", file=sys.stderr)
     elif stored in ("fp32", "fp16"):

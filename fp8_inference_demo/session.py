@@ -14,7 +14,7 @@ from fp8_inference_demo.engine import Engine, Generation, Timing
 from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import encode, load_tokenizer
 from model.config import load_config
-from model.fp8.hf_fp8 import check_files
+from model.hf_folder import find_weights
 
 BATCH_SIZE = 16
 CONTEXT_TOKENS = 4096  # where the prompts are not known beforehand
@@ -28,7 +28,7 @@ class Session:
         self.folder = folder
         self.config = load_config(str(folder))
         self.tokenizer = load_tokenizer(folder)
-        check_files(folder)
+        find_weights(folder, self.config)
         self.timing = Timing()  # of all batches
         self.options = Options(
             Sampling(

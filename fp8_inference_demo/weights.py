@@ -5,17 +5,17 @@ Shapes: R rows (output features), C columns (input features), G groups of column
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import MistralConfig
 
-from model.config import weight_shapes
-from model.fp8.hf_fp8 import Quantized, quantize_rows, read_quantized
+from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
+from model.hf_folder import read_hf_folder
 from model.te_reference.quantize import BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -116,39 +116,22 @@ def load_weights(folder: Path, config: MistralConfig, precision: str, device: to
     """The weights of a Hugging Face folder, with or without FP8 weights, on `device`. precision: fp8, bf16 or fp32; fp8
     has bf16 activations, embedding and head, and takes FP8 weights as they are.
 
-    Raises ValueError: no weights in safetensors, damaged ones, or not those of `config`.
+    Raises WeightsError: see model/hf_folder.py. ValueError: sizes that no FP8 product takes.
     """
-    tensors = read_quantized(folder, device)
-    if config.tie_word_embeddings:  # some keep the embedding under both names
-        tensors.pop("lm_head.weight", None)
-    if problems := _differences(tensors, config):
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(
-            f"{folder}: its weights are not those of its config.json: {'; '.join(problems[:5])}{more}"
-        )
-    return pack(tensors, config, precision)
+    return pack(read_hf_folder(folder, config, DTYPES[precision]), config, precision, device)
 
 
-def _differences(tensors: Mapping[str, torch.Tensor | Quantized], config: MistralConfig) -> list[str]:
-    """Tensors that are missing, unknown or of another shape than `config` has."""
-    shapes = weight_shapes(config)
-    found = {name: tuple((t.codes if isinstance(t, Quantized) else t).shape) for name, t in tensors.items()}
-    problems = [f"{name} is missing" for name in sorted(shapes.keys() - found.keys())]
-    problems += [f"{name} is unknown" for name in sorted(found.keys() - shapes.keys())]
-    problems += [
-        f"{name} has shape {found[name]}, config.json needs {shape}"
-        for name, shape in shapes.items()
-        if found.get(name, shape) != shape
-    ]
-    return problems
-
-
-def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, precision: str) -> Weights:
-    """Weights by Hugging Face's names, all on one device, as the engine reads them. Takes the tensors out of `tensors`
-    as it goes, so that they are not held twice.
+def pack(
+    tensors: dict[str, torch.Tensor | Quantized],
+    config: MistralConfig,
+    precision: str,
+    device: torch.device | str = "cpu",
+) -> Weights:
+    """Pack weights by Hugging Face's names as the engine reads them, on `device`. Takes the tensors out of `tensors` as
+    it goes, so that they are not held twice.
 
     Beside weights that are stored in FP8 the others were meant to stay as they are; a fused matrix with both is bf16.
-    Raises ValueError: sizes that no FP8 product takes, or values that are not finite where they become FP8.
+    Raises ValueError: sizes that no FP8 product takes.
     """
     dtype = DTYPES[precision]
     stored = any(isinstance(tensor, Quantized) for tensor in tensors.values())
@@ -156,16 +139,15 @@ def pack(tensors: dict[str, torch.Tensor | Quantized], config: MistralConfig, pr
     def plain(name: str) -> torch.Tensor:
         tensor = tensors.pop(name)
         assert isinstance(tensor, torch.Tensor)
-        return tensor.to(dtype).contiguous()
+        return tensor.to(device).to(dtype).contiguous()
 
     def part(name: str) -> Matrix:
         tensor = tensors.pop(name)
+        if isinstance(tensor, Quantized):
+            tensor = Quantized(tensor.codes.to(device), tensor.scale.to(device))
+        else:
+            tensor = tensor.to(device)
         if precision == "fp8" and isinstance(tensor, torch.Tensor) and not stored:
-            if not tensor.isfinite().all():  # of an infinite one FP8 would make its largest number
-                raise ValueError(
-                    f"{name} has values that are not finite: the weights are damaged or the model diverged; take "
-                    "another checkpoint"
-                )
             tensor = quantize_rows(tensor)
         if isinstance(tensor, torch.Tensor):
             return Matrix(tensor.to(dtype).contiguous())

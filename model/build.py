@@ -10,6 +10,7 @@ from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
 from model.config import head_dim
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
+from model.hf_folder import check_init_from, read_hf_folder
 from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def build_model(
     folder `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
     document_mask: te_*: attention stays within the `documents` of each forward.
 
-    Raises ValueError: an unknown variant, one that has no document mask, an `init_from` of another architecture;
+    Raises ValueError: an unknown variant, one that has no document mask, an `init_from` of another architecture, or
+    with weights that cannot be used;
     PrecisionError: a precision or `compile` that the variant does not have, a bf16_modules pattern that matches
     nothing, dimensions FP8 cannot take, float16 on a CPU.
     """
@@ -65,6 +67,10 @@ def build_model(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
             "to false"
         )
+    weights: Any = None
+    if init_from is not None:  # before anything is on a GPU
+        check_init_from(init_from, config)
+        weights = read_hf_folder(init_from, config, precision.dtype)
     model: Any = make_modules(config, variant, precision, speed or SpeedConfig(), document_mask)
     if VARIANTS[variant].te:
         if gradient_checkpointing:
@@ -75,12 +81,10 @@ def build_model(
         if compiles(variant, precision.config, compile):
             model.compile_layers()
     precision.apply(model)
-    if init_from is None:
+    if weights is None:
         conversion.init_weights(model, seed)
     else:
-        from model.hf_baseline import load_hf_folder
-
-        conversion.load_hf_state_dict(model, load_hf_folder(init_from, config))
+        conversion.load_hf_state_dict(model, weights)
     return model
 
 

@@ -195,48 +195,6 @@ def numbers_of(config: MistralConfig) -> dict[str, Any]:
     return {key: getattr(config, key, None) for key in (*ARCHITECTURE, *others)}
 
 
-def check_init_from(folder: str, config: Any) -> None:
-    """Raises ValueError: `folder` is no Hugging Face folder, or of another architecture than `config`, which may be of
-    load_config or load_sizes; each difference is named."""
-
-    def described(of: Any) -> dict[str, Any]:
-        values = {key: getattr(of, key, None) for key in ARCHITECTURE if key != "rope_parameters"}
-        return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
-
-    if not Path(folder).is_dir():
-        raise ValueError(f"model.init_from: {folder!r} is not a folder")
-    try:
-        theirs, ours = described(load_sizes(folder)), described(config)
-    except ValueError as error:
-        raise ValueError(f"model.init_from: {str(error).removeprefix('model.config: ')}") from error
-    differences = [
-        f"{key}: {theirs[key]} there, {ours[key]} in model.config" for key in ours if theirs[key] != ours[key]
-    ]
-    if differences:
-        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
-
-
-def why_not_read(weights: Path) -> str:
-    """What keeps a safetensors file from being read whole, by its header and size, and what to do; "" for nothing."""
-    again = "copy or download it again"
-    try:
-        with open(weights, "rb") as file:
-            size, start = weights.stat().st_size, file.read(8)
-            header = file.read(min(int.from_bytes(start, "little"), size, 10**8))  # longer ones are none
-    except PermissionError:
-        return f"{weights} may not be read by this user; have it made readable, or give a folder that is"
-    except OSError as error:
-        return f"{weights} cannot be read ({error.strerror}); {again}"
-    if start == b"version ":
-        return f"{weights} is Git LFS's pointer to the weights; have git lfs pull fetch them"
-    try:
-        tensors = [tensor["data_offsets"] for name, tensor in json.loads(header).items() if name[:2] != "__"]
-        whole = 8 + len(header) + max((end for _, end in tensors), default=0)
-    except (ValueError, AttributeError, LookupError, TypeError):
-        return f"{weights} is no safetensors file, or one that is cut off; {again}"
-    return "" if size == whole else f"{weights} has {size:,} bytes, by its own header {whole:,}; {again}"
-
-
 def _read_file(path: Path) -> dict[str, Any]:
     """What is in a config.json. Raises ValueError: not JSON, not a Mistral, a size that is not positive."""
     try:
@@ -296,6 +254,11 @@ def check_config(config: MistralConfig) -> None:
         )
     if getattr(config, "attention_dropout", 0.0):
         problems.append(f"attention_dropout {config.attention_dropout}: only 0")
+    pad = getattr(config, "pad_token_id", None)
+    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
+        problems.append(
+            f"pad_token_id {pad} is not below vocab_size {config.vocab_size}; set it to null, it is not used"
+        )
     if head_dim(config) % 8:
         problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
     rope = _rope_parameters(config)

@@ -76,21 +76,13 @@ def to_hf_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Fill any variant from Hugging Face weights.
+    """Fill any variant from Hugging Face weights. With tied embeddings these have no lm_head.
 
-    Raises ConversionError: tensors missing, unknown, of another shape, or a separate lm_head where embeddings are tied.
+    Raises ConversionError: tensors missing, unknown or of another shape.
     """
-    weights, parameters = dict(weights), dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
     expected = {part: (rows, *parameters[name].shape[1:]) for name, ps in parts.items() for part, rows in ps}
-    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
-    if "lm_head.weight" not in expected and head is not None and embedding is not None:
-        if not torch.equal(head, embedding):
-            raise ConversionError(
-                "lm_head.weight differs from model.embed_tokens.weight, but the config ties them; "
-                "set tie_word_embeddings to false"
-            )
-        del weights["lm_head.weight"]
     problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
     problems += [f"{name} is unknown" for name in weights.keys() - expected.keys()]
     problems += [

@@ -1,4 +1,4 @@
-"""transformers' own Mistral: the variants hf and torchao, and the reader of Hugging Face folders.
+"""transformers' own Mistral: the variants hf and torchao.
 
 Importing transformers' model class takes seconds, and the variants te_linear and te_layer do without: this file is
 imported where it is used.
@@ -6,16 +6,12 @@ imported where it is used.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import check_init_from, why_not_read
-from model.conversion import ConversionError
-from model.fp8.hf_fp8 import quantization_of
 from model.fp8.precision import Precision
 from model.mistral_base import causal_lm_loss
 
@@ -76,41 +72,3 @@ class TorchaoMistral(HuggingFaceMistral):
     """The same, to have its Linears swapped for torchao's FP8 ones."""
 
     variant = "torchao"
-
-
-def load_hf_folder(folder: str, config: MistralConfig) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face folder, which must be of the architecture `config`.
-
-    Raises ValueError: no such folder, an architecture that differs (each difference is named), weights that are
-    quantized, no weights or weights that cannot be read; ConversionError: tensors missing, unknown or of another shape.
-    """
-    check_init_from(folder, config)
-    if method := quantization_of(folder).get("quant_method"):
-        raise ValueError(
-            f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving; give the folder with "
-            "the whole ones: a run's hf/, or what train/export.py --format hf writes"
-        )
-    try:
-        # without ignore_mismatched_sizes transformers prints which tensors differ, and raises without naming them
-        model, found = MistralForCausalLM.from_pretrained(
-            folder, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
-        )
-    except Exception as error:  # safetensors, pickle and json each raise classes of their own
-        unread = filter(None, map(why_not_read, sorted(Path(folder).glob("*.safetensors"))))
-        what = "; ".join(unread) or " ".join(str(error).split())
-        raise ValueError(f"model.init_from: the weights of {folder!r} cannot be read: {what}") from error
-    # transformers fills with random numbers what it does not find
-    problems = [f"{name} is missing" for name in found["missing_keys"]]
-    problems += [f"{name} is unknown" for name in found["unexpected_keys"]]
-    problems += [
-        f"{name} has shape {tuple(theirs)}, config.json needs {tuple(ours)}"
-        for name, theirs, ours in found["mismatched_keys"]
-    ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ConversionError(
-            f"model.init_from: the weights of {folder!r} are not those of its config.json: "
-            + "; ".join(sorted(problems)[:5])
-            + more
-        )
-    return model.state_dict()

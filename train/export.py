@@ -234,6 +234,7 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
 
     from model.fp8 import hf_fp8, serving
     from model.fp8.recipes import PrecisionConfig
+    from model.hf_folder import read_hf_folder
 
     precision = PrecisionConfig(**state.precision)
     variant = state.train_config["model"]["variant"]
@@ -269,7 +270,9 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
             f"trains in {how}, so there are no codes of training to compare with",
             *lines,
         ]
-    if differing := trained.differences(hf_fp8.read_quantized(out), weights, fp8_state):
+    if differing := trained.differences(
+        read_hf_folder(out, model.config, model.config.dtype), weights, fp8_state
+    ):
         raise CheckpointError(
             f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of "
             f"{path}: a fault of this program; export --format hf"

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import MistralForCausalLM
 
 from model.build import build_model
 from model.config import load_config
-from model.conversion import ConversionError, to_hf_state_dict
+from model.conversion import to_hf_state_dict
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.hf_baseline import load_hf_folder
 from tests.conftest import random_ids, small_config
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -116,62 +114,6 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda w: w.pop(UP), f"{UP} is missing"),
-        (lambda w: w.pop("lm_head.weight"), "lm_head.weight is missing"),
-        (lambda w: w.update({"model.layers.2.x": torch.zeros(1)}), "model.layers.2.x is unknown"),
-        (lambda w: w.update({UP: torch.zeros(4, 8)}), rf"{UP} has shape \(4, 8\), .* needs \(256, 128\)"),
-        (lambda w: [w.pop(name) for name in list(w) if "mlp" in name], "; .*and 1 more"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable, problem: str) -> None:
-    """transformers would fill what is missing at random."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConversionError, match=f"{folder.name}.*{problem}") as error:
-        load_hf_folder(str(folder), small_config())
-    assert (" more" in str(error.value)) == (" more" in problem)
-
-
-@pytest.mark.parametrize("size", [0, 4, 50, -100])
-def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=f"weights of .*{folder}/model.safetensors .*; copy or download"):
-        load_hf_folder(str(folder), small_config())
-
-
-def test_a_folder_without_weights_is_named(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"weights of .*{folder.name}.*no file named model.safetensors"):
-        load_hf_folder(str(folder), small_config())
-    (folder / "pytorch_model.bin").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=f"weights of .*{folder.name}.*cannot be read"):
-        load_hf_folder(str(folder), small_config())
-
-
-def test_weights_in_bin_files_are_read(folder: Path) -> None:
-    """docs/getting-started.md says so."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    found = load_hf_folder(str(folder), small_config())
-    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
-
-
-def test_weights_in_fp8_are_not_trained_on(folder: Path) -> None:
-    """What an export for serving wrote: transformers would multiply them out, or fail in a way of its own."""
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(
-        ValueError, match=rf"{folder.name}' are quantized \(fp8\), for serving; give the folder"
-    ):
-        load_hf_folder(str(folder), small_config())
-
-
 def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what lies here comes before what is shipped."""
     with pytest.raises(ValueError, match=rf"the folder '.*{tmp_path.name}' has no config.json"):
@@ -186,17 +128,6 @@ def test_a_folder_is_found_by_its_config(tmp_path: Path, monkeypatch: pytest.Mon
     assert load_config("tiny").num_hidden_layers == 2
 
 
-def test_a_lost_shard_is_named(tmp_path: Path) -> None:
-    MistralForCausalLM(small_config()).save_pretrained(tmp_path, max_shard_size="400KB")
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=f"{shard.name} has .* bytes, by its own header"):
-        load_hf_folder(str(tmp_path), small_config())
-    shard.unlink()
-    with pytest.raises(ValueError, match=f"cannot be read: .*{shard.name}"):
-        load_hf_folder(str(tmp_path), small_config())
-
-
 @pytest.mark.parametrize("variant", ["hf", "te_linear", "te_layer"])
 def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str) -> None:
     config = small_config(tie_word_embeddings=True)
@@ -207,21 +138,6 @@ def test_tied_embeddings_have_no_head_of_their_own(tmp_path: Path, variant: str)
     ids = random_ids(config, 1, 16).to(precision.device)
     logits = MistralForCausalLM.from_pretrained(tmp_path)(ids.cpu()).logits
     torch.testing.assert_close(model(ids).logits.cpu(), logits, rtol=1e-3, atol=1e-4)
-
-
-def test_a_head_of_its_own_is_refused_where_embeddings_are_tied(tmp_path: Path) -> None:
-    """It would be lost. The same weights twice are none of its own."""
-    precision = Precision(PrecisionConfig(compute="fp32"))
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    MistralForCausalLM(small_config()).save_pretrained(tmp_path)
-    tied = small_config(tie_word_embeddings=True)
-    tied.save_pretrained(tmp_path)
-    with pytest.raises(ConversionError, match=f"{head} differs from {embedding}, but the config ties them"):
-        build_model(tied, "te_layer", precision, init_from=str(tmp_path))
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file(weights | {head: weights[embedding].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
-    model = build_model(tied, "te_layer", precision, init_from=str(tmp_path))
-    assert torch.equal(model.lm_head.weight.cpu(), weights[embedding])
 
 
 @pytest.mark.parametrize("variant", ["hf", "torchao", "te_linear", "te_layer"])

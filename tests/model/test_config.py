@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from transformers import MistralForCausalLM
 
 from model.config import (
@@ -16,7 +13,6 @@ from model.config import (
     CONFIGS,
     POSITIVE,
     attention_pairs,
-    check_init_from,
     flops_per_token,
     load_config,
     load_sizes,
@@ -25,8 +21,8 @@ from model.config import (
     rope_theta,
     state_memory_gib,
     state_parts_gib,
-    why_not_read,
 )
+from model.hf_folder import check_init_from
 from model.keys import between
 from tests.conftest import small_config
 
@@ -259,41 +255,3 @@ def test_weights_of_another_architecture_are_refused_by_each_key_of_it(key: str,
         ValueError, match=f"another model: {key}: {theirs} there, {values[key]} in model.conf"
     ):
         check_init_from(str(tmp_path), load_sizes("tiny"))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda data: data, ""),
-        (lambda data: b"", "is no safetensors file, or one that is cut off; copy or download it again"),
-        (lambda data: data[:4], "is no safetensors file, or one that is cut off; copy or"),
-        (lambda data: data[:60], "is no safetensors file, or one that is cut off; copy or"),
-        (lambda data: b"\0" * 200, "is no safetensors file, or one that is cut off; copy or"),
-        (lambda data: data[:-3], "has 173 bytes, by its own header 176; copy or download it again"),
-        (lambda data: data + b"more", "has 180 bytes, by its own header 176; copy or download it again"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1", "pointer to the weights; have git lfs pull"),
-    ],
-)  # fmt: skip
-def test_weights_that_are_not_whole_are_told(tmp_path: Path, change: Callable, words: str) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, path, {"format": "pt"})
-    path.write_bytes(change(path.read_bytes()))
-    why = why_not_read(path)
-    assert bool(why) == bool(words) and words in why
-    assert not why or why.startswith(str(path))
-
-
-def test_weights_that_may_not_be_read_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which safetensors says that there is no such file."""
-    path = tmp_path / "model.safetensors"
-    assert (
-        why_not_read(path) == f"{path} cannot be read (No such file or directory); copy or download it again"
-    )
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("model.config.open", refuse, raising=False)  # root may all
-    assert why_not_read(path) == (
-        f"{path} may not be read by this user; have it made readable, or give a folder that is"
-    )

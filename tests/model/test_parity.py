@@ -53,7 +53,7 @@ def compare(
     precision = Precision(PrecisionConfig(compute=compute, backend=backend))
     theirs = transformers_model(config, precision.dtype, precision.device)
     ours = build_model(config, variant, precision, seed=1)
-    conversion.load_hf_state_dict(ours, theirs.state_dict())
+    conversion.load_hf_state_dict(ours, conversion.to_hf_state_dict(theirs))
     ids = random_ids(config, batch, tokens + 1).to(precision.device)
     inputs, labels = ids[:, :-1], ids[:, 1:]
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_weights_survive_the_way_there_and_back(variant: str, tied: bool) -> Non
     config = small_config(tie_word_embeddings=tied, num_attention_heads=8, num_key_value_heads=2)
     theirs = TransformersMistral(config)
     ours = build_model(config, variant, Precision(PrecisionConfig(compute="fp32", backend="reference")))
-    conversion.load_hf_state_dict(ours, theirs.state_dict())
+    conversion.load_hf_state_dict(ours, conversion.to_hf_state_dict(theirs))
     back = conversion.to_hf_state_dict(ours)
     for name, parameter in theirs.named_parameters():
         assert torch.equal(back.pop(name).cpu(), parameter), name

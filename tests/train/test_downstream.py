@@ -27,7 +27,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.config import load_config
-from model.fp8.hf_fp8 import Quantized, read_quantized
+from model.fp8.hf_fp8 import Quantized
+from model.hf_folder import read_hf_folder
 from tests.conftest import random_ids
 from tests.train.runs import run
 from train.data.encoder import tokenizer_of
@@ -148,7 +149,7 @@ def whole(folder: Path, out: Path, dtype: torch.dtype) -> Path:
     config = json.loads((out / "config.json").read_text())
     del config["quantization_config"]
     (out / "config.json").write_text(json.dumps(config))
-    weights = read_quantized(folder)
+    weights = read_hf_folder(folder, load_config(str(folder)), dtype)
     assert sum(isinstance(weight, Quantized) for weight in weights.values()) == 14
     plain = {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
     save_file(plain, out / "model.safetensors", {"format": "pt"})
@@ -156,7 +157,7 @@ def whole(folder: Path, out: Path, dtype: torch.dtype) -> Path:
 
 
 def test_transformers_loads_them(tools: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """With the codes and scales that read_quantized gives; activations quantized where transformers does so."""
+    """With the codes and scales that read_hf_folder gives; activations quantized where transformers does so."""
     ids = random_ids(load_config(str(folders["hf"])), 2, 48)
     torch.save(ids, tmp_path / "ids.pt")
     in_tools(tools, LOAD, folders["rows"], folders["blocks"], tmp_path / "ids.pt", tmp_path / "logits.pt")
@@ -177,7 +178,8 @@ def test_transformers_loads_them(tools: Path, folders: dict[str, Path], tmp_path
     assert 1e-4 < error(theirs["rows"], rows) < 1e-2, "FP8 activations"
     assert error(theirs["rows, bf16"], rows) < 2e-2, "and transformers rounds scales to bf16"
     assert error(theirs["rows, FP8 products"], rows) < 2e-2, "activations and logits in bf16"
-    read = {n: w for n, w in read_quantized(folders["rows"]).items() if isinstance(w, Quantized)}
+    weights = read_hf_folder(folders["rows"], load_config(str(folders["rows"])), torch.float32)
+    read = {n: w for n, w in weights.items() if isinstance(w, Quantized)}
     assert held.keys() == {name + part for name in read for part in ("", "_scale")}
     for name, weight in read.items():
         assert torch.equal(held[name].view(torch.uint8), weight.codes.view(torch.uint8)), name

@@ -138,7 +138,7 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
     (
         "weights that are cut off",
         weights_that_are_cut_off,
-        ["model.init_from:", "hf/model.safetensors is no safetensors file, or one that is cut off; copy or"],
+        ["model.init_from:", "hf/model.safetensors", "cut off", "copy or download it again"],
     ),
     ("a folder without weights", no_weights, ["model.init_from:", "has no weights", "such as a run's hf/"]),
     (

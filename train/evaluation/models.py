@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.config import load_config
 from model.fp8.recipes import PrecisionConfig
+from model.hf_folder import find_weights, read_hf_folder, stored_compute
 from model.variants import VARIANTS, SpeedConfig
 from train.checkpoint.files import (
     MANIFEST,
@@ -148,12 +148,13 @@ class Plan:
         from model.fp8.state import load_fp8_state
 
         precision = Precision(self.precision, levels=self.levels)
+        weights = self._weights(precision.dtype)  # before anything is on a GPU
         choose_attention(self.attention_backend, self.variant, precision, self.config, self.document_mask)
         speed = self.speed or SpeedConfig()
         model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
         precision.apply(model)
         try:
-            load_hf_state_dict(model, self._weights(precision.dtype))
+            load_hf_state_dict(model, weights)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
@@ -170,32 +171,27 @@ class Plan:
         return model.eval(), precision
 
     def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        from model.fp8.hf_fp8 import Quantized, read_quantized
+        from model.fp8.hf_fp8 import Quantized
         from train.checkpoint.load import read_hf_weights
 
         if self.state is not None:
             return read_hf_weights(self.path, self.config)
-        weights = read_quantized(self.path)
+        weights = read_hf_folder(self.path, self.config, dtype)
         return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
 
 
 def plan(path: Path, compute: str | None) -> Plan:
     """How the checkpoint or the Hugging Face folder `path` is evaluated: as it was trained, or in another precision. A
-    Hugging Face folder is transformers' own model in its dtype; in FP8, as what was not trained in FP8, it is te_layer
-    with current scaling, which needs no history.
+    Hugging Face folder is transformers' own model in the dtype of its weights. In FP8 it is te_layer with current
+    scaling, which needs no history, as is a checkpoint that was not trained in FP8.
 
     Raises CheckpointError, ValueError: its configuration cannot be read, or the weights of a Hugging Face folder.
     """
     from transformers import MistralConfig
 
-    from model.fp8.hf_fp8 import check_files
-
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
-        check_files(path)
-        stored = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        dtype = stored.get("dtype") or stored.get("torch_dtype")
-        compute = compute or {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")
+        compute = compute or stored_compute(find_weights(path, config))
         length = min(MAX_SEQ_LENGTH, config.max_position_embeddings)
         if compute == "fp8":
             precision = PrecisionConfig(compute="fp8", recipe="current")

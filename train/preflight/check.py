@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.config import UserError, check_init_from, load_sizes, num_parameters, why_not_read
+from model.config import UserError, load_sizes, num_parameters
 from model.fp8.recipes import EIGHT_BITS, RECIPES
+from model.hf_folder import check_init_from, find_weights
 from model.variants import VARIANTS
 from train.checkpoint.files import (
     MANIFEST,
@@ -163,20 +164,14 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
 
 
 def check_weights(args: TrainingArguments, sizes: Any) -> None:
-    """Raises ValueError: model.init_from is of another model, or has no weights, or some that cannot be read."""
+    """Raises ValueError: model.init_from is of another model, or has weights that cannot be used."""
     if args.model.init_from is None:
         return
     check_init_from(args.model.init_from, sizes)
-    kinds = "*.safetensors", "*.bin"
-    if not any(path for kind in kinds for path in Path(args.model.init_from).glob(kind)):
-        raise ValueError(
-            f"model.init_from: {args.model.init_from!r} has no weights (*.safetensors); give a whole Hugging Face "
-            "folder, such as a run's hf/"
-        )
-    whole = Path(args.model.init_from) / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(whole.parent.glob("model-*.safetensors"))
-    if unread := [why for path in files if (why := why_not_read(path))]:
-        raise ValueError("model.init_from: " + "; ".join(unread))
+    try:
+        find_weights(args.model.init_from, sizes)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {error}") from error
 
 
 def check_output(args: TrainingArguments) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import MistralForCausalLM
 
 from model.config import load_config
 from model.fp8 import serving
-from model.fp8.hf_fp8 import Quantized, read_quantized
-from model.hf_baseline import load_hf_folder
+from model.fp8.hf_fp8 import Quantized
+from model.hf_folder import check_init_from, read_hf_folder
 from tests.conftest import random_ids
 from tests.train.runs import run
 from train import export
@@ -40,13 +41,17 @@ def exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return call
 
 
+def weights_of(folder: Path) -> dict[str, Any]:
+    return read_hf_folder(folder, load_config(str(folder)), torch.float32)
+
+
 def layers_of(folder: Path) -> dict[str, Quantized]:
-    return {name: w for name, w in read_quantized(folder).items() if isinstance(w, Quantized)}
+    return {name: w for name, w in weights_of(folder).items() if isinstance(w, Quantized)}
 
 
 def logits(folder: Path, dequantized: bool) -> torch.Tensor:
     """Of the folder's model in float32, its FP8 weights multiplied out."""
-    weights = read_quantized(folder)
+    weights = weights_of(folder)
     model = MistralForCausalLM(load_config(str(folder)))
     plain = {n: w.dequantize(torch.float32) if isinstance(w, Quantized) else w for n, w in weights.items()}
     assert dequantized == any(isinstance(w, Quantized) for w in weights.values())
@@ -66,7 +71,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
         "embedding and the norms",
         f"wrote {out}",
     ]
-    written, whole = read_quantized(out), read_quantized(output_dir / "hf")
+    written, whole = weights_of(out), weights_of(output_dir / "hf")
     assert written.keys() == whole.keys() and len(layers_of(out)) == 11
     for name, weight in written.items():
         if not isinstance(weight, Quantized):
@@ -111,8 +116,8 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
     error = (logits(out, dequantized=True) - reference).norm() / reference.norm()
     assert 1e-3 < error < 0.05, "that of rounding to FP8"
 
-    with pytest.raises(ValueError, match="quantized .compressed-tensors., for serving; give .* a run's hf/"):
-        load_hf_folder(str(out), load_config(str(out)))
+    with pytest.raises(ValueError, match="compressed-tensors"):
+        check_init_from(str(out), load_config(str(out)))
     assert not hasattr(load_config(str(out)), "quantization_config"), "a run that takes it is another model"
 
     assert "choose another folder, such as" in exported(checkpoint, output_dir / "hf", refused=True)
@@ -190,7 +195,7 @@ def test_a_run_that_was_no_fp8_of_transformer_engine(
     assert said.startswith(f"{count} weights of ") and "a scale a row; relative error 2." in said
     assert f"At this checkpoint the model trains in {how}" in said
     assert ("these are rounded to bfloat16" in said) == (how == "fp32")
-    written, whole = read_quantized(tmp_path / "fp8"), read_quantized(output_dir / "hf")
+    written, whole = weights_of(tmp_path / "fp8"), weights_of(output_dir / "hf")
     assert len(layers_of(tmp_path / "fp8")) == count
     for name, weight in written.items():
         if isinstance(weight, Quantized):

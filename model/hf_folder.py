@@ -1,0 +1,272 @@
+"""Read the weights of Hugging Face folders: one reader for training, evaluation, the demo and exports.
+
+Weights are read in the dtype of the file; the dtype in config.json does not count. What `find_weights` refuses is known
+from config.json and the headers of the safetensors files, without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from model.config import ARCHITECTURE, head_dim, load_sizes, rope_theta, weight_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.fp8.hf_fp8 import Quantized
+
+ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
+"""What the two FP8 formats of model/fp8/hf_fp8.py append to the name of a matrix to name its scales."""
+BLOCK = 128  # rows and columns of a block that shares a scale
+FP8, FP8_MAX, FP8_NAN = "F8_E4M3", 448, 0x7F
+COMPUTE = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp32"}
+"""The dtypes of safetensors files that are read, with the precision.compute that holds their values."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+AGAIN = "copy or download it again"
+
+
+class WeightsError(ValueError):
+    """Weights of a Hugging Face folder that cannot be used; the message names the files or tensors."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file, by its header: its name in `file`, the dtype as safetensors names it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scale: StoredTensor | None = None  # of FP8 codes
+
+
+def check_init_from(folder: str, config: Any) -> None:
+    """Check that the Hugging Face folder `folder` can initialize a model of `config`, by its config.json.
+
+    Raises ValueError: no such folder, another architecture than `config`, quantized weights.
+    """
+
+    def architecture(of: Any) -> dict[str, Any]:
+        values = {key: getattr(of, key, None) for key in ARCHITECTURE if key != "rope_parameters"}
+        return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
+
+    if not Path(folder).is_dir():
+        raise ValueError(f"model.init_from: {folder!r} is not a folder")
+    try:
+        theirs, ours = architecture(load_sizes(folder)), architecture(config)
+    except ValueError as error:
+        raise ValueError(f"model.init_from: {str(error).removeprefix('model.config: ')}") from error
+    differences = [
+        f"{key}: {theirs[key]} there, {ours[key]} in model.config" for key in ours if theirs[key] != ours[key]
+    ]
+    if differences:
+        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+    if method := quantization_of(folder).get("quant_method"):
+        raise ValueError(
+            f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving. Give a folder with "
+            "unquantized weights: a run's hf/, or an export with --format hf"
+        )
+
+
+def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
+    """Find the weights of a model of `config` in a Hugging Face folder, by the names of `weight_shapes`.
+
+    Names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings the file may have lm_head as
+    well, or instead. Needs no torch. config: of load_config or load_sizes.
+
+    Raises WeightsError: no safetensors files, damaged ones, a quantization that is not read here, tensors that are
+    missing, unknown, stored twice, or of another shape or dtype than allowed.
+    """
+    folder = Path(folder)
+    suffix, shapes = _scale_suffix(folder), weight_shapes(config)
+    found: dict[str, StoredTensor] = {}
+    problems = []
+    for file in _weight_files(folder):
+        for stored, (dtype, shape) in read_header(file).items():
+            if "rotary_emb." in stored:
+                continue
+            name = f"model.{stored}" if stored.startswith(("embed_tokens.", "layers.", "norm.")) else stored
+            if name in found:
+                problems.append(f"{name} is stored twice")
+            found[name] = StoredTensor(file, stored, dtype, shape)
+    if config.tie_word_embeddings and HEAD in found:
+        shapes[HEAD] = shapes[EMBEDDING]
+        found.setdefault(EMBEDDING, found[HEAD])
+    weights = {}
+    for name, shape in shapes.items():
+        tensor = found.pop(name, None)
+        if tensor is None:
+            problems.append(f"{name} is missing")
+            continue
+        if tensor.shape != shape:
+            problems.append(f"{name} has shape {tensor.shape}, config.json needs {shape}")
+        if tensor.dtype == FP8 and suffix and "_proj." in name:
+            scale = found.pop(name + suffix, None)
+            blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+            scale_shape = (shape[0], 1) if suffix == ROW_SCALE else blocks
+            if scale is None:
+                problems.append(f"{name} is FP8 and {name}{suffix} is missing")
+            elif scale.shape != scale_shape or scale.dtype not in COMPUTE:
+                problems.append(
+                    f"{name}{suffix} has shape {scale.shape} and dtype {scale.dtype}, {name} needs {scale_shape}, F32"
+                )
+            tensor = StoredTensor(tensor.file, tensor.name, tensor.dtype, tensor.shape, scale)
+        elif tensor.dtype not in COMPUTE:
+            problems.append(f"{name} has dtype {tensor.dtype}; allowed here are {', '.join(COMPUTE)}")
+        weights[name] = tensor
+    problems += [f"{name} is unknown" for name in found]
+    _refuse(folder, problems)
+    return weights
+
+
+def read_hf_folder(
+    folder: str | Path, config: Any, dtype: torch.dtype
+) -> dict[str, torch.Tensor | Quantized]:
+    """Read the weights of a model of `config` from a Hugging Face folder, by the names of `weight_shapes`.
+
+    dtype: what the program computes in. The weights are not converted to it, but their values must be finite in it.
+    Returns: tensors on the CPU in the dtype of the file and mapped into memory; FP8 matrices as Quantized.
+
+    Raises WeightsError: as find_weights; weights that are not finite in `dtype`; tied embeddings with another lm_head.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from model.fp8.hf_fp8 import Quantized
+
+    stored = find_weights(folder, config)
+    files: dict[Path, Any] = {}
+
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        try:
+            if tensor.file not in files:
+                files[tensor.file] = safe_open(tensor.file, "pt")
+            return files[tensor.file].get_tensor(tensor.name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{tensor.file} cannot be read ({error}); {AGAIN}") from error
+
+    weights: dict[str, Any] = {}
+    problems = []
+    for name, tensor in stored.items():
+        weights[name] = values = read(tensor)
+        if tensor.scale is None:
+            extremes = torch.stack(values.aminmax())  # NaN where any value is
+        else:
+            weights[name] = Quantized(values, read(tensor.scale).float())
+            extremes = torch.stack(weights[name].scale.aminmax()) * FP8_MAX
+            if ((values.view(torch.uint8) & FP8_NAN) == FP8_NAN).any():
+                extremes *= torch.nan
+        if not extremes.isfinite().all():
+            problems.append(f"{name} has values that are not finite; take another checkpoint")
+        elif not extremes.to(dtype).isfinite().all():
+            problems.append(
+                f"{name} has values up to {float(extremes.abs().max()):g}, too large for {dtype}; choose bf16 or fp32"
+            )
+    _refuse(folder, problems)
+    if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():
+        raise WeightsError(
+            f"{folder}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false"
+        )
+    return {name: weights[name] for name in weight_shapes(config)}
+
+
+def stored_compute(weights: Mapping[str, StoredTensor]) -> str:
+    """Return the precision.compute that holds all unquantized weights of a folder: bf16, fp16 or fp32."""
+    kinds = {COMPUTE[tensor.dtype] for tensor in weights.values() if tensor.dtype != FP8}
+    return kinds.pop() if len(kinds) == 1 else "fp32"
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return (dtype, shape) of each tensor in a safetensors file. Raises WeightsError: it cannot be read, or is cut
+    off."""
+    try:
+        with open(file, "rb") as opened:
+            size, start = file.stat().st_size, opened.read(8)
+            header = opened.read(min(int.from_bytes(start, "little"), size, 10**8))  # longer ones are none
+    except PermissionError:
+        raise WeightsError(
+            f"{file} may not be read by this user; have it made readable, or give a folder that is"
+        ) from None
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read ({error.strerror}); {AGAIN}") from error
+    if start == b"version ":
+        raise WeightsError(f"{file} is a Git LFS pointer, not the weights; run git lfs pull in its folder")
+    try:
+        entries = {name: entry for name, entry in json.loads(header).items() if name[:2] != "__"}
+        tensors = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+        whole = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (ValueError, AttributeError, LookupError, TypeError):
+        raise WeightsError(f"{file} is not a safetensors file, or is cut off; {AGAIN}") from None
+    if size != whole:
+        raise WeightsError(f"{file} has {size:,} bytes, by its own header {whole:,}; {AGAIN}")
+    return tensors
+
+
+def quantization_of(folder: str | Path) -> dict[str, Any]:
+    """Return the quantization_config of a Hugging Face folder, {} where its weights are not quantized.
+
+    Raises ValueError: config.json cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that hold the weights. Raises WeightsError: there are none."""
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(names)]
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{folder} has no weights: neither model.safetensors nor {index.name}. Only safetensors files are read; "
+            "give a Hugging Face folder that has them, such as a run's hf/"
+        ) from None
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index} cannot be read ({error!r}); {AGAIN}") from error
+
+
+def _scale_suffix(folder: Path) -> str | None:
+    """Return what names the scales in `folder`; None: no FP8 weights. Raises WeightsError: another quantization."""
+    config = quantization_of(folder)
+    if not config:
+        return None
+    method = config.get("quant_method")
+    if method == "fp8":
+        given = {key: config.get(key) for key in ("weight_block_size", "activation_scheme")}
+        given["scale_fmt"] = config.get("scale_fmt") or "float"
+        if given == {
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
+            "scale_fmt": "float",
+        }:
+            return BLOCK_SCALE
+    else:
+        weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+        kinds = [tuple(w.get(key) for key in ("type", "num_bits", "strategy", "symmetric")) for w in weights]
+        given = {"quant_method": method, "format": config.get("format"), "weights": kinds}
+        if (method, given["format"]) == ("compressed-tensors", "float-quantized") and set(kinds) == {
+            ("float", 8, "channel", True)
+        }:
+            return ROW_SCALE
+    raise WeightsError(
+        f"{folder}: the weights are quantized as {given}, which is not read here. Allowed is what train/export.py "
+        f"--format hf-fp8 writes: compressed-tensors in FP8 with a scale a channel, and quant_method fp8 with blocks "
+        f"of {BLOCK} x {BLOCK}"
+    )
+
+
+def _refuse(folder: str | Path, problems: list[str]) -> None:
+    """Raise WeightsError if there are problems, and name five of them."""
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise WeightsError(f"{folder}: unusable weights: {'; '.join(problems[:5])}{more}")
