@@ -24,6 +24,7 @@ from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Weights, load_weights
 from model.config import load_config
+from model.fp8.precision import check_fp8_gpu
 
 # Steps that the device is ahead of the host, and so that may be computed in vain when a row ends.
 AHEAD = 8
@@ -236,8 +237,11 @@ class Engine:
     def load(cls, folder: Path, precision: str, batch_size: int = 1, max_length: int = 2048) -> Self:
         """The model in a Hugging Face folder. precision: fp8, bf16 or fp32.
 
-        Raises ValueError: no Mistral there, or weights that are missing or damaged; EngineError: as the constructor.
+        Raises ValueError: no Mistral there, or weights that are missing or damaged; EngineError: as the constructor;
+        PrecisionError: FP8 on a GPU that may not run it.
         """
+        if precision == "fp8":
+            check_fp8_gpu()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = load_config(str(folder))
         return cls(load_weights(folder, config, precision, device), batch_size, max_length)

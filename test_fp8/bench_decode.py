@@ -79,11 +79,16 @@ def main(argv: Sequence[str]) -> int:
     if options.cache < options.prompt + 2:
         OPTIONS.error(f"--cache {options.cache}: it must hold --prompt {options.prompt} and two tokens more")
     from model.config import load_config
+    from model.fp8.precision import PrecisionError, check_fp8_gpu
     from test_fp8.model.decoding import measure
 
     positions = load_config(options.config).max_position_embeddings
     if (longest := max(options.cache, options.prefill_length + 1)) > positions:
         OPTIONS.error(f"--cache, --prefill_length: {longest} tokens, and --config has {positions} positions")
+    try:
+        check_fp8_gpu()
+    except PrecisionError as error:
+        OPTIONS.error(str(error))
 
     print(headline(*describe()), flush=True)
     results = measure(options)

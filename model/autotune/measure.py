@@ -67,6 +67,7 @@ def autotune(
     """
     deadline = Deadline(seconds, clock)
     say(f"precision.auto: measuring, at most {seconds:.0f} s")
+    task.resolved("fp8")  # refused here, not after a minute
     plain = task.resolved("bf16")
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)

@@ -29,6 +29,7 @@ from model.fp8.recipes import (
     PrecisionConfig,
     fits_fp8,
     recipe_of,
+    why_no_fp8,
 )
 
 DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,6 +43,14 @@ GO_ON = (
 
 class PrecisionError(ValueError):
     """The precision asked for cannot be had; the message says what is missing and what to do."""
+
+
+def check_fp8_gpu() -> None:
+    """Raises PrecisionError: the current GPU, if there is one, is not allowed to run FP8."""
+    if torch.cuda.is_available() and (
+        why := why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    ):
+        raise PrecisionError(why)
 
 
 class Precision:
@@ -79,6 +88,8 @@ class Precision:
         self.levels = dict(levels or {})
         self.recipe = None
         if self.fp8:
+            if not self.emulated:
+                check_fp8_gpu()
             self.require(config.recipe)
             for level in dict.fromkeys(map(self.level, self.levels)):
                 if level != config.recipe:
@@ -118,7 +129,7 @@ class Precision:
         te_backend.require_fp8."""
         try:
             if self.torchao:
-                torchao_fp8.require(level, self.emulated)
+                torchao_fp8.require()
             elif level != "bf16":
                 te_backend.require_fp8(self.te, recipe_of(level), *instead)
         except te_backend.BackendError as error:

@@ -24,6 +24,16 @@ def fits_fp8(*features: int) -> bool:
     return not any(size % FP8_FEATURE_MULTIPLE for size in features)
 
 
+def why_no_fp8(gpu: str, capability: tuple[int, int]) -> str:
+    """Return the reason FP8 is refused on a GPU of this name and compute capability, or ""."""
+    if capability[0] == 9:
+        return ""
+    return (
+        f"FP8 needs a GPU of compute capability 9.x (H100, H200, H800, GH200), and {gpu} has "
+        f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """package: whose it is, "te" (Transformer Engine, and its reference) or "torchao". has_state: scales come from

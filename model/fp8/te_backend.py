@@ -32,7 +32,7 @@ MODULES = (
     "autocast",
     "checkpoint",
 )
-HOPPER = (9, 0)
+HOPPER = 9  # major compute capability
 FUSED_SWIGLU = "fused_swiglu"
 
 
@@ -231,8 +231,8 @@ def _prefer_torchs_cudnn() -> None:
 
 
 def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or current") -> None:
-    """Raises BackendError unless this machine runs FP8 with `recipe` on the backend `te`, gradients included. instead:
-    what to do where it has no block scaling."""
+    """Raises BackendError unless the backend `te` runs FP8 with `recipe` here, gradients included. Which GPUs may run
+    FP8 is for precision.check_fp8_gpu. instead: what to do where there is no block scaling."""
     if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
         raise BackendError(
             f"the environment variable NVTE_BACKWARD_OVERRIDE ({override}) has Transformer Engine compute gradients "
@@ -240,17 +240,11 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
         )
     if te.name == "reference":
         return
-    capability = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    if capability < HOPPER:
-        raise BackendError(
-            f"FP8 needs a Hopper GPU (compute capability 9.0), and {name} has {capability[0]}.{capability[1]}; "
-            'set precision.compute to "bf16"'
-        )
     if recipe == "block":
         quantization: Any = importlib.import_module("transformer_engine.pytorch.quantization")
         available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
         if not available:
+            name = torch.cuda.get_device_name()
             raise BackendError(f"recipe block is not available on {name}: {reason}; {instead}")
 
 
@@ -396,7 +390,7 @@ def fastest_attention(name: str, te: SimpleNamespace, dtype: torch.dtype, head_d
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in FLASH_HEAD_DIMS or any(users):
         return name
     # elsewhere nobody has measured it, and Transformer Engine may take it for kernels that the GPU cannot launch
-    if torch.cuda.get_device_capability()[0] != HOPPER[0]:
+    if torch.cuda.get_device_capability()[0] != HOPPER:
         return name
     return "flash" if version_of("flash-attn-4") == FLASH_ATTENTION_4 else name
 

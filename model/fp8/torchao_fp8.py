@@ -25,9 +25,6 @@ from model.fp8.machine import leave_out
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
 
-# recipe -> the compute capability from which the GPU has its GEMM: Ada's tensor cores take FP8 with one scale a tensor,
-# the kernel with a scale a row is one of Hopper's.
-CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 # What the wheels of torchao 0.17 are built for (torchao/__init__.py).
 MIN_TORCH = (2, 11)
 
@@ -59,26 +56,14 @@ def version(emulated: bool) -> str:
     return f"torchao {installed_version('torchao')}" + (" (emulated)" if emulated else "")
 
 
-def require(recipe: str, emulated: bool) -> None:
-    """Raises BackendError unless this machine runs `recipe`: no torchao, a torch that is too old, or (unless emulated)
-    a GPU without FP8."""
+def require() -> None:
+    """Raises BackendError: there is no torchao, or torch is too old for it."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         raise BackendError(
             f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, and this is {torch.__version__}; update "
             'torch, or set precision.compute to "bf16" with model.variant hf'
         )
     _torchao()
-    if emulated:
-        return
-    have, need = torch.cuda.get_device_capability(), CAPABILITY[recipe]
-    if have < need:
-        instead = 'precision.compute to "bf16" with model.variant hf'
-        if have >= CAPABILITY["tensorwise"]:
-            instead = "precision.recipe to tensorwise"
-        raise BackendError(
-            f"recipe {recipe} needs compute capability {need[0]}.{need[1]}, and {torch.cuda.get_device_name()} has "
-            f"{have[0]}.{have[1]}; set {instead}"
-        )
 
 
 def linear_config(recipe: str, emulated: bool) -> Any:

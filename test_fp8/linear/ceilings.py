@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.fp8.recipes import why_no_fp8
 from test_fp8.common.timing import take_turns
 
 SIZES = {"fp32": [4096, 8192], "bf16": [4096, 8192, 16384], "fp8": [4096, 8192, 16384]}
@@ -44,11 +45,12 @@ def repeat(step: Callable[[], Any], calls: int) -> None:
 def measure_ceilings(rounds: int) -> dict[str, dict[str, Any]]:
     """precision -> {"tflops": the best median, "size": where, "tflops_by_size"}; {} without a GPU.
 
-    FP8 is missing on a GPU that has none. All take turns; the first two rounds are for warming up.
+    FP8 is missing on a GPU that may not run it. All take turns; the first two rounds are for warming up.
     """
     if not torch.cuda.is_available():
         return {}
-    kinds = [k for k in SIZES if k != "fp8" or torch.cuda.get_device_capability() >= (8, 9)]
+    no_fp8 = why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    kinds = [kind for kind in SIZES if kind != "fp8" or not no_fp8]
     calls, steps = {}, {}
     for precision in kinds:
         for size in SIZES[precision]:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from model.config import UserError
 from model.fp8.machine import describe
-from model.fp8.te_backend import HOPPER
-from model.fp8.torchao_fp8 import CAPABILITY
+from model.fp8.recipes import why_no_fp8
 from train.config.arguments import TrainingArguments
 from train.config.schedule import precisions_of
 from train.data.stream import open_stream
@@ -165,14 +164,9 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
             "file of rank 0 in it; choose one on a file system that they share, by an absolute path"
         )
     sections = [p for p in precisions_of(args.precision) if p.compute == "fp8" and not p.emulated]
-    need = max((CAPABILITY.get(p.recipe, HOPPER) for p in sections), default=(0, 0))
     for rank, its in enumerate(ranks):
-        if its.capability is not None and its.capability < need:
-            have = ".".join(map(str, its.capability))
-            problems.append(
-                f"{where[rank]}: {its.machine.get('gpu')} has compute capability {have}, and FP8 needs "
-                f"{need[0]}.{need[1]} (Hopper has 9.0); leave the node out, or set precision.compute to bf16"
-            )
+        if sections and its.capability and (why := why_no_fp8(its.machine.get("gpu", "GPU"), its.capability)):
+            problems.append(f"{where[rank]}: {why}, or leave the node out")
     judge_gpus(ranks, where, found)
     return found
 

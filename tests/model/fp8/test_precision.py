@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from fp8_inference_demo import engine
+from model.autotune import measure
+from model.autotune.task import Task
 from model.build import build_model
 from model.config import load_config
 from model.fp8 import te_backend
@@ -172,14 +178,32 @@ def test_a_module_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.Monke
     assert any((t != 1).any() for key, t in fp8_state(model, precision).items() if key.endswith("fwd.scale"))
 
 
-def test_fp8_on_an_older_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Engine:
-        name = "transformer_engine"
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    with pytest.raises(te_backend.BackendError, match="NVIDIA A100 has 8.0"):
-        te_backend.require_fp8(Engine(), "delayed")
+@pytest.mark.parametrize(
+    ("capability", "allowed"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)],
+)
+def test_fp8_runs_on_compute_capability_9_alone(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool
+) -> None:
+    """Whatever asks for it: a training by each package, precision.auto, the demo. bf16 and the CPU reference run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
+    monkeypatch.setattr(te_backend, "_load_transformer_engine", te_backend._load_reference)
+    monkeypatch.setattr(engine, "load_config", Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(measure, "undisturbed", Mock(side_effect=FileNotFoundError))
+    task = Task(small_config(), "te_linear", PrecisionConfig(auto=True), 1, 16)
+    for recipe in (*RECIPES, "tensorwise", "rowwise"):
+        with nullcontext() if allowed else pytest.raises(PrecisionError, match=r"NVIDIA X has \d+\.\d"):
+            Precision(PrecisionConfig(recipe=recipe))
+    for begin in (lambda: engine.Engine.load(Path(), "fp8"), lambda: measure.autotune(task, print)):
+        with pytest.raises(FileNotFoundError if allowed else PrecisionError):
+            begin()
+    with pytest.raises(FileNotFoundError):
+        engine.Engine.load(Path(), "bf16")
+    Precision(PrecisionConfig(compute="bf16"))
+    Precision(PrecisionConfig(backend="reference"))
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])

@@ -206,28 +206,6 @@ def test_knobs_of_transformer_engine_are_refused(keys: dict, message: str) -> No
         precision_of(**keys)
 
 
-@pytest.mark.parametrize(
-    "recipe,capability,message",
-    [
-        ("tensorwise", (8, 6), "recipe tensorwise needs compute capability 8.9, and NVIDIA X has 8.6; .*bf16"),
-        ("rowwise", (8, 9), "recipe rowwise needs compute capability 9.0, .*set precision.recipe to tensorwise"),
-        ("tensorwise", (8, 9), None),
-        ("rowwise", (9, 0), None),
-    ],
-)  # fmt: skip
-def test_the_gpu_is_checked(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], message: str | None
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X")
-    if message is None:
-        torchao_fp8.require(recipe, emulated=False)
-    else:
-        with pytest.raises(te_backend.BackendError, match=message):
-            torchao_fp8.require(recipe, emulated=False)
-    torchao_fp8.require(recipe, emulated=True)  # which needs no GPU
-
-
 @pytest.mark.parametrize("version,right", [("2.10.1", False), ("2.11.0a0+cu130", True), ("3.0.0", True)])
 def test_the_version_of_torch_is_checked(monkeypatch: pytest.MonkeyPatch, version: str, right: bool) -> None:
     monkeypatch.setattr(torch, "__version__", version)
