@@ -137,7 +137,7 @@ def _draw_panel(
         axis.axhline(begin - 0.5, color="white", linewidth=0.8)
     names = [kind.rpartition("*.")[2] for kind in kinds]
     axis.set_yticks([(a + b - 1) / 2 for a, b in pairwise(begins)], names, fontsize=7)
-    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axis.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{steps[int(x)]:,}" if 0 <= x < len(steps) else "")
     )
