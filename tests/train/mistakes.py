@@ -127,6 +127,18 @@ def held_out_by_another_tokenizer(world: World) -> None:
     }
 
 
+def sources_of_two_eval_fractions(world: World) -> None:
+    path = world.own_data() / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eval_fraction": 0.5}))
+    world.settings["data"]["sources"] = {"mine": str(world.data), "theirs": str(world.others)}
+
+
+def held_out_by_a_larger_fraction(world: World) -> None:
+    sources_of_two_eval_fractions(world)
+    sets = {"held_out": str(world.data)}
+    world.settings["data"] = {"sources": {"text": str(world.others)}, "eval_sources": sets}
+
+
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a whole safetensors file
 
 

@@ -25,6 +25,7 @@ from tests.train.mistakes import (
     export_as_output,
     export_by_a_link,
     export_of_somebody_else,
+    held_out_by_a_larger_fraction,
     held_out_by_another_tokenizer,
     hf_folder,
     huge_model,
@@ -39,6 +40,7 @@ from tests.train.mistakes import (
     raw_text_as_data,
     second_run,
     shortened_data,
+    sources_of_two_eval_fractions,
     sources_of_two_tokenizers,
     tracker_that_is_not_installed,
     unfinished_data,
@@ -101,6 +103,16 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
         "an evaluation set of another tokenizer",
         held_out_by_another_tokenizer,
         ["'text' and 'held_out'", "different tokenizers"],
+    ),
+    (
+        "sources of two eval fractions",
+        sources_of_two_eval_fractions,
+        ["'theirs' and 'mine'", "--eval_fraction"],
+    ),
+    (
+        "an evaluation set of a larger fraction",
+        held_out_by_a_larger_fraction,
+        ["'text' and 'held_out'", "0.5"],
     ),
     ("a weight of no source", keys(data__weights={"txet": 1}), ["data.weights: there is no source 'txet'"]),
     (

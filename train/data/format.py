@@ -91,6 +91,11 @@ class Manifest:
     shards: list[Shard]
     steps: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_split_by_hash(self) -> bool:
+        """Whether the hash of each document chose its split."""
+        return 0 < self.eval_fraction < 1 and self.steps.get("eval_by", "hash") == "hash"
+
     def split_shards(self, split: str) -> list[Shard]:
         """The shards of one split, in the order of their tokens."""
         return [shard for shard in self.shards if shard.split == split]

@@ -152,17 +152,41 @@ class TokenSource:
 
 
 def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int) -> list[TokenSource]:
-    """One split of prepared folders ({name: folder}), in the order of their names.
+    """Open one split of prepared folders ({name: folder}), in the order of their names.
 
     Raises:
-        DataError: as TokenSource does; no folder at all; folders that were prepared with different tokenizers.
+        DataError: as TokenSource does; no folder at all; folders that were prepared with different tokenizers, or to
+            train on, with different eval fractions.
     """
     if not folders:
         raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
     sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
     for source in sources[1:]:
         check_same_tokenizer(sources[0], source)
+    if split == "train":
+        check_no_leak(sources, sources)
     return sources
+
+
+def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None:
+    """Check that no document of the folders in `held_out` is evaluated on and, as a copy, trained on in `train`.
+
+    The hash of a document sends it to the eval split where it is below the folder's eval fraction. So a document whose
+    hash is between the fractions of two folders is in the train split of one and in the eval split of the other. A
+    folder that is all for evaluation (1), or that cuts each document (eval_by position), has no hash split.
+
+    Raises:
+        DataError: a held-out folder has a larger fraction than one that is trained on.
+    """
+    for one, other in itertools.product(train, held_out):
+        fractions = one.manifest.eval_fraction, other.manifest.eval_fraction
+        by_hash = one.manifest.is_split_by_hash and other.manifest.is_split_by_hash
+        if by_hash and fractions[0] < fractions[1]:
+            raise DataError(
+                f"data sources {one.name!r} and {other.name!r} were split with different --eval_fraction, "
+                f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}): a document that is in both would "
+                "be trained on in the first and evaluated on in the second; prepare both with the same --eval_fraction"
+            )
 
 
 def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:

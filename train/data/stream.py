@@ -23,7 +23,7 @@ from model.documents import Documents
 from train.data.format import DataError, verify_shard
 from train.data.mixture import Weights, mix
 from train.data.order import MAX_PERIOD, Mixture, permutation_key, permute
-from train.data.source import TokenSource, check_same_tokenizer, open_sources
+from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # what the loss ignores
 
@@ -305,7 +305,8 @@ def open_held_out(
     split of the sources, "eval_loss/NAME" that of each of the `sets`.
 
     Raises:
-        DataError: as open_stream does; a set that was prepared with another tokenizer than the sources.
+        DataError: as open_stream does; a set that was prepared with another tokenizer than the sources, or with a
+            larger eval fraction.
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
     opened = {
@@ -314,6 +315,7 @@ def open_held_out(
     }
     for stream in opened.values():
         check_same_tokenizer(train.sources[0], stream.sources[0])
+        check_no_leak(train.sources, stream.sources)
     return opened
 
 

@@ -25,7 +25,7 @@ from train.checkpoint.files import (
 from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
-from train.data.source import TokenSource, check_fit, check_same_tokenizer, open_sources
+from train.data.source import TokenSource, check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import existing
 from train.guard.lock import Lock
 from train.planning.setting import Setting
@@ -110,6 +110,7 @@ def check_evaluation(folders: dict[str, str], seq_length: int, train: list[Token
     held_out = open_sources(folders, "eval", seq_length)
     if train:
         check_same_tokenizer(train[0], held_out[0])
+        check_no_leak(train, held_out)
 
 
 def begins(args: TrainingArguments) -> bool:

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -249,6 +250,30 @@ def test_other_tokenizer_is_refused(tmp_path, data, prepare, corpus, tokenizer_d
             open_stream(sources, None, T, seed=1)
     with pytest.raises(DataError, match="different tokenizers"):
         open_held_out(open_stream({"a": data}, None, T, seed=1), {"a": data}, {"b": tmp_path / "b"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "as_source", "as_set"),
+    [
+        ({}, True, True),
+        ({"eval_fraction": 0.3}, False, False),
+        ({"eval_fraction": 0.05}, False, True),  # its eval split is in the eval split of the others
+        ({"eval_fraction": 1.0}, True, True),  # all of it is for evaluation
+        ({"eval_fraction": 0.3, "steps": {"eval_by": "position"}}, True, True),
+    ],
+)
+def test_a_document_in_two_folders_is_not_in_both_splits(tmp_path, data, changes, as_source, as_set):
+    """`data` has the eval fraction 0.1."""
+    other, plain = shutil.copytree(data, tmp_path / "other"), shutil.copytree(data, tmp_path / "plain")
+    path = other / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    train = open_stream({"a": data}, None, T, seed=1)
+    for names in ({"a": plain, "b": data, "c": other}, {"a": other, "b": data, "c": plain}):
+        with nullcontext() if as_source else pytest.raises(DataError):
+            open_stream(names, None, T, seed=1)
+        open_stream(names, None, T, seed=1, split="eval")  # nothing is trained on
+    with nullcontext() if as_set else pytest.raises(DataError):
+        open_held_out(train, {"a": data}, {"b": other})
 
 
 def test_a_replaced_or_lost_tokenizer_is_refused(data):

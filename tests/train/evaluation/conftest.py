@@ -16,7 +16,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, prepare: Callable[..., int],
     folder = tmp_path_factory.mktemp("other")
     texts = [f"{i} \u6771\u4eac{text[: i * 37 % 400]}" for i, text in enumerate(corpus_texts(120))]
     source = write_jsonl(tmp_path_factory.mktemp("texts") / "texts.jsonl", texts)
-    assert prepare(folder, source, tokenizer=data / "tokenizer", eval_fraction=0.3, shard_tokens=1000) == 0
+    assert prepare(folder, source, tokenizer=data / "tokenizer", eval_fraction=0.2, shard_tokens=1000) == 0
     return folder
 
 
