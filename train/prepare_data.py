@@ -3,9 +3,11 @@
 
 A document becomes BOS + its tokens + EOS; text never yields special ids, so a literal "</s>" in it stays text. A
 document goes to the eval split by a hash of its text: equal texts stay on one side. A single text file, such as an
-input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it. Documents
-that cannot be read are counted by reason, and more of them than --max_dropped end the run with status 2 and no
-manifest.
+input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it.
+
+Documents that cannot be read are counted by reason. Files of which a part cannot be read are counted apart, with the
+rows that they lost. More documents than --max_dropped, or more files than --max_damaged_files, end the run with
+status 2 and no manifest.
 
 The work is split into tasks, which datatrove runs on this machine, as Slurm jobs or on a Ray cluster (--executor). The
 same inputs and options give the same bytes, whatever runs them; the same command again goes on after a crash.
@@ -43,6 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     text = "which they are: whole documents by a hash, or the end of each document (hash; of a single text: position)"
     add("--eval_by", choices=("hash", "position"), help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
+    add("--max_damaged_files", type=between(0), default=0, help="damaged files to tolerate (0)")
     text = "stop before the text exceeds this many bytes, an equal share in each task"
     add("--max_bytes", type=between(1), help=text)
     add("--shard_tokens", type=between(1), default=1 << 28, help="tokens a shard holds at most (2^28)")

@@ -42,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     text = "share of characters that get a piece; the rest is spelt in bytes (0.9995)"
     add("--character_coverage", type=between(0.98, 1, float), default=0.9995, help=text)
     add("--max_dropped", type=between(0), default=0, help="unreadable documents to tolerate (0)")
+    add("--max_damaged_files", type=between(0), default=0, help="damaged files to tolerate (0)")
     add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     return parser.parse_args(argv)
 

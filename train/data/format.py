@@ -64,7 +64,8 @@ class Manifest:
     """What `manifest.json` holds.
 
     `documents` counts {"in", "out", "dropped": {reason: count}}; `text_bytes` is the UTF-8 size of the documents kept.
-    Further counts of what was done to documents may stand beside these, by reason or not. Where token ids were
+    "damaged_files", if there are any, has the rows that each of them has lost, by path, 0 where the format does not
+    tell. Further counts of what was done to documents may stand beside these, by reason or not. Where token ids were
     imported there was no text: `text_key` and `text_bytes` are null.
     `tokenizer_sha256` is the hash of `tokenizer_files[0]`, the file that defined the ids (tokenizer.model or
     tokenizer.json). `unigram_loss` is the cross entropy, in nats per token, of the eval tokens under the
@@ -114,9 +115,15 @@ class Manifest:
         """What became of the documents."""
         counts = {name: sum(c.values()) if isinstance(c, dict) else c for name, c in self.documents.items()}
         removed = counts.get("removed", 0)
-        return "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
+        line = "documents: {in:,} in, {out:,} out, {dropped:,} dropped, {:,} removed".format(
             removed, **counts
         )
+        if isinstance(damaged := self.documents.get("damaged_files"), dict):
+            rows = (
+                f"{counts['damaged_files']:,} rows" if all(damaged.values()) else "an unknown number of rows"
+            )
+            line += f"; {len(damaged):,} damaged files, which have lost {rows}"
+        return line
 
     def summary(self) -> str:
         """What the documents and the splits are, in lines for whoever prepared them."""

@@ -29,7 +29,7 @@ from train.data.index import open_index
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import WORK_NAME
-from train.prepare.readers import Dropped
+from train.prepare.readers import Damaged, Dropped
 
 ENCODED_TOGETHER = 256  # documents
 SORTED_TOGETHER = 64  # batches: rows of one length go together, so that little is padded
@@ -161,7 +161,7 @@ class Documents:
         tell: Callable[[str], None],
     ) -> None:
         """Text that train/prepare can read: a file, a folder. Raises ValueError: as list_sources; more than
-        `max_dropped` documents that cannot be read; none at all."""
+        `max_dropped` documents that cannot be read; none at all; a damaged file."""
         dropped: list[Dropped] = []
         texts = _texts(read_share(list_sources([name], split_on, tell), text_key, 0, 1, split_on), dropped)
         text_bytes, lengths, tokens = 0, list[int](), list[np.ndarray]()
@@ -263,6 +263,8 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
     for item in items:
         if isinstance(item, Dropped):
             dropped.append(item)
+        elif isinstance(item, Damaged):
+            raise ValueError(f"DATA {item}; repair the file or leave it out")
         else:
             yield item.text
 

@@ -20,7 +20,7 @@ from train.data.format import SPLITS, Shard, token_dtype
 from train.files import write_durably
 from train.prepare.corpus import read_share
 from train.prepare.output import SplitWriter
-from train.prepare.readers import Dropped, Place
+from train.prepare.readers import Damaged, Dropped, Place
 from train.prepare.tally import Tally
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class ReadDocuments(PipelineStep):
             self.tally.source_bytes = place.bytes
             if isinstance(item, Dropped):
                 self.tally.drop(item)
+                continue
+            if isinstance(item, Damaged):
+                self.tally.damage(item)
                 continue
             if left is not None and (left := left - len(item.text.encode())) < 0:
                 break

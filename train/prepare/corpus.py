@@ -269,7 +269,7 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
 
 
 def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str | None = None) -> Items:
-    """Every document of `inputs` in order, with a `Dropped` in the place of what cannot be read.
+    """Read every document of `inputs` in order, with a `Dropped` or `Damaged` in the place of what cannot be read.
 
     Raises ValueError as `list_sources` does, before anything is read.
     """
@@ -328,8 +328,8 @@ def _share(
 
 
 def text_key_option(text_keys: Sequence[str]) -> str:
-    """The option that mends a missing key, where `text_keys` hold strings: `--text_key content (or title)`."""
-    first, *others = map(shlex.quote, text_keys[:8] or ["KEY"])
+    """Return the option for a missing key, where `text_keys` hold strings: `--text_key content (or title)`."""
+    first, *others = map(shlex.quote, text_keys[:8])
     return f"--text_key {first}" + f" (or {', '.join(others)})" * bool(others)
 
 

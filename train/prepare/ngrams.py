@@ -27,7 +27,7 @@ from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 from train.data.format import DataError
 from train.files import write_durably
 from train.prepare.corpus import list_sources, read_share
-from train.prepare.readers import Dropped
+from train.prepare.readers import Text
 
 # Thai, Lao, Myanmar, Khmer, kana, Chinese characters.
 UNSPACED = re.compile(
@@ -90,7 +90,7 @@ def evaluation_texts(file: str, key: str) -> list[str]:
     texts = []
     for source in list_sources([file]):
         for item in read_share([source], key, 0, 1):
-            if isinstance(item, Dropped):
+            if not isinstance(item, Text):
                 raise DataError(
                     f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key"
                 )

@@ -21,7 +21,6 @@ from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_pr
 from train.prepare.corpus import Source, list_sources, text_key_option
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
 from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
-from train.prepare.readers import MISSING_KEY
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Pace, Stage, Tally
 
@@ -159,12 +158,12 @@ class Preparation:
         ]
         return [*stages, Stage(LAST_STAGE, pipeline, self.tasks)]
 
-    def finish(self, output: OutputFolder, max_dropped: int) -> Manifest:
-        """Commit what all tasks left. What was dropped and removed is told on stderr first.
+    def finish(self, output: OutputFolder, max_dropped: int, max_damaged_files: int) -> Manifest:
+        """Commit what all tasks left. Logs what was dropped, removed and damaged first.
 
         Raises:
-            DataError: an input or the tokenizer has changed meanwhile, more documents were dropped than allowed, or
-                all, or a split is empty.
+            DataError: an input or the tokenizer has changed meanwhile, more documents were dropped or more files
+                damaged than allowed, or no document is left, or a split is empty.
         """
         encoder = output.encoder
         self.check_tokenizer(encoder)
@@ -177,10 +176,10 @@ class Preparation:
             )
         tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
         documents = tally.documents()
-        if tally.dropped or tally.by_step:
-            print(tally.table(), file=sys.stderr, flush=True)
-        if (dropped := tally.dropped.total()) > max_dropped or (dropped and not tally.read):
-            raise DataError(_too_many_dropped(tally, max_dropped))
+        if tally.dropped or tally.by_step or tally.damaged:
+            _tell(tally.table())
+        if problem := _unreadable(tally, max_dropped, max_damaged_files):
+            raise DataError(problem)
         if not tally.read and self.max_bytes is not None:
             raise DataError(
                 f"--max_bytes {self.max_bytes} leaves no document: the first of each task is longer; raise it and "
@@ -211,7 +210,8 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
     """Prepare `args.input` into `args.output`; see prepare_data.py's --help for the fields. None: Slurm will.
 
     Raises:
-        ValueError: bad inputs, tokenizer, output folder (DataError), or more documents dropped than allowed.
+        ValueError: bad inputs, tokenizer, output folder (DataError); more documents dropped, or files damaged, than
+            allowed.
         RuntimeError: a worker died, tasks failed, or Slurm does not tell whether it is at work.
     """
     preparation = Preparation.of(args)
@@ -227,7 +227,7 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
             run_ray(preparation.stages(), preparation.work("stages"), args.workers or -1)
         done = read_progress(preparation.work("results"), preparation.tasks)[0]
         if args.executor != "slurm" or done == preparation.tasks:
-            return preparation.finish(output, args.max_dropped)
+            return preparation.finish(output, args.max_dropped, args.max_damaged_files)
     _submit(preparation, args)  # its jobs take the folder themselves
     return None
 
@@ -246,17 +246,23 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {shown(old)} -> {shown(new)}"
 
 
-def _too_many_dropped(tally: Tally, max_dropped: int) -> str:
-    """What happened, and the ways on from it that there are."""
-    dropped = tally.dropped.total()
-    ways = ["mend the inputs (the table names them) and prepare them with --overwrite"]
-    if MISSING_KEY in tally.dropped:
-        ways.insert(0, f"name the key of the text with {text_key_option(tally.text_keys)}, and --overwrite")
-    what = "and none is left"
-    if tally.read:
-        what = f"and --max_dropped allows {max_dropped}"
-        ways.insert(0, f"run it again with --max_dropped {dropped} to accept that, which reads nothing again")
-    return f"{dropped} documents were dropped {what}, so nothing was committed: {'; or '.join(ways)}"
+def _unreadable(tally: Tally, max_dropped: int, max_damaged_files: int) -> str:
+    """Return why the inputs are refused, with what to do, or ""."""
+    dropped, damaged = tally.dropped.total(), len(tally.damaged)
+    is_all = bool(dropped or damaged) and not tally.read
+    if dropped <= max_dropped and damaged <= max_damaged_files and not is_all:
+        return ""
+    found = f"dropped documents: {dropped} (--max_dropped is {max_dropped}), damaged files: {damaged} "
+    found += f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_all else ''}"
+    ways = ["repair the inputs that the table names and run it again with --overwrite"]
+    if tally.text_keys:
+        ways.append(f"name the key of the text with {text_key_option(tally.text_keys)} and --overwrite")
+    if not is_all:
+        allow = [f"--max_dropped {dropped}"] * bool(dropped) + [f"--max_damaged_files {damaged}"] * bool(
+            damaged
+        )
+        ways.append(f"accept the loss: run it again with {' '.join(allow)}, which reads nothing again")
+    return f"{found}. Nothing was committed. Either {', or '.join(ways)}"
 
 
 class Progress:
@@ -304,13 +310,14 @@ class Finish(PipelineStep):
 
     type, name = "MANIFEST", "finish"
 
-    def __init__(self, preparation: Preparation, max_dropped: int) -> None:
+    def __init__(self, preparation: Preparation, max_dropped: int, max_damaged_files: int) -> None:
         super().__init__()
         self.preparation, self.max_dropped = preparation, max_dropped
+        self.max_damaged_files = max_damaged_files
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:  # type: ignore[override]
         with self.preparation.take_output() as output:
-            self.preparation.finish(output, self.max_dropped)
+            self.preparation.finish(output, self.max_dropped, self.max_damaged_files)
 
 
 def _is_on_its_way(preparation: Preparation) -> bool:
@@ -334,7 +341,8 @@ def _submit(preparation: Preparation, args: argparse.Namespace) -> None:
     records.mkdir()
     stages = [(stage, preparation.work("stages") / stage.name) for stage in preparation.stages()]
     # the last one removes the work folder: its own records cannot be in there
-    stages.append((Stage("finish", [Finish(preparation, args.max_dropped)], 1), records))
+    finish = Finish(preparation, args.max_dropped, args.max_damaged_files)
+    stages.append((Stage("finish", [finish], 1), records))
     jobs = submit_slurm(
         stages,
         args.workers or -1,

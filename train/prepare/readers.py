@@ -1,4 +1,4 @@
-"""One file -> documents, strictly: what cannot be read is named and counted, never skipped in silence.
+"""Read the documents of one file. A document that cannot be read is a `Dropped`, a file that cannot is a `Damaged`.
 
 Readers of files that can be split take a range of bytes, start to stop, and give the documents that begin in it: the
 ranges of a file together give each of its documents once. Not datatrove's readers: they skip what is bad, and warn.
@@ -34,6 +34,7 @@ TOO_LONG = f"document over {MAX_DOCUMENT_BYTES >> 20} MiB"
 LONG_WINDOW = "packed by zstd --long, beyond 128 MiB"
 BAD_PARQUET = "unreadable .parquet"
 SHORTER = "split it (--split_on does that to .txt), or give it as .jsonl"
+JSON_ARRAY = "a JSON array; name the file .json, or write an object per line: jq -c '.[]' FILE > NEW.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Dropped:
-    """`count` documents that could not be read. A broken file counts once: how many it held is unknown.
+    """`count` documents that could not be read.
 
     text_keys: where a key is missing, others that hold strings, the likeliest first.
     """
@@ -61,7 +62,22 @@ class Dropped:
         return ": ".join(part for part in (self.where, self.reason, self.detail) if part)
 
 
-Items = Iterator[Text | Dropped]
+@dataclass(frozen=True)
+class Damaged:
+    """A file of which a part could not be read. detail: what was read of it, and the error. lost_rows: 0 where the
+    format does not tell. Several damaged parts of a file are several of these."""
+
+    path: str
+    reason: str
+    detail: str
+    lost_rows: int = 0
+
+    def __str__(self) -> str:
+        lost = f"; {self.lost_rows:,} rows are lost" if self.lost_rows else ""
+        return f"{self.path}: {self.reason}: {self.detail}{lost}"
+
+
+Items = Iterator[Text | Dropped | Damaged]
 
 
 def check_text(text: Any, where: str) -> Text | Dropped:
@@ -136,21 +152,26 @@ def read_stream(
     `split_on` splits can be read in ranges, if they are not packed."""
     packing = kind[kind.rindex(".") :] if kind.endswith(PACKED) else ""
     base = kind.removesuffix(packing)
-    lines = None
+    lines, position = None, 0
     try:
         with open(path, "rb") as packed, _unpacked(packed, packing) as file:
             place.file, place.start = packed, start
             lines = Lines(file, path, start, limit=MAX_JSON_BYTES + 1 if base == ".json" else -1)
-            if base == ".jsonl":
-                yield from _read_jsonl(lines, text_key, stop)
-            elif base == ".json":
-                yield from _read_json(lines, text_key)
-            elif base == ".csv":
-                yield from _read_csv(lines, text_key)
-            elif base == ".txt" and split_on is not None:
-                yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
-            else:
-                yield from _read_text(lines)
+            try:
+                if base == ".jsonl":
+                    yield from _read_jsonl(lines, text_key, stop)
+                elif base == ".json":
+                    yield from _read_json(lines, text_key)
+                elif base == ".csv":
+                    yield from _read_csv(lines, text_key)
+                elif base == ".txt" and split_on is not None:
+                    yield from _split_text(lines, None if split_on == BLANK_LINE else split_on.encode(), stop)
+                else:
+                    yield from _read_text(lines)
+            finally:
+                position = packed.tell()  # closing `file` may close `packed`
+            if not position and packing:
+                raise EOFError("the file has no bytes")
             if not lines.number and not start:
                 yield Dropped(EMPTY, str(path), "an empty file")
     except (EOFError, OSError, zlib.error) as error:
@@ -159,7 +180,8 @@ def read_stream(
         reason, detail = f"truncated or corrupt {packing}", str(error)
         if "too much memory" in detail:  # Arrow's limit
             reason, detail = LONG_WINDOW, "repack it: zstd -dc --long=31 FILE | zstd -o OTHER.zst"
-        yield Dropped(reason, f"{path}:{(lines.number if lines else 0) + 1}", detail)
+        read = f"{lines.number if lines else 0:,} lines in {position:,} of {path.stat().st_size:,} bytes were read"
+        yield Damaged(str(path), reason, f"{read}: {detail}")
     finally:
         place.file = None
 
@@ -246,33 +268,55 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
     for line in lines:
         if lines.begin >= stop:
             return
-        if line.strip():
-            yield _text_of(_parse(line, lines.where), lines.where, text_key)
+        if not line.strip():
+            continue
+        record = _parse(line, lines.where)
+        if isinstance(record, list):
+            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY, max(len(record), 1))
+        elif line.strip() == b"[":
+            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY)
+        else:
+            yield _text_of(record, lines.where, text_key)
 
 
 def _read_json(lines: Lines, text_key: str) -> Items:
-    """An array of objects or one object, read as a whole; or, as many name it so, an object a line."""
-    for line in lines:
-        if not line.strip():
-            continue
-        if line.lstrip().startswith(b"{") and not isinstance(_parse(line, ""), Dropped):
-            yield _text_of(_parse(line, lines.where), lines.where, text_key)
-            yield from _read_jsonl(lines, text_key, math.inf)
-            return
-        data, where = line + lines.rest(MAX_JSON_BYTES), str(lines.path)
-        if len(data) > MAX_JSON_BYTES:
-            detail = "give it as .jsonl, such as jq -c '.[]' makes of an array"
-            yield Dropped(f".json over {MAX_JSON_BYTES >> 30} GiB", where, detail)
-            return
-        records = _parse(data, where)
-        for number, record in enumerate(records if isinstance(records, list) else [records], start=1):
-            yield _text_of(record, f"{where}:record {number}", text_key)
-        if records == []:
-            yield Dropped(EMPTY, where, "an empty array")
+    """Read a .json: an array of objects, one object, or one object per line."""
+    line = next((line for line in lines if line.strip()), b"")
+    if not line:
+        return
+    first, path = _parse(line, lines.where), str(lines.path)
+    if isinstance(first, dict):
+        where, others = lines.where, _read_jsonl(lines, text_key, math.inf)
+        second = next(others, None)
+        yield _text_of(first, where, text_key, is_whole_file=second is None)
+        if second is not None:
+            yield second
+        yield from others
+        return
+    data = line + lines.rest(MAX_JSON_BYTES)
+    if len(data) > MAX_JSON_BYTES:
+        reason = f".json over {MAX_JSON_BYTES >> 30} GiB"
+        yield Damaged(path, reason, "nothing was read; give it as .jsonl: jq -c '.[]' FILE > NEW.jsonl")
+        return
+    records = _parse(data, path)
+    if isinstance(records, Dropped):
+        yield Damaged(path, records.reason, f"nothing was read: {records.detail}")
+    elif isinstance(records, list):
+        for number, record in enumerate(records, start=1):
+            yield _text_of(record, f"{path}:record {number}", text_key)
+        if not records:
+            yield Dropped(EMPTY, path, "an empty array")
+    else:
+        yield _text_of(records, path, text_key, is_whole_file=True)
 
 
 def _read_csv(lines: Lines, text_key: str) -> Items:
-    """The rows under a header, fields between commas and quoted as RFC 4180 has it."""
+    """Read the rows under a header as RFC 4180 defines them.
+
+    Behind a record that is not CSV nobody can say where the next one begins, so the rest of the file is not read, and
+    the file is damaged. A record of one line with another number of fields than the header is one dropped row; one of
+    several lines may have swallowed rows behind an open quote, so it is damage, too.
+    """
     path, row = lines.path, 0
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
     rows = csv.reader(_decoded_lines(lines), strict=True)
@@ -281,7 +325,7 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
         if header and header.count(text_key) != 1:
             if len(header) == 1 and (others := {*header[0]} & {";", "\t", "|"}):
                 detail = f"{_listed(sorted(others))} between fields; have commas there"
-                yield Dropped(INVALID_CSV, str(path), detail)
+                yield Damaged(str(path), INVALID_CSV, f"no row was read: {detail}")
                 return
             first = next(rows, [])
             longest = sorted(zip(header, first, strict=False), key=lambda field: -len(field[1]))
@@ -290,17 +334,23 @@ def _read_csv(lines: Lines, text_key: str) -> Items:
             return
         row = last = rows.line_num
         for fields in rows:
-            where, row = f"{path}:{row + 1}", rows.line_num
             if fields and len(fields) != len(header):
-                yield Dropped(INVALID_CSV, where, f"{len(fields)} fields under {len(header)} names")
+                detail = f"{len(fields)} fields under {len(header)} names"
+                if rows.line_num > row + 1:
+                    raise csv.Error(f"a record of {rows.line_num - row} lines has {detail}")
+                yield Dropped(INVALID_CSV, f"{path}:{row + 1}", detail)
             elif fields:
-                yield check_text(fields[header.index(text_key)], where)
+                yield check_text(fields[header.index(text_key)], f"{path}:{row + 1}")
+            row = rows.line_num
         if header and last == rows.line_num:
             yield Dropped(EMPTY, str(path), "no row under the header")
     except csv.Error as error:
-        yield Dropped(INVALID_CSV, f"{path}:{row + 1}", str(error))
+        last = lines.number + sum(1 for _ in lines)
+        why = str(error).partition(" - ")[0]  # the rest is advice for programmers
+        detail = f"lines {row + 1:,} to {last:,} were not read; line {rows.line_num:,}: {why}"
+        yield Damaged(str(path), INVALID_CSV, detail)
     except UnicodeDecodeError as error:
-        yield _not_utf8(error, str(path))
+        yield Damaged(str(path), BAD_UTF8, f"no row was read: {_not_utf8(error, '').detail}")
 
 
 def _decoded_lines(lines: Lines) -> Iterator[str]:
@@ -335,12 +385,21 @@ def _parse(data: bytes, where: str) -> Any:
         return Dropped(INVALID_JSON, where, str(error))
 
 
-def _text_of(record: Any, where: str, text_key: str) -> Text | Dropped:
+def _text_of(record: Any, where: str, text_key: str, is_whole_file: bool = False) -> Text | Dropped:
+    """The document of a JSON value. is_whole_file: the file has no other, so a list in it may be the documents."""
     if isinstance(record, Dropped):
         return record
     if not isinstance(record, dict):
         return Dropped(INVALID_JSON, where, "not a JSON object")
     if text_key not in record:
+        lists = {k: len(v) for k, v in record.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
+        if is_whole_file and lists:
+            key = max(lists, key=lists.__getitem__)
+            detail = (
+                f"no {text_key!r}, but {lists[key]:,} objects in {key!r}; write them to a file of their own: "
+                f"jq '.[{json.dumps(key)}]' FILE > NEW.json"
+            )
+            return Dropped(MISSING_KEY, where, detail, lists[key])
         strings = sorted((k for k in record if isinstance(record[k], str)), key=lambda k: -len(record[k]))
         detail = f"no {text_key!r} among {_listed(sorted(record))}"
         return Dropped(MISSING_KEY, where, detail, text_keys=tuple(strings))
@@ -373,7 +432,7 @@ def read_parquet(path: Path, text_key: str, start: int, stop: float) -> Items:
         if _is_of_disk(error):
             raise
         if start == 0:
-            yield Dropped(BAD_PARQUET, f"{path}:1", str(error).splitlines()[0])
+            yield Damaged(str(path), BAD_PARQUET, f"no row was read: {_first_line(error)}")
 
 
 def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) -> Items:
@@ -389,7 +448,11 @@ def _read_group(file: Any, group: int, path: Path, text_key: str, first: int) ->
     except (pyarrow.ArrowException, OSError) as error:
         if _is_of_disk(error):
             raise
-        yield Dropped(BAD_PARQUET, f"{path}:{row + 1}", str(error).splitlines()[0])
+        end = first + file.metadata.row_group(group).num_rows
+        detail = (
+            f"rows {row + 1:,} to {end:,} of {file.metadata.num_rows:,} cannot be read: {_first_line(error)}"
+        )
+        yield Damaged(str(path), BAD_PARQUET, detail, end - row)
 
 
 def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
@@ -415,22 +478,29 @@ def read_arrow(path: Path, text_key: str, start: int, stop: float) -> Items:
         if _is_of_disk(error):
             raise
         if start == 0:
-            yield Dropped("unreadable .arrow", f"{path}:{row + 1}", str(error).splitlines()[0])
+            yield Damaged(str(path), "unreadable .arrow", f"{row:,} rows were read: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    line = str(error).partition("\n")[0]
+    return line if line.isprintable() else repr(line)
 
 
 def _no_column(path: Path, rows: int, text_key: str, schema: Any) -> Dropped:
     if rows == 0:
         return Dropped(EMPTY, str(path), "an empty file")
-    text_keys = (column.name for column in schema if _holds_strings(column.type))
-    return _no_text(path, text_key, schema.names, rows, text_keys)
+    columns = [column for column in schema if _holds_text(column.type)]
+    columns.sort(key=lambda column: "binary" in str(column.type))  # which may also be images
+    return _no_text(path, text_key, schema.names, rows, (column.name for column in columns))
 
 
-def _holds_strings(kind: Any) -> bool:
-    """Whether an Arrow type is one of strings, or a dictionary of them."""
+def _holds_text(kind: Any) -> bool:
+    """Whether an Arrow type, or that of a dictionary's values, is strings, or bytes, as Impala and Hive write text."""
     from pyarrow import types
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    return types.is_string(kind) or types.is_large_string(kind)
+    tests = types.is_string, types.is_large_string, types.is_binary, types.is_large_binary
+    return any(test(kind) for test in tests)
 
 
 def _check_column(column: Any, path: Path, first: int) -> Items:
@@ -439,7 +509,7 @@ def _check_column(column: Any, path: Path, first: int) -> Items:
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if is_text := _holds_strings(column.type):
+    if is_text := _holds_text(column.type):
         column = column.cast(pyarrow.large_binary())  # as Arrow does not check that strings are UTF-8
     for row, value in enumerate(column.to_pylist(), start=first + 1):
         where = f"{path}:{row}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from train.prepare.readers import Dropped
+from train.prepare.readers import Damaged, Dropped
 
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep
@@ -47,6 +47,8 @@ class Tally:
     `read` documents could be read, `dropped` ones could not, for a reason; of those read, the optional steps
     `removed` some and `kept` went into shards. `text_bytes` is the UTF-8 size of the documents kept. `text_keys`
     hold strings in the first document whose key was missing. `source_bytes`: of the files, how far reading is.
+    `damaged`: the rows that each damaged file has lost, by path; 0 where the format does not tell. `examples`: of each
+    reason, and of each damaged file.
     """
 
     read: int = 0
@@ -57,6 +59,7 @@ class Tally:
     by_step: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     text_keys: list[str] = field(default_factory=list)
+    damaged: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
         """Begin a task."""
@@ -68,6 +71,11 @@ class Tally:
         self.text_keys = self.text_keys or list(item.text_keys)
         example = f"{item.where}: {item.detail}" if item.detail else item.where
         self._add_examples({item.reason: [example]})
+
+    def damage(self, item: Damaged) -> None:
+        """Count a damaged part of a file, which other tasks may find damaged, too."""
+        self.damaged[item.path] += item.lost_rows
+        self._add_examples({item.path: [f"{item.reason}: {item.detail}"]})
 
     def _add_examples(self, found: dict[str, list[str]]) -> None:
         for reason, examples in found.items():
@@ -82,6 +90,7 @@ class Tally:
         self.dropped += other.dropped
         self.by_step += other.by_step
         self.text_keys = self.text_keys or other.text_keys
+        self.damaged.update(other.damaged)  # `+=` would forget a file of which the rows are unknown
         self._add_examples(other.examples)
 
     def documents(self) -> dict[str, Any]:
@@ -95,26 +104,36 @@ class Tally:
                 f"{self.read} documents were read, {self.kept} kept and {self.by_step.total()} removed: the rest is "
                 "lost; this is a defect of the preparation, please report it"
             )
-        return {
+        counts = {
             "in": self.read + self.dropped.total(),
             "out": self.kept,
             "dropped": dict(sorted(self.dropped.items())),
             "removed": dict(sorted(self.by_step.items())),
         }
+        return counts | ({"damaged_files": dict(sorted(self.damaged.items()))} if self.damaged else {})
 
     def table(self) -> str:
-        """What was removed and dropped, by reason, with the first places of the latter."""
-        lines = [f"{'documents':>11}"]
+        """Removed and dropped documents by reason, with the first places of the latter; every damaged file."""
+        lines = [f"{'documents':>11}"] * bool(self.by_step or self.dropped)
         for step, count in self.by_step.most_common():
             lines.append(f"{count:>11,}  removed: {step}")
         for reason, count in self.dropped.most_common():
             lines.append(f"{count:>11,}  dropped: {reason}")
             lines += [f"{'':>13}  {example}" for example in self.examples[reason]]
+        lines += [f"{'rows lost':>11}"] * bool(self.damaged)
+        for path, rows in sorted(self.damaged.items()):
+            lines.append(f"{f'{rows:,}' if rows else 'unknown':>11}  damaged: {path}")
+            lines += [f"{'':>13}  {example}" for example in self.examples[path]]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "dropped": dict(self.dropped), "by_step": dict(self.by_step)}
+        return {
+            key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()
+        }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tally:
-        return cls(**{**values, "dropped": Counter(values["dropped"]), "by_step": Counter(values["by_step"])})
+        counters: dict[str, Any] = {
+            name: Counter(values.get(name)) for name in ("dropped", "by_step", "damaged")
+        }
+        return cls(**values | counters)

@@ -21,7 +21,7 @@ from train.data.encoder import TOKENIZER_FILES
 from train.files import naming
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
-from train.prepare.readers import EMPTY, MISSING_KEY, Dropped, Place, Text
+from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Items, Place, Text
 from train.prepare.tally import Pace
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
@@ -45,20 +45,31 @@ HARD_STRINGS = (
 )  # fmt: skip
 
 
-def sample_texts(items: Iterable[Text | Dropped], max_bytes: int, max_dropped: int = 0) -> list[str]:
+def sample_texts(
+    items: Iterable[Text | Dropped | Damaged],
+    max_bytes: int,
+    max_dropped: int = 0,
+    max_damaged_files: int = 0,
+) -> list[str]:
     """The texts, or a sample of at most `max_bytes` of them, or of one: those with the smallest hashes, in their order.
 
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
 
     Raises:
-        ValueError: more documents than `max_dropped` cannot be read, of which the first are named, or there is no text.
+        ValueError: more documents than `max_dropped` cannot be read, of which the first are named, or more than
+            `max_damaged_files` files, or there is no text.
     """
     unread = _Unread(max_dropped)
+    damaged: set[str] = set()
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
     kept_bytes = 0
     for number, item in enumerate(items):
         if isinstance(item, Dropped):
             unread.add(item)
+            continue
+        if isinstance(item, Damaged):
+            damaged.add(item.path)
+            _tell(f"damaged file: {item}")
             continue
         size = len(item.text.encode())
         key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
@@ -67,6 +78,11 @@ def sample_texts(items: Iterable[Text | Dropped], max_bytes: int, max_dropped: i
         while kept_bytes > max_bytes and len(kept) > 1:
             kept_bytes -= heapq.heappop(kept)[2]
     unread.end()
+    if len(damaged) > max_damaged_files:
+        raise ValueError(
+            f"damaged files: {len(damaged)} (--max_damaged_files is {max_damaged_files}); repair them, leave "
+            f"them out of --input, or accept the loss with --max_damaged_files {len(damaged)}"
+        )
     if not kept:
         raise ValueError("the inputs hold no text; a tokenizer needs some")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
@@ -98,7 +114,7 @@ class _Unread:
 
     def _refuse(self, so_far: str) -> None:
         remedy = "mend them, or leave them out of --input"
-        if keys := [item.text_keys for item in self.first if item.reason == MISSING_KEY]:
+        if keys := [item.text_keys for item in self.first if item.text_keys]:
             remedy += f", or name the key of the text with {text_key_option(keys[0])}"
         named = "".join(f"\n  {item}" for item in self.first)
         raise ValueError(
@@ -280,7 +296,7 @@ class _Reading:
         sources = list_sources(args.input, args.split_on, _tell)
         self._items = read_share(sources, args.text_key, 0, 1, args.split_on, self.place)
 
-    def __iter__(self) -> Iterator[Text | Dropped]:
+    def __iter__(self) -> Items:
         pace, told = Pace(), time.monotonic()
         for item in self._items:
             if isinstance(item, Text):
@@ -334,7 +350,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     check()
     start = time.monotonic()
     reading = _Reading(args)
-    texts = sample_texts(reading, args.max_bytes, args.max_dropped)
+    texts = sample_texts(reading, args.max_bytes, args.max_dropped, args.max_damaged_files)
     size = sum(len(text.encode()) for text in texts)
     of = ""
     if len(texts) < reading.documents:

@@ -59,6 +59,7 @@ def large_vocabulary(tmp_path: Path) -> Path:
         (["{run}", "{key}"], "has no text: 2 documents, none can be read; --text_key title names the text"),
         (["{run}", "{one_bad}"], "1 documents cannot be read, such as {one_bad}:2: null text; mend them, or allow so "
                                  "many with --max_dropped 1"),
+        (["{run}", "{cut}", "--max_dropped", "9"], "cut.json: invalid JSON"),
         (["{run}", "{file}", "--tokenizer", "{empty}"], "empty: no tokenizer.model or tokenizer.json there"),
         (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096: the model has 2048 positions"),
         (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7 is 14, and FP8 needs a multiple"),
@@ -87,6 +88,7 @@ def test_what_is_refused(
         "blank.txt": " \n ",
         "key.jsonl": '{"title": "a"}\n{"title": "b"}\n',
         "one_bad.jsonl": '{"text": "a"}\n{"text": null}\n',
+        "cut.json": '[{"text": "a"}, {"text": "b"',
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from train.prepare.corpus import list_sources, read_documents, read_share, text_key_option
-from train.prepare.readers import Dropped, Text
+from train.prepare.readers import Damaged, Dropped, Text
 
 TEXTS = [f"document {i} " + "x" * (i * 37 % 90) for i in range(120)]
 
@@ -174,7 +174,7 @@ def test_every_cut_of_a_line_falls_to_one_share(tmp_path, cut):
     assert texts == ["ab", "c", "d"]
 
 
-def test_broken_files_are_told_once_whatever_the_number_of_shares(tmp_path):
+def test_broken_files_are_found_once_by_any_number_of_shares(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really" * 100)
     (tmp_path / "empty.jsonl").write_bytes(b"")
     pyarrow.parquet.write_table(pyarrow.table({"other": TEXTS}), tmp_path / "key.parquet", row_group_size=10)
@@ -182,9 +182,11 @@ def test_broken_files_are_told_once_whatever_the_number_of_shares(tmp_path):
     pyarrow.parquet.write_table(no_rows, tmp_path / "rows.parquet")
     for tasks in (1, 5):
         items = [item for share in shares([tmp_path], tasks) for item in share]
+        (damaged,) = (item for item in items if isinstance(item, Damaged))
+        assert (Path(damaged.path).name, damaged.lost_rows) == ("bad.parquet", 0)
+        items.remove(damaged)
         found = [(Path(item.where.partition(":")[0]).name, item.reason, item.count) for item in items]
         assert found == [
-            ("bad.parquet", "unreadable .parquet", 1),
             ("empty.jsonl", "empty document", 1),
             ("key.parquet", "missing key", 120),
             ("rows.parquet", "empty document", 1),
@@ -254,4 +256,3 @@ def test_times_of_change_are_part_of_what_a_source_is(tmp_path):
 
 def test_a_key_is_told_as_a_shell_takes_it():
     assert text_key_option(("the text", "body", "a;b")) == "--text_key 'the text' (or body, 'a;b')"
-    assert text_key_option(()) == "--text_key KEY"

@@ -265,7 +265,7 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
     assert prepare(*arguments, **one) == 0 and not (tmp_path / "out" / "manifest.json").exists()
     assert prepare(*arguments, **one) == 2
     error = capsys.readouterr().err
-    assert "1  dropped: bad UTF-8" in error and "--max_dropped allows 0" in error
+    assert "1  dropped: bad UTF-8" in error and "--max_dropped 1" in error
     assert prepare(*arguments, **one, max_dropped=1) == 0
     assert decoded(tmp_path / "out") == ["good"]
 
@@ -370,14 +370,15 @@ def test_what_slurm_is_given_is_what_was_asked_for(
         preparation, "submit_slurm", lambda stages, *given: submitted.extend([stages[-1], *given]) or ["1"]
     )
     slurm()
-    asked = {"slurm_time": "01:00:00", "slurm_args": "account=team", "max_dropped": 2}
+    asked = {"slurm_time": "01:00:00", "slurm_args": "account=team", "max_dropped": 2, "max_damaged_files": 3}
     _, _, *line = command(tmp_path / "out", corpus, **SLURM, **asked)
     *line, _, _ = line  # without --workers
     assert main([*line, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]) == 0
     (last, _), *given, _ = submitted
     assert given == [workers, "cpu", "01:00:00", {"account": "team"}]
     (finish,) = last.pipeline
-    assert (last.name, last.tasks, finish.max_dropped) == ("finish", 1, 2)
+    assert (last.name, last.tasks) == ("finish", 1)
+    assert (finish.max_dropped, finish.max_damaged_files) == (2, 3)
 
 
 LOOKED: dict[tuple[int, int], threading.Event] = defaultdict(threading.Event)

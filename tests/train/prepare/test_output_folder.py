@@ -369,9 +369,9 @@ def test_data_of_a_tokenizer_that_was_replaced_are_not_committed(
         file.write_bytes(other)
         return before(writer)
 
-    def finish(preparation: Preparation, output: OutputFolder, max_dropped: int) -> Manifest:
+    def finish(preparation: Preparation, output: OutputFolder, *limits: int) -> Manifest:
         output.encoder = TextEncoder(tokenizer) if loads == "new" else output.encoder
-        return before_finish(preparation, output, max_dropped)
+        return before_finish(preparation, output, *limits)
 
     before, before_finish = SplitWriter.close, Preparation.finish
     with monkeypatch.context() as patch:

@@ -137,50 +137,91 @@ BAD = {
     "empty.jsonl": (GOOD + b'{"text": " \\n"}\n', "empty document", "empty.jsonl:2"),
     "nothing.jsonl": (b"", "empty document", "nothing.jsonl"),
     "nothing.txt": (b"", "empty document", "nothing.txt"),
-    "cut.jsonl.gz": (CUT_GZ, "truncated or corrupt .gz", "cut.jsonl.gz:"),
-    "notgz.jsonl.gz": (GOOD, "truncated or corrupt .gz", "notgz.jsonl.gz:1"),
-    "cut.jsonl.zst": (CUT_ZST, "truncated or corrupt .zst", "cut.jsonl.zst:"),
-    "notzst.jsonl.zst": (GOOD, "truncated or corrupt .zst", "notzst.jsonl.zst:1"),
+    "cut.jsonl.gz": (CUT_GZ, "truncated or corrupt .gz", "cut.jsonl.gz"),
+    "notgz.jsonl.gz": (GOOD, "truncated or corrupt .gz", "notgz.jsonl.gz"),
+    "empty.jsonl.gz": (b"", "truncated or corrupt .gz", "empty.jsonl.gz"),
+    "cut.jsonl.zst": (CUT_ZST, "truncated or corrupt .zst", "cut.jsonl.zst"),
+    "notzst.jsonl.zst": (GOOD, "truncated or corrupt .zst", "notzst.jsonl.zst"),
     # a whole frame with a window of 256 MiB, and in it a block as it is
     "long.txt.zst": (
         bytes.fromhex("28b52ffd0090") + (4 << 3 | 1).to_bytes(3, "little") + b"text",
         "packed by zstd --long, beyond 128 MiB",
-        "long.txt.zst:1: repack it: zstd -dc --long=31",
+        "zstd -dc --long=31",
     ),
     "bad.parquet": (b"PAR1 not really", "unreadable .parquet", "bad.parquet"),
 }
+DAMAGED = (".gz", ".zst", ".parquet", "utf16.json", "utf16.csv")
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_each_bad_input_is_named_and_counted(tmp_path, prepare, capsys, monkeypatch, name):
     data, reason, where = BAD[name]
+    options = ["max_dropped", "max_damaged_files"]
+    option, other = options[::-1] if name.endswith(DAMAGED) else options
     write_jsonl(tmp_path / "good.jsonl", TEXTS)
-    (tmp_path / name).write_bytes(data)
-    assert prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True) == 2
+    path, inputs = tmp_path / name, (tmp_path / name, tmp_path / "good.jsonl")
+    path.write_bytes(data)
+    assert prepare(tmp_path / "out", *inputs, all_train=True) == 2
     message = capsys.readouterr().err
-    assert f"1  dropped: {reason}" in message and where in message and "--max_dropped allows 0" in message
+    assert reason in message and where in message and f"--{option} 1" in message
     assert ("it is UTF-16: iconv -f UTF-16 -t UTF-8" in message) == name.startswith("utf16")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
     monkeypatch.setattr("train.prepare.blocks.read_share", None)  # to accept that, nothing is read again
-    assert (
-        prepare(tmp_path / "out", tmp_path / name, tmp_path / "good.jsonl", all_train=True, max_dropped=1)
-        == 0
-    )
+    assert prepare(tmp_path / "out", *inputs, all_train=True, **{other: 9}) == 2
+    assert prepare(tmp_path / "out", *inputs, all_train=True, **{option: 1}) == 0
     manifest = read_manifest(tmp_path / "out")
-    assert manifest.documents["dropped"] == {reason: 1}
-    assert manifest.documents["in"] == manifest.documents["out"] + 1
+    is_dropped = option == "max_dropped"
+    assert manifest.documents["dropped"] == ({reason: 1} if is_dropped else {})
+    assert manifest.documents.get("damaged_files") == (None if is_dropped else {str(path): 0})
+    assert manifest.documents["in"] == manifest.documents["out"] + is_dropped
     assert decoded(tmp_path / "out")[-len(TEXTS) :] == TEXTS
 
 
-def test_the_help_names_the_status_of_too_many_dropped(tmp_path, prepare, capsys):
-    (tmp_path / "a.jsonl").write_bytes(b"not JSON\n" + GOOD)
-    status = prepare(tmp_path / "out", tmp_path / "a.jsonl")
-    assert "--max_dropped allows 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"more of them than --max_dropped end the run with status {status} and no manifest" in said
+def damaged_parquet(path: Path) -> None:
+    """40 rows in groups of 7, of which the first and the last, of 5 rows, cannot be read."""
+    table = pyarrow.table({"text": [f"row {i}" for i in range(40)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=7)
+    data, groups = bytearray(path.read_bytes()), pyarrow.parquet.read_metadata(path)
+    for group in (0, groups.num_row_groups - 1):
+        column = groups.row_group(group).column(0)
+        start = column.dictionary_page_offset or column.data_page_offset
+        data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+
+
+def rows_with(bad: str) -> bytes:
+    """A .csv of 40 rows, of which the 11th is `bad`."""
+    rows = [f'{i},"row {i}, first\nsecond line"\n' for i in range(40)]
+    return ("id,text\n" + "".join([*rows[:10], bad, *rows[11:]])).encode()
+
+
+LONG = gzip.compress(lines([f"text {i} {os.urandom(9).hex()}" for i in range(2000)]))
+# what is damaged: (its bytes, the documents that can be read, the rows that are known to be lost)
+DAMAGES = {
+    "stray.csv": (rows_with('10,"a "quoted" word"\n'), 10, 0),
+    "cr.csv": (rows_with("10,a bare\rreturn\n"), 10, 0),
+    "open.csv": (rows_with('10,"an open quote\n'), 10, 0),
+    "cut.jsonl.gz": (LONG[: len(LONG) // 20], None, 0),
+    "groups.parquet": (damaged_parquet, 28, 12),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_no_dropped_document(tmp_path, prepare, name):
+    """Whatever --max_dropped is. Two tasks that find it damaged count it once."""
+    data, readable, lost = DAMAGES[name]
+    path, out = tmp_path / name, tmp_path / "out"
+    data(path) if callable(data) else path.write_bytes(data)
+    assert prepare(out, path, all_train=True, tasks=2, max_dropped=99) == 2
+    assert not (out / "manifest.json").exists()
+    assert prepare(out, path, all_train=True, tasks=2, max_damaged_files=1) == 0
+    documents = read_manifest(out).documents
+    assert documents["damaged_files"] == {str(path): lost} and not documents["dropped"]
+    if readable is None:
+        assert 1 < documents["out"] < 400
+    else:
+        assert documents["in"] == documents["out"] == readable + 1  # and the text of the eval split
 
 
 def test_bad_parquet_columns(tmp_path, prepare, capsys):
@@ -189,9 +230,13 @@ def test_bad_parquet_columns(tmp_path, prepare, capsys):
     write_parquet(tmp_path / "number.parquet", [1, 2, 3])
     raw = pyarrow.array([b"ok", b"\xff"]).cast(pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": raw}), tmp_path / "utf8.parquet")
+    write_parquet(
+        tmp_path / "binary.parquet", [b"fine", b"\xff"], pyarrow.binary()
+    )  # text as Impala writes it
     assert prepare(tmp_path / "out", tmp_path, all_train=True, max_dropped=99) == 0
-    dropped = {"missing key": 2, "null text": 1, "text is not a string": 3, "bad UTF-8": 1}
+    dropped = {"missing key": 2, "null text": 1, "text is not a string": 3, "bad UTF-8": 2}
     assert read_manifest(tmp_path / "out").documents["dropped"] == dropped
+    assert "fine" in decoded(tmp_path / "out")
     assert "utf8.parquet:2" in capsys.readouterr().err
 
 
@@ -207,8 +252,7 @@ def test_a_wrong_text_key_leads_to_the_right_one(tmp_path, prepare, capsys, name
     for max_dropped in (0, len(TEXTS)):
         assert prepare(out, path, tasks=2, max_dropped=max_dropped) == 2
         error = capsys.readouterr().err
-        assert f"{len(TEXTS)} documents were dropped and none is left" in error and "content" in error
-        assert "--text_key content, and --overwrite" in error and "--max_dropped" not in error
+        assert "--text_key content" in error and f"--max_dropped {len(TEXTS)}" not in error
     assert prepare(out, path, tasks=2, all_train=True, text_key="content", overwrite=True) == 0
     assert decoded(out) == TEXTS
 
@@ -218,7 +262,7 @@ def test_some_documents_without_the_key_may_be_dropped_or_named(tmp_path, prepar
     path.write_bytes(GOOD + b'{"title": "x", "id": 5, "content": "longer"}\n')
     assert prepare(tmp_path / "out", path, all_train=True) == 2
     error = capsys.readouterr().err
-    assert "--max_dropped 1 to accept that" in error and "--text_key content (or title)" in error
+    assert "--max_dropped 1" in error and "--text_key content (or title)" in error
 
 
 def test_inputs_that_cannot_be_meant(tmp_path, prepare, capsys, corpus):

@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import shutil
@@ -146,6 +147,15 @@ def test_documents_that_cannot_be_read_are_named_together_or_left_out(tmp_path, 
     assert f"6 documents cannot be read and are left out (--max_dropped), such as {bad[0]}" in (
         capsys.readouterr().err
     )
+
+
+def test_a_damaged_file_needs_an_option_of_its_own(tmp_path, corpus):
+    bad = tmp_path / "bad.jsonl.gz"
+    bad.write_bytes(gzip.compress(corpus.read_bytes())[:-20])
+    words = ["--vocab_size", "390", "--output", str(tmp_path / "out"), "--input", str(corpus), str(bad)]
+    assert main([*words, "--max_dropped", "9"]) == 2
+    assert not (tmp_path / "out/tokenizer.model").exists()
+    assert main([*words, "--max_damaged_files", "1"]) == 0
 
 
 def test_a_missing_key_names_those_that_are_there(tmp_path, capsys):
