@@ -38,7 +38,13 @@ from train.checkpoint.files import (
     rank_file,
     read_state,
 )
-from train.data.encoder import TOKENIZER_FILES, TextEncoder, tokenizer_of
+from train.data.encoder import (
+    TOKENIZER_FILES,
+    TextEncoder,
+    chat_template_problem,
+    load_exported,
+    tokenizer_of,
+)
 from train.data.format import DataError
 from train.files import discarded_name, naming, reason, tell
 from train.guard.lock import Lock, LockError
@@ -68,8 +74,9 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
     Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
     folder that no export wrote, a checkpoint's place, or the hf/ of a run, and the weights are to be FP8; its folder is
-    a file or not this user's. PrecisionError: weights that have no FP8 form. LockError: another export to `out` is
-    under way. OSError: `out` cannot be written, or replaced; what was written is removed, what was there is as it was.
+    a file or not this user's. DataError: for transformers the tokenizer has more ids than the model, or another BOS or
+    EOS. PrecisionError: weights that have no FP8 form. LockError: another export to `out` is under way. OSError: `out`
+    cannot be written, or replaced; what was written is removed, what was there is as it was.
     """
     if why := why_not_written(out.parent):
         raise CheckpointError(f"{out.parent} {why}")
@@ -209,10 +216,15 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
 
 
 def _name_ends(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
-    """Give `config` the BOS and EOS that documents had in training, if `encoder` is its tokenizer. In training nobody
-    asks the model's configuration, which may have been written for another one; who generates ends at the EOS that it
-    names. What to say of it."""
-    lines = []
+    """Give `config` the BOS and EOS that documents had in training, if `encoder` is its tokenizer: a model generates up
+    to the EOS of its configuration, which may have been written for another tokenizer. Returns what to say of it and of
+    a chat template.
+
+    Raises:
+        DataError: for transformers the tokenizer has more ids than the model, or another BOS or EOS.
+    """
+    load_exported(encoder.folder, encoder, config.vocab_size)
+    lines = [problem] if (problem := chat_template_problem(encoder.folder)) else []
     if encoder.sha256() in _trained_with(state):
         for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
             named = getattr(config, key)

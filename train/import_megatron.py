@@ -19,7 +19,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
 
-need("importing data", "pydantic", "numpy")
+need("importing data", "pydantic", "numpy", "sentencepiece", "transformers")
 
 from model.keys import between, given_path, unicode
 from train.files import reason

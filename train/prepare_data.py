@@ -21,6 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
 
+need("preparing data", "sentencepiece", "transformers")
 need("preparing data", "datatrove", requirements="requirements-prep.txt")
 
 from model.keys import between, given_path, unicode

@@ -402,7 +402,8 @@ def export_last(run: Run, last: Path | None) -> None:
     else:
         if not folder.is_exported(identity(last)):
             try:
-                export(last, folder.hf, tokenizer_of(run.arguments.data.sources))
+                for line in export(last, folder.hf, tokenizer_of(run.arguments.data.sources)):
+                    run.metrics.message(line)
             except Exception:
                 run.metrics.message(
                     f"the training is over and {last} is committed, but its export to {folder.hf} failed. When what is "

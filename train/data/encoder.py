@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +40,21 @@ class Pieces(NamedTuple):
 UNKNOWN = -1
 
 
+class Markers(NamedTuple):
+    """Pieces that are no learned text. special: piece -> id; text must never yield these ids. user_defined: pieces that
+    text yields as a whole. unk_id: of what a tokenizer does not know, -1 if it knows everything."""
+
+    special: dict[str, int]
+    user_defined: list[str]
+    unk_id: int
+
+
 class TextEncoder:
     """The tokenizer of a folder: by sentencepiece where it has a tokenizer.model, else by its tokenizer.json.
 
     Attributes: `vocab_size`, `bos_id`, `eos_id`, `files`, the tokenizer's files with the defining one first, and
     `loaded_sha256`, the hash of that one as it was loaded; `encode_batch` texts -> ids, without BOS and EOS, and
-    `decode` ids (without these) -> text. What the ids stand for: `pieces()`.
+    `decode` ids (without these) -> text. What the ids stand for: `pieces()` and `markers()`.
 
     Raises:
         DataError: no tokenizer in the folder, an unreadable one, or one without BOS and EOS.
@@ -56,6 +65,7 @@ class TextEncoder:
         self.encode_batch: Callable[[list[str]], list[list[int]]]
         self.decode: Callable[[list[int]], str]
         self.pieces: Callable[[], Pieces | None]
+        self.markers: Callable[[], Markers]
         self.files = [name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
@@ -91,6 +101,17 @@ class TextEncoder:
             )
         self.decode = model.decode
 
+        def markers() -> Markers:
+            special = {i for i in range(self.vocab_size) if model.is_control(i)} | {self.bos_id, self.eos_id}
+            # sentencepiece does not tell the type; it gives the score 0 to user-defined pieces and to one learned piece
+            others = {i for i in range(self.vocab_size) if model.get_score(i) == 0 and not model.is_byte(i)}
+            user_defined = [
+                model.id_to_piece(i).replace(SPACE, " ") for i in others - special - {model.unk_id()}
+            ]
+            return Markers({model.id_to_piece(i): i for i in special}, user_defined, model.unk_id())
+
+        self.markers = markers
+
         def pieces() -> Pieces | None:
             sizes = np.array([_sentencepiece_bytes(model, i) for i in range(self.vocab_size)])
             return self._checked(Pieces(sizes, model.encode("a", out_type=str)[0].startswith(SPACE)))
@@ -109,6 +130,18 @@ class TextEncoder:
         self.bos_id = self._special_id(tokenizer, "bos_token")
         self.eos_id = self._special_id(tokenizer, "eos_token")
 
+        def markers() -> Markers:
+            described = json.loads(tokenizer.to_str())["model"]
+            unknown = described.get("unk_token")
+            unk_id = described.get("unk_id") if unknown is None else tokenizer.token_to_id(unknown)
+            added = tokenizer.get_added_tokens_decoder()
+            ends = {self.bos_id, self.eos_id}
+            special = {i for i, token in added.items() if token.special and i != unk_id} | ends
+            user_defined = [token.content for i, token in added.items() if i not in {*special, unk_id}]
+            named = {str(tokenizer.id_to_token(i)): i for i in special}
+            return Markers(named, user_defined, -1 if unk_id is None else unk_id)
+
+        self.markers = markers
         self.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
         self.encode_batch = lambda texts: [
             encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -165,6 +198,96 @@ def _check_content(path: Path) -> None:
             f"{path} holds ranks of tiktoken, which are not read; give a folder with the tokenizer.json of the same "
             f"tokenizer{unused}"
         )
+
+
+# ---------------------------------------------------------------- the tokenizer of an export
+
+
+def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
+    """Load transformers' tokenizer from `folder`, which has a config.json and the files of `encoder`, as an export.
+
+    Raises:
+        DataError: it cannot be read, has ids from `vocab_size` on, or another BOS or EOS than `encoder`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        exported = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises plain Exception for a broken file
+        raise DataError(f"transformers cannot read the tokenizer in {encoder.folder}: {error}") from error
+    if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
+        raise DataError(
+            f"{encoder.folder}: the vocabulary has {vocab_size} ids, and transformers finds {len(beyond)} tokens with "
+            f"others: {', '.join(map(repr, beyond[:8]))}. {_remedy(encoder)}"
+        )
+    for key in ("bos", "eos"):
+        own, other = getattr(encoder, f"{key}_id"), getattr(exported, f"{key}_token_id")
+        if own != other:
+            raise DataError(
+                f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]} and {other} for transformers. "
+                f"{_remedy(encoder)}"
+            )
+    return exported
+
+
+def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:
+    """Check that both tokenizers give the same ids for `texts` and the tokenizer's markers, and that no text yields a
+    special id.
+
+    Raises:
+        DataError: they differ; names the first differing text.
+    """
+    special, user_defined, _ = encoder.markers()
+    around = [text for piece in (*special, *user_defined) for text in (piece, f"a {piece} b{piece}c")]
+    for text in around[: 2 * len(special)]:
+        if found := {*special.values()}.intersection(*encoder.encode_batch([text])):
+            raise DataError(
+                f"{encoder.folder}: the text {text!r} yields the special id {min(found)}, and documents could end in "
+                "their middle. Take a tokenizer of the type BPE in which special tokens are special (sentencepiece: "
+                "control symbols, not user-defined ones), such as train/train_tokenizer.py trains"
+            )
+    texts = [*texts, *around]
+    ids = encoder.encode_batch(texts)
+    theirs = exported(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    for text, own, other in zip(texts, ids, theirs, strict=True):
+        if own != other:
+            at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
+            raise DataError(
+                f"{encoder.folder}: {encoder.files[0]} and transformers give other ids for {text[:80]!r}, from token "
+                f"{at} on: {own[:20]} and {other[:20]}. {_remedy(encoder)}"
+            )
+
+
+def _remedy(encoder: TextEncoder) -> str:
+    if {"tokenizer.model", "tokenizer.json"} <= set(encoder.files):
+        return "Remove tokenizer.model or tokenizer.json from a copy of the folder, whichever is not the right one"
+    if encoder.files[0] == "tokenizer.json":
+        return "Correct tokenizer_config.json in a copy of the folder"
+    return (
+        "Give it a tokenizer.json of the same ids; or use a converted one, which may give other ids: "
+        'python -c "from transformers import AutoTokenizer as A; '
+        f"A.from_pretrained('{encoder.folder}').save_pretrained('NEW')\""
+    )
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` has one, in a file of its own or in its configuration."""
+    return (folder / "chat_template.jinja").is_file() or "chat_template" in _tokenizer_config(folder)
+
+
+def chat_template_problem(folder: Path) -> str:
+    """Return why the chat template in `folder` does not work, or ""."""
+    if not (has_chat_template(folder) and _tokenizer_config(folder).get("split_special_tokens")):
+        return ""
+    return (
+        "warning: the tokenizer has a chat template, and split_special_tokens: true in tokenizer_config.json makes "
+        "letters of the special tokens in a chat. Set it to false; special tokens in a user's text then count, too"
+    )
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path:

@@ -32,6 +32,7 @@ from tqdm import tqdm
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
 from train.prepare.output import OutputFolder, SplitWriter
+from train.prepare.tokenizer import check_tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -294,6 +295,7 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
         OSError: a file cannot be read or written.
     """
     encoder = TextEncoder(args.tokenizer)
+    check_tokenizer(encoder, [])
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
     datasets = open_all(args.input)
     total = sum(dataset.tokens for dataset in datasets)

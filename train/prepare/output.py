@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -303,19 +302,10 @@ class OutputFolder:
 
     def _copy_tokenizer(self) -> list[str]:
         """Returns the names of its files."""
-        from train.prepare.tokenizer import add_fast_tokenizer  # which imports this file
+        from train.prepare.tokenizer import copy_tokenizer  # which imports this file
 
         folder = self.new / TOKENIZER_FOLDER
-        folder.mkdir(exist_ok=True)
-        for name in self.encoder.files:
-            shutil.copyfile(self.encoder.folder / name, folder / name)
-        if "tokenizer.json" not in self.encoder.files and not add_fast_tokenizer(folder):
-            print(
-                f"note: {self.encoder.folder} has a tokenizer.model alone, of which transformers may make other ids "
-                "than these data have; give it a tokenizer.json of the same ids, which exports of a model then have",
-                file=sys.stderr,
-                flush=True,
-            )
+        copy_tokenizer(self.encoder, folder)
         return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
     def _exchange(self) -> None:

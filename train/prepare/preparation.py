@@ -23,12 +23,14 @@ from train.prepare.executors import need_slurm, run_local, run_ray, running_slur
 from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
 from train.prepare.tally import Pace, Stage, Tally
+from train.prepare.tokenizer import check_tokenizer, report_lines, sample_sources
 
 LAST_STAGE = "tokenize"
 TASK_BYTES = 16 << 20  # of input, by which the number of tasks is chosen: it must not depend on the machine
 MOST_TASKS = 1000
 PROGRESS_S = 5.0
 JOBS_NAME = "jobs.txt"
+TOKENIZER_CHECK = "tokenizer_check.json"  # in the work folder: what check_tokenizer found
 
 
 @dataclass(frozen=True)
@@ -120,26 +122,36 @@ class Preparation:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def begin(self, output: OutputFolder) -> None:
-        """Note the identity in the work folder, or find that it is the one which was begun there.
+        """Try the tokenizer on a sample of the texts and note the identity in the work folder, or find that the same
+        preparation was begun there.
 
         Raises:
-            DataError: another one was begun there, with what differs, and `output` is not to be overwritten. One that
-                came to nothing, as its options were wrong, is none.
+            DataError: the tokenizer is refused. Or another preparation has completed tasks there, and `output` is not
+                to be overwritten.
         """
         path = self.work(IDENTITY_NAME)
         now = self.identity()
         if path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
             changed = list(_changes(before, now))
-            if not changed:
+            if not changed and self.work(TOKENIZER_CHECK).exists():
                 return
-            if not output.overwrite and (self._has_done_tasks() or (self.output / MANIFEST_NAME).exists()):
+            if (
+                changed
+                and not output.overwrite
+                and (self._has_done_tasks() or (self.output / MANIFEST_NAME).exists())
+            ):
                 raise DataError(
                     f"{self.output} holds an unfinished preparation of another kind:\n  "
                     + "\n  ".join(changed)
                     + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew"
                 )
-            output.begin_anew()
+            if changed:
+                output.begin_anew()
+        check = check_tokenizer(output.encoder, sample_sources(self.sources, self.text_key, self.split_on))
+        for line in report_lines(check):
+            _tell(line)
+        write_durably(self.work(TOKENIZER_CHECK), json.dumps(check) + "\n")
         write_durably(path, json.dumps(now, indent=1) + "\n")
 
     def _has_done_tasks(self) -> bool:
@@ -193,7 +205,10 @@ class Preparation:
             eval_fraction=self.eval_fraction,
             documents=documents,
             text_bytes=tally.text_bytes,
-            steps=asdict(self.steps) | report(self.steps, self.work("scratch")) | self._unusual(),
+            steps=asdict(self.steps)
+            | report(self.steps, self.work("scratch"))
+            | self._unusual()
+            | {"tokenizer_check": json.loads(self.work(TOKENIZER_CHECK).read_text(encoding="utf-8"))},
         )
 
 

@@ -10,21 +10,31 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
 from model.keys import why_not_written
-from train.data.encoder import TOKENIZER_FILES
+from train.data.encoder import (
+    SPACE,
+    TOKENIZER_FILES,
+    TextEncoder,
+    chat_template_problem,
+    compare_ids,
+    has_chat_template,
+    load_exported,
+)
 from train.files import naming
-from train.prepare.corpus import list_sources, read_share, text_key_option
+from train.prepare.corpus import Source, list_sources, read_share, text_key_option
 from train.prepare.output import take_lock
 from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Items, Place, Text
 from train.prepare.tally import Pace
 
-UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
 NAMED = 5  # documents that cannot be read, in one message
@@ -32,6 +42,8 @@ NAMED = 5  # documents that cannot be read, in one message
 MAX_SENTENCE_BYTES = 8192
 # sentencepiece writes the number into the model, so it must not follow the machine.
 NUM_THREADS = 16
+# of the user's text, on which a tokenizer is tried before data are prepared: less than a second of encoding
+SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
 # sentencepiece skips sentences with these: its own markers for boundaries and unknown characters.
 RESERVED = re.compile("[\x00\t\u2585]")
 HARD_STRINGS = (
@@ -141,7 +153,7 @@ def training_sentences(texts: Iterable[str]) -> Iterator[str]:
                 yield "".join(piece)
 
 
-def train_model(texts: Iterable[str], vocab_size: int, character_coverage: float) -> bytes:
+def train_model(texts: Collection[str], vocab_size: int, character_coverage: float, **required: Any) -> bytes:
     """Train and return the bytes of a sentencepiece model.
 
     Raises:
@@ -165,14 +177,21 @@ def train_model(texts: Iterable[str], vocab_size: int, character_coverage: float
             bos_id=1,
             eos_id=2,
             pad_id=-1,
-            unk_surface=f" {UNK} ",
+            unk_surface=" <unk> ",
             max_sentence_length=MAX_SENTENCE_BYTES,
             num_threads=NUM_THREADS,
             minloglevel=2,
+            **required,
         )
     except RuntimeError as error:
         raise ValueError(_training_problem(str(error), vocab_size)) from error
-    return model.getvalue()
+    data = model.getvalue()
+    # Without a piece for the space before each text, every text begins with three byte pieces that do not decode to it.
+    # In text without spaces, such as DNA, this space is too rare for character_coverage.
+    trained = sentencepiece.SentencePieceProcessor(model_proto=data)
+    if not required and trained.piece_to_id(SPACE) == trained.unk_id():
+        return train_model(texts, vocab_size, character_coverage, required_chars=SPACE)
+    return data
 
 
 def _training_problem(message: str, vocab_size: int) -> str:
@@ -208,31 +227,36 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
         for cut in range(1, len(piece))
         if piece[:cut] in normal and piece[cut:] in normal
     ]
+    unk, bos, eos = (model.id_to_piece(i) for i in (model.unk_id(), model.bos_id(), model.eos_id()))
+    special = [piece for piece, i in vocab.items() if piece == unk or model.is_control(i)]
     tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=UNK, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=vocab, merges=merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     )
     tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in (UNK, BOS, EOS)]
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
     )
+    has_prefix = model.encode("a", out_type=str)[0].startswith(SPACE)  # a space before each text
     # Not the Metaspace pre-tokenizer of LlamaTokenizer: it adds no space before text that begins with one.
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    prepend = [normalizers.Prepend("▁")] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, vocab[BOS])]
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, vocab[bos])]
     )
     # not by its own save, which raises plain Exception where the disk is full
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         # Not LlamaTokenizer, which in transformers 5 replaces the normalizer of tokenizer.json by Metaspace.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": UNK,
-        "bos_token": BOS,
-        "eos_token": EOS,
+        "unk_token": unk,
+        "bos_token": bos,
+        "eos_token": eos,
         "add_bos_token": True,
         "add_eos_token": False,
-        "split_special_tokens": True,
+        "split_special_tokens": True,  # a literal "</s>" in text is text
         "clean_up_tokenization_spaces": False,
         "model_max_length": 10**9,
     }
@@ -240,51 +264,95 @@ def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Pa
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def check_identity(folder: Path, texts: Iterable[str]) -> int:
-    """Compare the ids of AutoTokenizer and sentencepiece, and the way back to text; returns the texts compared.
+def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
+    """Copy the tokenizer's files into `folder`, and write a tokenizer.json where there is only a tokenizer.model.
+
+    What transformers itself makes of a tokenizer.model has no space before a text. What does not concern ids stays in
+    tokenizer_config.json; special tokens are text, unless a chat template needs them.
+    """
+    folder.mkdir(exist_ok=True)
+    for name in encoder.files:
+        shutil.copyfile(encoder.folder / name, folder / name)
+    if "tokenizer.json" in encoder.files:
+        return
+    path = folder / "tokenizer_config.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_NAME)), folder)
+    config = before | json.loads(path.read_text(encoding="utf-8"))
+    config["split_special_tokens"] = not has_chat_template(folder)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any]:
+    """Compare the ids of `encoder` with those that transformers gives in an export: for `texts`, HARD_STRINGS, special
+    and user-defined pieces.
+
+    Returns:
+        What the manifest says about `texts`: their number, those that do not decode to the same text, with the first
+        difference; their tokens, and the unknown ones.
 
     Raises:
-        RuntimeError: they differ; names the text and the first differing position.
+        DataError: ids differ, or text yields a special id.
     """
-    from transformers import AutoTokenizer
+    import transformers
 
-    fast = AutoTokenizer.from_pretrained(folder)
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_NAME))
-    compared = 0
-    for text in texts:
-        expected = [model.bos_id(), *model.encode(text)]
-        found = fast(text)["input_ids"]
-        if found != expected:
-            at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), "the end")
-            raise RuntimeError(f"transformers and sentencepiece differ from token {at} on of {text[:80]!r}: "
-                               f"{found[:20]} and {expected[:20]}")  # fmt: skip
-        if "▁" not in text and fast.decode(found[1:]) != text:
-            raise RuntimeError(f"text does not survive encoding and decoding: {text[:80]!r}")
-        compared += 1
-    return compared
+    # of an export; it chooses the class of the tokenizer
+    config = {"model_type": "mistral", "transformers_version": transformers.__version__}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_tokenizer(encoder, folder)
+        (folder / "config.json").write_text(json.dumps(config))
+        compare_ids(encoder, load_exported(folder, encoder, encoder.vocab_size), [*texts, *HARD_STRINGS])
+        if problem := chat_template_problem(folder):
+            _tell(problem)
+    ids = encoder.encode_batch(list(texts))
+    changed = [
+        (text, decoded)
+        for text, own in zip(texts, ids, strict=True)
+        if (decoded := encoder.decode(own)) not in (text, f" {text}")
+    ]
+    report: dict[str, Any] = {"texts": len(texts), "texts_changed": len(changed)}
+    for text, decoded in changed[:1]:
+        at = len(os.path.commonprefix([text, decoded]))
+        part = slice(max(at - 20, 0), at + 20)
+        report["first_change"] = [text[part], decoded[part]]
+    report["tokens"] = sum(map(len, ids))
+    unk_id = encoder.markers().unk_id
+    report["unknown_tokens"] = sum(own.count(unk_id) for own in ids)
+    return report
 
 
-def add_fast_tokenizer(folder: Path) -> bool:
-    """Beside the tokenizer.model in `folder`, which has no tokenizer.json, write what gives its ids in transformers:
-    what transformers itself makes of a tokenizer.model alone has no space before a text. Of a tokenizer_config.json
-    that is there what does not concern ids stays. False: ids would differ all the same, and nothing is written.
-    """
-    path = folder / "tokenizer_config.json"
-    before = path.read_bytes() if path.exists() else None
-    try:
-        write_fast_tokenizer(
-            sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL_NAME)), folder
+def report_lines(report: dict[str, Any]) -> Iterator[str]:
+    """What `check_tokenizer` found wrong with the texts."""
+    if changed := report["texts_changed"]:
+        before, after = report["first_change"]
+        yield (
+            f"warning: {changed} of {report['texts']} sampled texts do not decode to the same text: {before!r} becomes "
+            f"{after!r}. To keep all of it, train a tokenizer with train/train_tokenizer.py"
         )
-        if before is not None:
-            path.write_text(json.dumps(json.loads(before) | json.loads(path.read_bytes()), indent=2) + "\n")
-        check_identity(folder, HARD_STRINGS)
-    except Exception:  # tokenizers raises plain Exception
-        (folder / "tokenizer.json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        if before is not None:
-            path.write_bytes(before)
-        return False
-    return True
+    if unknown := report["unknown_tokens"]:
+        yield (
+            f"warning: {unknown} of {report['tokens']} tokens ({unknown / report['tokens']:.2%}) of the sampled texts "
+            "are unknown. To keep what they stand for, train a tokenizer with train/train_tokenizer.py"
+        )
+
+
+def sample_sources(sources: Sequence[Source], text_key: str, split_on: str | None) -> list[str]:
+    """Take at most SAMPLE_TEXTS texts of at most SAMPLE_LENGTH characters, at SAMPLE_PLACES places in files from the
+    first to the last."""
+    texts: list[str] = []
+    chosen = [i * len(sources) // SAMPLE_PLACES for i in range(SAMPLE_PLACES)]
+    # from the last: a file that cannot be split is all at its first place, which gets what the others leave
+    for place in reversed(range(SAMPLE_PLACES)):
+        most = len(texts) + (SAMPLE_TEXTS - len(texts)) // (place + 1)
+        first, parts = chosen.index(chosen[place]), chosen.count(chosen[place])
+        items = read_share([sources[chosen[place]]], text_key, place - first, parts, split_on)
+        for item in islice(items, most - len(texts)):
+            if isinstance(item, Text):
+                step = max(SAMPLE_LENGTH, len(item.text) // 8)
+                cut = [item.text[i : i + SAMPLE_LENGTH] for i in range(0, len(item.text), step)]
+                texts += cut[: most - len(texts)]
+    return texts
 
 
 class _Reading:
@@ -330,9 +398,8 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
     Raises:
-        ValueError: bad inputs, an impossible vocabulary size, or an output folder that holds a tokenizer, or is
-            written to by another process.
-        RuntimeError: the check of the ids failed; nothing was written.
+        ValueError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer or is written to
+            by another process, or ids that differ in transformers. Nothing was written.
     """
     output = Path(args.output)
     work = output / ".unfinished"  # of a run that was killed, if it is there
@@ -365,9 +432,9 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             work.mkdir()
             data = train_model(texts, args.vocab_size, args.character_coverage)
             (work / MODEL_NAME).write_bytes(data)
-            some = [text[:10_000] for text in texts[:: max(1, len(texts) // 200)]]
             write_fast_tokenizer(sentencepiece.SentencePieceProcessor(model_proto=data), work)
-            compared = check_identity(work, [*HARD_STRINGS, *some])
+            some = [text[:10_000] for text in texts[:: max(1, len(texts) // SAMPLE_TEXTS)]]
+            report = check_tokenizer(TextEncoder(work), some)
             exchanging = True
             _exchange(work, output)
             exchanging = False
@@ -377,4 +444,6 @@ def train_tokenizer(args: argparse.Namespace) -> None:
                 shutil.rmtree(work, ignore_errors=True)
             os.unlink(lock.name)
     print(f"{output}: {args.vocab_size:,} pieces in {time.monotonic() - start:.1f} s; transformers gives the ids of "
-          f"sentencepiece on {compared} texts", flush=True)  # fmt: skip
+          f"sentencepiece on {report['texts']} texts", flush=True)  # fmt: skip
+    for line in report_lines(report):
+        _tell(line)

@@ -29,6 +29,7 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.data.encoder import TextEncoder
+from train.data.format import DataError
 from train.files import sha256_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -377,6 +378,31 @@ def test_a_tokenizer_of_another_model_is_refused(
     with pytest.raises(SystemExit):
         export.main()
     assert f"{tmp_path} exists and is no export" in capsys.readouterr().err
+
+
+def test_the_tokenizer_that_transformers_reads_fits_the_model(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    """A tokenizer.json with more ids or another EOS than tokenizer.model is refused; a chat template is looked at."""
+    path, out = trained / "checkpoints/step-00000006", tmp_path / "out"
+    folder = shutil.copytree(data / "tokenizer", tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text("{{ messages }}</s>")
+    assert sum("split_special_tokens" in line for line in export.export(path, out, folder)) == 1
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    whole, named = file.read_text(), config.read_text()
+    config.write_text(named.replace('"split_special_tokens": true', '"split_special_tokens": false'))
+    assert not any("split_special_tokens" in line for line in export.export(path, out, folder))
+    more = tokenizers.Tokenizer.from_str(whole)
+    more.add_special_tokens(["<pad>"])
+    for text, names in (
+        (more.to_str(), named),
+        (whole, named.replace('"eos_token": "</s>"', '"eos_token": "<unk>"')),
+    ):
+        file.write_text(text)
+        config.write_text(names)
+        with pytest.raises(DataError):
+            export.export(path, tmp_path / "refused", folder)
+        assert not (tmp_path / "refused").exists()
 
 
 def test_without_an_option_the_runs_own_tokenizer_is_taken(

@@ -250,7 +250,9 @@ def test_large_vocabulary(tmp_path, run_import):
     folder.mkdir()
     vocabulary = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 70000)}}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="w2")
-    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # text has no "<s>" then
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     documents = [[69999, 65536, 5, 1], *([65535 + i] * 20 for i in range(10))]
     prefix = write_dataset(tmp_path / "a", [[document] for document in documents])

@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 import re
 import shutil
 import signal
@@ -9,16 +10,20 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 from transformers import AutoTokenizer
 
-from tests.fixtures import corpus_texts
+from tests.fixtures import corpus_texts, write_jsonl
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, read_manifest
+from train.prepare.corpus import list_sources
 from train.prepare.output import take_lock
 from train.prepare.readers import Text
 from train.prepare.tokenizer import (
     HARD_STRINGS,
-    check_identity,
+    check_tokenizer,
+    copy_tokenizer,
+    sample_sources,
     sample_texts,
     train_model,
     training_sentences,
@@ -37,14 +42,6 @@ def test_transformers_gives_the_ids_of_sentencepiece(tokenizer_dir, model):
     for text in [*HARD_STRINGS, *corpus_texts(20)]:
         assert fast(text)["input_ids"] == [1, *model.encode(text)], text
         assert fast(text, add_special_tokens=False)["input_ids"] == model.encode(text), text
-
-
-def test_ids_do_not_change_beside_a_mistral_config(tokenizer_dir, tmp_path, model):
-    """As in an exported model's folder, where transformers chooses the class by the model's type."""
-    for file in tokenizer_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
-    assert check_identity(tmp_path, HARD_STRINGS) == len(HARD_STRINGS)
 
 
 def test_special_ids_are_mistrals(tokenizer_dir, model):
@@ -82,24 +79,34 @@ def test_same_input_gives_the_same_files(tokenizer_dir, corpus, tmp_path):
     )
 
 
-def test_wrong_ids_are_found(tokenizer_dir, tmp_path):
-    for file in tokenizer_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(
-        config.read_text().replace('"split_special_tokens": true', '"split_special_tokens": false')
-    )
-    with pytest.raises(RuntimeError, match="differ from token 1"):
-        check_identity(tmp_path, ["</s>"])
+def sentencepiece_folder(folder: Path, **options: Any) -> Path:
+    """A folder with a tokenizer.model alone, at sentencepiece's own defaults but for `options`."""
+    folder.mkdir()
+    options = {"vocab_size": 330, "byte_fallback": True, "minloglevel": 2, "model_type": "bpe"} | options
+    sentences = iter(corpus_texts(100))
+    prefix = str(folder / "tokenizer")
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_prefix=prefix, **options)
+    (folder / "tokenizer.vocab").unlink()
+    return folder
 
 
-def test_text_that_does_not_come_back_is_found(tokenizer_dir, tmp_path):
-    for file in tokenizer_dir.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"decoder": None}))
-    with pytest.raises(RuntimeError, match="text does not survive encoding and decoding: 'two words'"):
-        check_identity(tmp_path, ["two words"])
+KEPT = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+def converted(folder: Path, new: Path) -> Path:
+    """The folder that the message about a tokenizer.model names."""
+    AutoTokenizer.from_pretrained(folder).save_pretrained(new)
+    (new / "tokenizer.model").unlink(missing_ok=True)
+    return new
+
+
+def added_tokens(folder: Path, tokenizer_dir: Path) -> Path:
+    """A tokenizer.json with three ids more than the tokenizer.model beside it, one of them the EOS."""
+    shutil.copytree(tokenizer_dir, folder)
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.add_special_tokens(["<|end|>", "<|user|>", "<pad>"])
+    fast.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def edited(folder: Path, tokenizer_dir: Path, **config: Any) -> Path:
@@ -107,6 +114,122 @@ def edited(folder: Path, tokenizer_dir: Path, **config: Any) -> Path:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return folder
+
+
+def metaspace(folder: Path, tokenizer_dir: Path) -> Path:
+    """What transformers' LlamaTokenizer saves: no space before a text that begins with one."""
+    shutil.copytree(tokenizer_dir, folder)
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.normalizer = tokenizers.normalizers.Sequence([])
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    fast.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+REFUSED = {
+    "user-defined symbols": lambda new, own: sentencepiece_folder(new, user_defined_symbols=["<|im_start|>"], **KEPT),
+    "unigram": lambda new, own: sentencepiece_folder(new, model_type="unigram", vocab_size=310, **KEPT),
+    "normalized text": lambda new, own: sentencepiece_folder(new),
+    "EOS out of text": lambda new, own: converted(
+        sentencepiece_folder(new.with_name("unigram"), model_type="unigram", vocab_size=310, **KEPT), new
+    ),
+    "more ids": added_tokens,
+    "two EOS": lambda new, own: edited(new, own, eos_token="<unk>"),
+    "a token that tokenizer.json lacks": lambda new, own: edited(new, own, pad_token="<pad>"),
+    "leading spaces": metaspace,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_tokenizer_of_two_answers_is_refused(tmp_path, prepare, corpus, tokenizer_dir, kind):
+    """One that gives a model's export other ids than its training, or that ends a document in its middle."""
+    folder = REFUSED[kind](tmp_path / "tokenizer", tokenizer_dir)
+    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 2
+    assert not (tmp_path / "out/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"user_defined_symbols": ["<|im_start|>"], **KEPT}, {"add_dummy_prefix": False, **KEPT}]
+)
+def test_a_converted_tokenizer_is_taken(tmp_path, prepare, corpus, options):
+    folder = converted(sentencepiece_folder(tmp_path / "model", **options), tmp_path / "new")
+    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 0
+    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
+    assert (check["texts"], check["texts_changed"], check["unknown_tokens"]) == (200, 0, 0)
+
+
+def test_own_symbols_and_no_leading_space_are_kept(tmp_path):
+    """tokenizer.json is written for models with other names of the special pieces and without a dummy prefix."""
+    names = {"bos_piece": "<bos>", "control_symbols": ["<pad>"], "add_dummy_prefix": False}
+    folder = sentencepiece_folder(tmp_path / "model", **names, **KEPT)
+    texts = corpus_texts(20)
+    check = check_tokenizer(TextEncoder(folder), texts)
+    assert check == {"texts": 20, "texts_changed": 0, "unknown_tokens": 0, "tokens": check["tokens"]}
+    copy_tokenizer(TextEncoder(folder), tmp_path / "copy")
+    fast, model = AutoTokenizer.from_pretrained(tmp_path / "copy"), TextEncoder(folder)
+    assert fast(texts)["input_ids"] == [[model.bos_id, *ids] for ids in model.encode_batch(texts)]
+
+
+def test_lost_text_and_unknown_tokens_are_counted(tmp_path, prepare, capsys):
+    texts = [text + "\u6771" * (i % 3 == 0) for i, text in enumerate(corpus_texts(90))]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    folder = sentencepiece_folder(tmp_path / "model", byte_fallback=False, vocab_size=100, **KEPT)
+    assert prepare(tmp_path / "out", path, tokenizer=folder, eval_fraction=0.2) == 0
+    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
+    encoder = TextEncoder(folder)
+    ids = sum(encoder.encode_batch(texts), [])
+    assert check["texts"] == 90 and check["texts_changed"] == sum(
+        encoder.decode(own) != text for text, own in zip(texts, encoder.encode_batch(texts), strict=True)
+    )
+    assert (check["tokens"], check["unknown_tokens"]) == (len(ids), ids.count(0)) and check[
+        "unknown_tokens"
+    ] >= 30
+    assert len(re.findall("^warning: .*", capsys.readouterr().err, re.M)) == 2
+
+
+def test_line_ends_that_a_tokenizer_drops_are_told(tmp_path, prepare, corpus):
+    folder = converted(sentencepiece_folder(tmp_path / "model"), tmp_path / "new")
+    assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2) == 0
+    check = read_manifest(tmp_path / "out").steps["tokenizer_check"]
+    before, after = check["first_change"]
+    assert check["texts_changed"] == check["texts"] == 200 and "\n" in before and "\n" not in after
+
+
+def test_a_sample_is_of_all_sources_and_bounded(tmp_path):
+    one = [write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(2000)]) for name in "abc"]
+    (tmp_path / "long.txt").write_text("long " * 100_000)
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(one[0].read_bytes()))
+    texts = sample_sources(list_sources([str(tmp_path)]), "text", None)
+    assert {text.split()[0] for text in texts} >= {"a", "b", "c", "long"}
+    assert len(texts) <= 200 and max(map(len, texts)) <= 2000
+    assert len(sample_sources(list_sources([str(packed)]), "text", None)) == 200
+
+
+@pytest.mark.parametrize("letters", ["ACGT", "0123456789abcdef", "\u3042\u3044\u3046\u3048\u304a"])
+def test_text_without_spaces_trains_a_tokenizer(tmp_path, letters):
+    rng, out = random.Random(0), tmp_path / "out"
+    (tmp_path / "a.txt").write_text("".join(rng.choices(letters, k=100_000)))
+    assert main(["--input", str(tmp_path / "a.txt"), "--vocab_size", "300", "--output", str(out)]) == 0
+    encoder = TextEncoder(out)
+    (ids,) = encoder.encode_batch([letters * 20])
+    assert encoder.decode(ids) == letters * 20 and len(ids) < len(letters) * 20
+
+
+def test_special_tokens_of_a_chat_are_special(tmp_path, prepare, corpus, tokenizer_dir, capsys):
+    """In a tokenizer of train_tokenizer.py special tokens are text, in a chat template too: that is told."""
+    template = "{{ messages[0]['content'] }}</s>"
+    for split, model_alone in ((True, False), (False, False), (False, True)):
+        folder = edited(tmp_path / f"{split}{model_alone}", tokenizer_dir, split_special_tokens=split)
+        if model_alone:
+            (folder / "tokenizer.json").unlink()
+        (folder / "chat_template.jinja").write_text(template)
+        capsys.readouterr()
+        assert prepare(tmp_path / "out", corpus, tokenizer=folder, eval_fraction=0.2, overwrite=True) == 0
+        assert ("split_special_tokens" in capsys.readouterr().err) == split
+        fast = AutoTokenizer.from_pretrained(tmp_path / "out/tokenizer")
+        ids = fast.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+        assert (ids[-1] == 2) == (not split)
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 493443\n"
@@ -277,7 +400,7 @@ def test_ctrl_c_leaves_the_old_one(tmp_path, corpus, capsys, monkeypatch):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("train.prepare.tokenizer.check_identity", stopped)
+    monkeypatch.setattr("train.prepare.tokenizer.check_tokenizer", stopped)
     arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path), "--overwrite"]
     assert main(arguments) == 130 and capsys.readouterr().err == "stopped; --output is as it was\n"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"tokenizer.model": "mine"}
@@ -364,7 +487,7 @@ def test_character_coverage_leaves_rare_characters_to_bytes() -> None:
 
 
 def test_data_of_a_sentencepiece_model_alone_have_what_transformers_reads(
-    tokenizer_dir, tmp_path, prepare, corpus, capsys, monkeypatch
+    tokenizer_dir, tmp_path, prepare, corpus
 ):
     """What transformers makes of the model itself has no space before a text, which training had."""
     alone, out = tmp_path / "alone", tmp_path / "out"
@@ -372,17 +495,10 @@ def test_data_of_a_sentencepiece_model_alone_have_what_transformers_reads(
     shutil.copy(tokenizer_dir / "tokenizer.model", alone)
     (alone / "tokenizer_config.json").write_text('{"chat_template": "mine", "add_bos_token": false}')
     assert prepare(out, corpus, tokenizer=alone) == 0
-    assert check_identity(out / "tokenizer", HARD_STRINGS) == len(HARD_STRINGS)
+    assert (out / "tokenizer/tokenizer.json").read_bytes() == (tokenizer_dir / "tokenizer.json").read_bytes()
     config = json.loads((out / "tokenizer/tokenizer_config.json").read_text())
     assert (config["chat_template"], config["add_bos_token"]) == ("mine", True)
     files = [path.name for path in (out / "tokenizer").iterdir()]
     manifest = read_manifest(out)
     assert set(files) == set(manifest.tokenizer_files) and manifest.tokenizer_files[0] == "tokenizer.model"
     assert sorted(path.name for path in alone.iterdir()) == ["tokenizer.model", "tokenizer_config.json"]
-    monkeypatch.setattr("train.prepare.tokenizer.check_identity", lambda *_: 1 / 0)
-    capsys.readouterr()
-    assert prepare(out, corpus, tokenizer=alone, overwrite=True) == 0
-    assert f"note: {alone} has a tokenizer.model alone" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (out / "tokenizer").iterdir()} == {
-        path.name: path.read_bytes() for path in alone.iterdir()
-    }
