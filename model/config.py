@@ -371,14 +371,14 @@ def state_parts_gib(
 
     compute: precision.compute. fp32 has 4 + 4 bytes of weights and gradients a parameter and 8 of moments. The others
     (FP8 layers keep bf16 weights) have 2 + 2 and 12 of float32 master weights and moments. float32_gradients: they are
-    accumulated in 4 bytes; None: at ZeRO 1, as the shipped DeepSpeed configuration has it. optimizer_bytes: of a
+    accumulated in 4 bytes; None: at ZeRO 1 to 3, as the shipped DeepSpeed configuration has it. optimizer_bytes: of a
     parameter's states, where they are not these (PrecisionConfig.optimizer_bytes). optim: Muon has one moment, AdamW
     two.
     """
     if compute == "fp32":
         weight, gradient, optimizer = 4, 4, 8
     else:
-        in_float32 = zero_stage == 1 if float32_gradients is None else float32_gradients
+        in_float32 = zero_stage >= 1 if float32_gradients is None else float32_gradients
         weight, gradient, optimizer = 2, 4 if in_float32 else 2, 12
     parameters = num_parameters(config) / GIB
     of_optimizer = parameters * (optimizer_bytes or optimizer) - (

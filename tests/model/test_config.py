@@ -103,8 +103,8 @@ def test_how_a_configuration_is_encoded(tmp_path: Path) -> None:
         ("fp32", 3, 16 / 8),
         ("bf16", 0, 2 + 2 + 12),
         ("bf16", 1, 2 + 4 + 12 / 8),  # gradients accumulate in float32
-        ("bf16", 2, 2 + (2 + 12) / 8),
-        ("bf16", 3, 16 / 8),
+        ("bf16", 2, 2 + (4 + 12) / 8),
+        ("bf16", 3, 18 / 8),
         ("fp8", 1, 2 + 4 + 12 / 8),
     ],
 )
@@ -118,7 +118,7 @@ def test_zero_stages_share_state(compute: str, zero_stage: int, bytes_per_parame
     ("options", "bytes_per_parameter"),
     [
         ({"zero_stage": 1, "float32_gradients": False}, 2 + 2 + 12 / 8),
-        ({"zero_stage": 2, "float32_gradients": True}, 2 + (4 + 12) / 8),
+        ({"zero_stage": 2, "float32_gradients": False}, 2 + (2 + 12) / 8),
         ({"zero_stage": 1, "compute": "fp32", "float32_gradients": False}, 4 + 4 + 8 / 8),
         ({"zero_stage": 1, "optimizer_bytes": 6.0}, 2 + 4 + 6 / 8),
         ({"zero_stage": 0, "optimizer_bytes": 4.0}, 2 + 2 + 4),

@@ -22,7 +22,7 @@ from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop, train
 from train.checkpoint.files import CheckpointError, identity, read_state
-from train.config.arguments import ConfigurationError
+from train.config.arguments import ConfigurationError, load_deepspeed
 from train.data.format import DataError
 from train.prepare_data import main as prepare_data
 from train.record.run_folder import RunFolder
@@ -245,6 +245,22 @@ def test_zero_stages_train_alike(trained: Path, settings: dict, stage: int) -> N
     run(settings, deepspeed=deepspeed, save_steps=3)
     assert curve(output_dir) == losses
     check_export(output_dir, losses[-1][-1], settings)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_that_accumulated_in_bf16_goes_on_in_float32_if_allowed(settings: dict, stage: int) -> None:
+    shipped = load_deepspeed(f"ds_config_zero{stage}.json")
+    in_bf16 = {key: value for key, value in shipped.items() if key != "data_types"}
+    output_dir = run(settings, deepspeed=in_bf16, save_steps=3)
+    losses = curve(output_dir)
+    (output_dir / "checkpoints/step-00000006/manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="data_types.grad_accum_dtype"):
+        run(settings, deepspeed=shipped)
+    run(settings, deepspeed=shipped, allow_changes_on_resume=["deepspeed"])
+    resumed = curve(output_dir)
+    assert [entry[0] for entry in resumed] == [1, 2, 3, 4, 5, 6]
+    assert [entry[1] for entry in resumed] == pytest.approx([entry[1] for entry in losses], rel=1e-3)
+    assert resumed[4:] != losses[4:]
 
 
 def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small_model: Path) -> None:

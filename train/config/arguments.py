@@ -258,7 +258,7 @@ class TrainingArguments:
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(
         f"DeepSpeed configuration: path, name in train_args, or object; null: {DEFAULT_DEEPSPEED}",
         None,
-        example={"zero_optimization": {"stage": 2}},
+        example={"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}},
     )
 
     @classmethod

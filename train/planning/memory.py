@@ -114,7 +114,7 @@ def backward_of_layer(s: Setting) -> float:
 
 def _gradients_kept(s: Setting) -> float:
     """Parameters whose 16-bit gradient stays beside the float32 one that it was added to."""
-    if not s.float32_gradients:
+    if not s.bf16_optimizer:
         return 0
     return s.sizes.vocab_size * s.sizes.hidden_size if s.main_grad else s.parameters
 
@@ -124,7 +124,7 @@ def _buckets(s: Setting) -> float:
     if s.zero_stage == 3:
         gathered = min(s.parameters, MOST_LIVE_PARAMETERS)
         return s.element * (gathered + s.reduce_bucket)
-    if s.zero_stage == 2 or (s.zero_stage == 1 and not s.float32_gradients):
+    if s.zero_stage == 2 or (s.zero_stage == 1 and not s.bf16_optimizer):
         return s.element * s.reduce_bucket * (2 if s.overlap_comm else 1)
     return 0
 
@@ -139,14 +139,15 @@ def _in_the_step(s: Setting) -> float:
         return 4 * s.parameters + muon
     if s.zero_stage == 3:
         return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
-    if s.float32_gradients:
+    if s.bf16_optimizer:
         # for their reduction, on one rank too, in one tensor: what joins those of less than a bucket, and a cast
         joined = 4 * s.parameters if s.parameters < REDUCE_BUCKET else 0
         reduced = joined + (0 if s.reduces_in_float32 else 2 * s.parameters)
         decoded = STEP_TENSORS * 4 * min(STATE_CHUNK, s.parameters / s.ranks) if s.packs else 0
         # what ranks exchange of matrices that two of them have in part is less, and follows it
         return max(reduced, decoded, muon)
-    return (4 + 2) * s.parameters / s.ranks
+    # a flat copy in 16 bits and its cast; float32 gradients of ZeRO 2 are flat already
+    return 0 if s.float32_gradients else (4 + 2) * s.parameters / s.ranks
 
 
 # ---------------------------------------------------------------- the sum

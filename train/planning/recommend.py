@@ -8,7 +8,7 @@ from typing import Any
 from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2
 from train.planning.memory import Memory, largest_micro_batch, memory_of
 from train.planning.rates import Estimate, Gpu, estimate
-from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting
+from train.planning.setting import REDUCE_BUCKET, ZERO_3_BUCKET, Setting, can_accumulate_in_float32
 
 MOST_RECOMMENDED = 128  # samples of a micro-batch
 NEARLY_AS_FAST = 0.01  # of two settings that are, the simpler one is recommended
@@ -78,7 +78,7 @@ def at(
     """`s` otherwise, with the accumulation that comes nearest to a step of so many tokens, and of DeepSpeed's sizes
     what train_args/ has for the stage. states: of `states_of`."""
     same = zero_stage == s.zero_stage
-    float32 = s.float32_gradients if same else zero_stage == 1 and s.compute in ("fp8", "bf16")
+    float32 = s.float32_gradients if same else can_accumulate_in_float32(zero_stage, s.compute)
     return replace(
         s,
         ranks=ranks,

@@ -25,6 +25,11 @@ def widths_of(sizes: Any) -> tuple[int, int, int, int, int]:
     return sizes.hidden_size, sizes.intermediate_size, q, kv, sizes.vocab_size
 
 
+def can_accumulate_in_float32(zero_stage: int, compute: str) -> bool:
+    """Return whether data_types.grad_accum_dtype fp32 adds memory: 16-bit weights at a ZeRO stage that takes it."""
+    return compute in ("fp8", "bf16") and zero_stage >= 1 or compute == "fp16" and zero_stage >= 2
+
+
 @dataclass(frozen=True)
 class Setting:
     """One rank of a run. Sizes as the shape suffixes of model/ name them; buckets in elements. What the stages of
@@ -53,7 +58,7 @@ class Setting:
     accumulation: int
     ranks: int
     zero_stage: int
-    float32_gradients: bool  # BF16_Optimizer's accumulation at ZeRO 1
+    float32_gradients: bool  # micro-batches accumulate in float32, weights have 16 bits
     optimizer_states: str  # as the key of precision; can be packed where there are float32 gradients
     moments: str  # the type of AdamW's moments, a key of MOMENT_BYTES
     adam_beta2: float
@@ -85,8 +90,6 @@ class Setting:
         zero = ds_config["zero_optimization"]
         stage = zero["stage"]
         wanted = ds_config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-        float32 = stage == 1 and wanted and precision.compute in ("fp8", "bf16")
-
         evaluated = args.per_device_eval_batch_size or args.per_device_train_batch_size
         return cls(
             **stages[0][1],
@@ -108,7 +111,7 @@ class Setting:
             accumulation=args.gradient_accumulation_steps or 1,
             ranks=ranks,
             zero_stage=stage,
-            float32_gradients=float32,
+            float32_gradients=wanted and can_accumulate_in_float32(stage, precision.compute),
             optimizer_states=precision.optimizer_states,
             moments=precision.moment_type,
             adam_beta2=args.adam_beta2,
@@ -128,9 +131,14 @@ class Setting:
         return VARIANTS[self.variant].te
 
     @property
+    def bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed steps with its BF16_Optimizer."""
+        return self.zero_stage == 1 and self.float32_gradients
+
+    @property
     def main_grad(self) -> bool:
         """Whether GEMMs add into the float32 gradients."""
-        return self.te and self.main_grad_asked and self.float32_gradients
+        return self.te and self.main_grad_asked and self.bf16_optimizer
 
     @property
     def fp8(self) -> bool:
@@ -165,7 +173,7 @@ class Setting:
     @property
     def optimizer_bytes(self) -> float:
         """Of a parameter: AdamW's states."""
-        if self.compute == "fp32" or not self.float32_gradients:
+        if self.compute == "fp32" or not self.bf16_optimizer:
             return FULL_STATES - (4 if self.compute == "fp32" else 0)
         return bytes_of_states(self.optimizer_states, self.moments)
 

@@ -71,7 +71,7 @@ def test_defaults_follow_the_documented_names():
             {"data__sources": ["a"]},
             ['data.sources: ["a"] is given', """--data.sources '{"NAME": "data/pretrain"}'"""],
         ),
-        ({"deepspeed": 5}, ["""for example --deepspeed '{"zero_optimization": {"stage": 2}}'"""]),
+        ({"deepspeed": 5}, ["for example --deepspeed '{"]),
         ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
         (
             {"learning_rate": 0},

@@ -137,8 +137,8 @@ def test_the_choice_becomes_the_configuration_and_is_reused(settings: dict, meas
         (0, False, True, 2, "fp32", 2 + 12),
         (1, True, True, 2, "fp32", 12 / 4),
         (1, True, True, 2, "bf16_remainder", 6 / 4),
-        (2, False, True, 2, "fp32", (2 + 12) / 4),
-        (3, False, False, 1, "fp32", (2 + 2 + 12) / 4 - 2),
+        (2, False, True, 2, "fp32", (4 + 12) / 4),
+        (3, False, False, 1, "fp32", (2 + 4 + 12) / 4 - 2),
     ],
 )
 def test_what_is_measured_is_what_the_zero_stage_runs(

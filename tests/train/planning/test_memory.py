@@ -32,6 +32,7 @@ def of(usual: Setting, model: str, **other: Any) -> Setting:
     [
         (SMALL, {"zero_stage": 0}, 4.0),
         (SMALL, {"zero_stage": 2, "float32_gradients": False, "ranks": 8}, 6 / 8),
+        (SMALL, {"zero_stage": 2, "ranks": 8}, 0.0),
         (SMALL, {"float32_gradients": False, "ranks": 8}, 6 / 8),
         (SMALL, {"zero_stage": 3, "float32_gradients": False, "ranks": 8}, 4 / 8),
         (SMALL, {}, 4.0 + 2.0),  # joined in one bucket in float32, and cast for their reduction

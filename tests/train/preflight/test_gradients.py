@@ -20,6 +20,7 @@ from tests.train.engine.test_states import FLOAT32, REMAINDER, Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
 from train.config.arguments import TrainingArguments
+from train.data.stream import Batch
 from train.engine import zero
 from train.preflight import gradients
 from train.preflight.as_before import as_before
@@ -256,6 +257,23 @@ def test_as_much_is_allowed_as_the_coarsest_type_rounds(monkeypatch: pytest.Monk
         module = torch.nn.Linear(1, 1, dtype=dtype)
         engine = SimpleNamespace(communication_data_type=communication, module=module)
         assert gradients.allowed_error(engine, 8) == pytest.approx(3 * rounding * 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shipped_zero_stages_accumulate_in_float32(settings: dict, stage: int) -> None:
+    """The gradient of 64 micro-batches against their float32 sum. With bf16 accumulation the error is 8e-3."""
+    changes = {"train_batch_size_tokens": None, "gradient_accumulation_steps": 64, "max_grad_norm": 0.0}
+    trained = Trained(settings, BF16, deepspeed=f"ds_config_zero{stage}.json", **changes)
+    batches = []
+    for index in range(64):
+        ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(index))
+        batches.append(Batch(ids, ids))
+    sample = gradients.Sample.of(trained.engine, 64)
+    with gradients.local_gradients(trained.engine, sample, 64) as rows:
+        reduced = gradients.take_step(trained.engine, trained.micro_step, batches, sample, rows)
+    assert reduced is not None
+    plain = rows.sum(0) / 64
+    assert (reduced.values - plain).norm() < 2e-3 * plain.norm()
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, REMAINDER])
