@@ -5,8 +5,8 @@ A document becomes BOS + its tokens + EOS; text never yields special ids, so a l
 document goes to the eval split by a hash of its text: equal texts stay on one side. A single text file, such as an
 input.txt, is cut instead: its end is the eval split (--eval_by); or --split_on makes many documents of it.
 
-First, the tokenizer is tried on a sample of the texts. One that gives other ids in transformers is refused; text that it
-loses and unknown tokens are logged, and in manifest.json under steps.tokenizer_check.
+First, the tokenizer is tried on a sample of the texts. One that gives other ids in transformers is refused; text
+that it loses and unknown tokens are logged, and in manifest.json under steps.tokenizer_check.
 
 Documents that cannot be read are counted by reason. Files of which a part cannot be read are counted apart, with the
 rows that they lost. More documents than --max_dropped, or more files than --max_damaged_files, end the run with
