@@ -18,7 +18,7 @@ from train.data.encoder import TextEncoder
 from train.data.format import MANIFEST_NAME, DataError, Manifest
 from train.files import naming, shown, write_durably
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of, read_progress, read_results
-from train.prepare.corpus import Source, list_sources, text_key_option
+from train.prepare.corpus import Source, list_sources
 from train.prepare.executors import need_slurm, run_local, run_ray, running_slurm, submit_slurm
 from train.prepare.output import IDENTITY_NAME, SLURM_NAME, WORK_NAME, OutputFolder
 from train.prepare.steps import StepOptions, filters, options_of, passes, removal, report
@@ -190,7 +190,7 @@ class Preparation:
         documents = tally.documents()
         if tally.dropped or tally.by_step or tally.damaged:
             _tell(tally.table())
-        if problem := _unreadable(tally, max_dropped, max_damaged_files):
+        if problem := tally.refusal(max_dropped, max_damaged_files, " and run it again with --overwrite"):
             raise DataError(problem)
         if not tally.read and self.max_bytes is not None:
             raise DataError(
@@ -259,25 +259,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
             yield f"{len(changed)} input files are new, gone or changed, the first is {changed[0] if changed else '-'}"
         else:
             yield f"{key}: {shown(old)} -> {shown(new)}"
-
-
-def _unreadable(tally: Tally, max_dropped: int, max_damaged_files: int) -> str:
-    """Return why the inputs are refused, with what to do, or ""."""
-    dropped, damaged = tally.dropped.total(), len(tally.damaged)
-    is_all = bool(dropped or damaged) and not tally.read
-    if dropped <= max_dropped and damaged <= max_damaged_files and not is_all:
-        return ""
-    found = f"dropped documents: {dropped} (--max_dropped is {max_dropped}), damaged files: {damaged} "
-    found += f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_all else ''}"
-    ways = ["repair the inputs that the table names and run it again with --overwrite"]
-    if tally.text_keys:
-        ways.append(f"name the key of the text with {text_key_option(tally.text_keys)} and --overwrite")
-    if not is_all:
-        allow = [f"--max_dropped {dropped}"] * bool(dropped) + [f"--max_damaged_files {damaged}"] * bool(
-            damaged
-        )
-        ways.append(f"accept the loss: run it again with {' '.join(allow)}, which reads nothing again")
-    return f"{found}. Nothing was committed. Either {', or '.join(ways)}"
 
 
 class Progress:

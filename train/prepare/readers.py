@@ -73,8 +73,7 @@ class Damaged:
     lost_rows: int = 0
 
     def __str__(self) -> str:
-        lost = f"; {self.lost_rows:,} rows are lost" if self.lost_rows else ""
-        return f"{self.path}: {self.reason}: {self.detail}{lost}"
+        return f"{self.path}: {self.reason}: {self.detail}"
 
 
 Items = Iterator[Text | Dropped | Damaged]
@@ -271,10 +270,9 @@ def _read_jsonl(lines: Lines, text_key: str, stop: float) -> Items:
         if not line.strip():
             continue
         record = _parse(line, lines.where)
-        if isinstance(record, list):
-            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY, max(len(record), 1))
-        elif line.strip() == b"[":
-            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY)
+        if isinstance(record, list) or line.strip() == b"[":
+            count = max(len(record), 1) if isinstance(record, list) else 1
+            yield Dropped(INVALID_JSON, lines.where, JSON_ARRAY, count)
         else:
             yield _text_of(record, lines.where, text_key)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from train.prepare.corpus import text_key_option
 from train.prepare.readers import Damaged, Dropped
 
 if TYPE_CHECKING:
@@ -125,6 +126,30 @@ class Tally:
             lines.append(f"{f'{rows:,}' if rows else 'unknown':>11}  damaged: {path}")
             lines += [f"{'':>13}  {example}" for example in self.examples[path]]
         return "\n".join(lines)
+
+    def refusal(
+        self, max_dropped: int, max_damaged_files: int, again: str = "", is_all_read: bool = True
+    ) -> str:
+        """Return why the inputs that the table names are refused, with what to do, or "".
+
+        again: what else to do after a repair. is_all_read: the counts are final, so they can be accepted.
+        """
+        dropped, damaged = self.dropped.total(), len(self.damaged)
+        is_empty = bool(dropped or damaged) and not self.read
+        if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
+            return ""
+        found = f"dropped documents: {dropped} (--max_dropped is {max_dropped}), damaged files: {damaged} "
+        found += (
+            f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_empty else ''}"
+        )
+        ways = [f"repair the inputs that the table names{again}"]
+        if self.text_keys:
+            ways.append(f"name the key of the text with {text_key_option(self.text_keys)}{again}")
+        if is_all_read and not is_empty:
+            limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
+            options = " ".join(f"{name} {count}" for name, count in limits.items() if count)
+            ways.append(f"accept the loss: run it again with {options}")
+        return f"{found}. Nothing was written. Either {', or '.join(ways)}"
 
     def to_json(self) -> dict[str, Any]:
         return {

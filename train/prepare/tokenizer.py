@@ -30,14 +30,13 @@ from train.data.encoder import (
     load_exported,
 )
 from train.files import naming
-from train.prepare.corpus import Source, list_sources, read_share, text_key_option
+from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.output import take_lock
 from train.prepare.readers import EMPTY, MISSING_KEY, Damaged, Dropped, Items, Place, Text
-from train.prepare.tally import Pace
+from train.prepare.tally import Pace, Tally
 
 MODEL_NAME = "tokenizer.model"
 PROGRESS_S = 5.0
-NAMED = 5  # documents that cannot be read, in one message
 # Twice the default of sentencepiece, which skips what is longer; documents are cut at line ends to fit.
 MAX_SENTENCE_BYTES = 8192
 # sentencepiece writes the number into the model, so it must not follow the machine.
@@ -68,70 +67,37 @@ def sample_texts(
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
 
     Raises:
-        ValueError: more documents than `max_dropped` cannot be read, of which the first are named, or more than
-            `max_damaged_files` files, or there is no text.
+        ValueError: more documents than `max_dropped` cannot be read, or more than `max_damaged_files` files, or there
+            is no text. Where documents lack the key of the text, the rest of the inputs is not read.
     """
-    unread = _Unread(max_dropped)
-    damaged: set[str] = set()
+    tally, is_all_read = Tally(), True
     kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash first
     kept_bytes = 0
     for number, item in enumerate(items):
-        if isinstance(item, Dropped):
-            unread.add(item)
-            continue
         if isinstance(item, Damaged):
-            damaged.add(item.path)
-            _tell(f"damaged file: {item}")
+            tally.damage(item)
             continue
+        if isinstance(item, Dropped):
+            if item.reason != EMPTY:
+                tally.drop(item)
+            if item.reason == MISSING_KEY and tally.dropped.total() > max_dropped:
+                is_all_read = False
+                break
+            continue
+        tally.read += 1
         size = len(item.text.encode())
         key = int.from_bytes(hashlib.blake2b(item.text.encode(), digest_size=8).digest(), "little")
         heapq.heappush(kept, (-key, -number, size, item.text))
         kept_bytes += size
         while kept_bytes > max_bytes and len(kept) > 1:
             kept_bytes -= heapq.heappop(kept)[2]
-    unread.end()
-    if len(damaged) > max_damaged_files:
-        raise ValueError(
-            f"damaged files: {len(damaged)} (--max_damaged_files is {max_damaged_files}); repair them, leave "
-            f"them out of --input, or accept the loss with --max_damaged_files {len(damaged)}"
-        )
+    if tally.dropped or tally.damaged:
+        _tell(tally.table())
+    if problem := tally.refusal(max_dropped, max_damaged_files, is_all_read=is_all_read):
+        raise ValueError(problem)
     if not kept:
         raise ValueError("the inputs hold no text; a tokenizer needs some")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
-
-
-class _Unread:
-    """Documents that cannot be read. More than are allowed end the reading: at once where the key of the text is
-    missing, else once a few can be named together, or at the end."""
-
-    def __init__(self, allowed: int) -> None:
-        self.allowed, self.count, self.first = allowed, 0, list[Dropped]()
-
-    def add(self, item: Dropped) -> None:
-        if item.reason == EMPTY:
-            return
-        self.count += item.count
-        if len(self.first) < NAMED:
-            self.first.append(item)
-        if self.count > self.allowed and (item.reason == MISSING_KEY or len(self.first) == NAMED):
-            self._refuse(" so far")
-
-    def end(self) -> None:
-        if self.count > self.allowed:
-            self._refuse("")
-        if self.count:
-            _tell(
-                f"{self.count} documents cannot be read and are left out (--max_dropped), such as {self.first[0]}"
-            )
-
-    def _refuse(self, so_far: str) -> None:
-        remedy = "mend them, or leave them out of --input"
-        if keys := [item.text_keys for item in self.first if item.text_keys]:
-            remedy += f", or name the key of the text with {text_key_option(keys[0])}"
-        named = "".join(f"\n  {item}" for item in self.first)
-        raise ValueError(
-            f"{self.count} documents{so_far} cannot be read, and --max_dropped allows {self.allowed}:{named}\n{remedy}"
-        )
 
 
 def training_sentences(texts: Iterable[str]) -> Iterator[str]:
