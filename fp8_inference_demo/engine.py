@@ -24,14 +24,17 @@ from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Weights, load_weights
 from model.config import load_config
+from model.errors import UserError
 from model.fp8.precision import check_fp8_gpu
 
 # Steps that the device is ahead of the host, and so that may be computed in vain when a row ends.
 AHEAD = 8
 
 
-class EngineError(ValueError):
+class EngineError(UserError, ValueError):
     """What was asked for cannot be computed; the message says why and what to do. row: of which row, if of one."""
+
+    code = "engine"
 
     row: int | None = None
 

@@ -14,17 +14,6 @@ if TYPE_CHECKING:
     from transformers import MistralConfig
 
 
-class UserError(RuntimeError):
-    """What a user can mend, apart from the ValueErrors of arguments and files.
-
-    Its message says what was given or found, and what to do; train.py shows it without a traceback and ends with
-    status 2: started again as it is, the run would end so again. Not where it `may_pass`, as a fault of a file system
-    may: then the status is that of a crash, worth another start.
-    """
-
-    may_pass: bool = False
-
-
 GIB = 2**30
 CONFIGS = Path(__file__).parent / "configs"
 

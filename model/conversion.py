@@ -23,12 +23,15 @@ from torch import nn
 from transformers import MistralConfig
 
 from model.config import head_dim
+from model.errors import UserError
 
 Parts = list[tuple[str, int]]
 
 
-class ConversionError(ValueError):
+class ConversionError(UserError, ValueError):
     """Weights that do not fit the model; the message names the tensors."""
+
+    code = "conversion"
 
 
 def hf_parts(name: str, shape: torch.Size, config: MistralConfig) -> Parts:

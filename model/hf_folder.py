@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import ARCHITECTURE, head_dim, load_sizes, rope_theta, weight_shapes
+from model.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +30,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 AGAIN = "copy or download it again"
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """Weights of a Hugging Face folder that cannot be used; the message names the files or tensors."""
+
+    code = "weights"
 
 
 @dataclass(frozen=True)

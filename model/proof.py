@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MistralConfig
 
-from model.config import UserError, head_dim, window_size
+from model.config import head_dim, window_size
 from model.documents import Documents, attend, random_documents
+from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.gemms import count_gemms
 from model.fp8.modules import of_transformer_engine
@@ -37,6 +38,8 @@ ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 class ProofError(UserError):
     """The run does not do what its configuration says; the message says what was found and what to do."""
+
+    code = "proof"
 
 
 def prove(

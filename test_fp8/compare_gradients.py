@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, model_config, positive

@@ -49,7 +49,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which train/launch.py blocks in its ranks
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.keys import between, unicode, why_no_file
 from train.files import reason, tell, write_durably

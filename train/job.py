@@ -31,6 +31,7 @@ sys.path[0] = str(ROOT)
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
+from model.errors import UserError
 from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
 from train.checkpoint.resume import to_go_on
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
@@ -51,8 +52,10 @@ EMBEDDED_CORPUS = "python-stdlib"
 INSTALL = 'set -euo pipefail; source "$ROOT/scripts/setup_env.sh"; install_requirements "$ROOT/requirements-prep.txt"'
 
 
-class JobError(RuntimeError):
+class JobError(UserError, RuntimeError):
     """The job cannot be done with these settings; the message names the one to change."""
+
+    code = "job"
 
 
 def main(argv: list[str]) -> int:

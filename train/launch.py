@@ -42,7 +42,7 @@ from model import need
 
 need("starting ranks", "pydantic", "psutil")
 
-from model.config import UserError
+from model.errors import UserError
 from model.keys import between
 from train.engine.launchers import Nodes, names_of_this_host, nodes_of
 from train.files import remove_dead_buffers, tell

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import UserError, flops_per_token
+from model.config import flops_per_token
+from model.errors import UserError
 from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import of_transformer_engine
@@ -46,6 +47,8 @@ from train.record.run_folder import RunFolder
 
 class TrainingError(UserError):
     """The run cannot go on; the message says at which step and what to do."""
+
+    code = "training"
 
 
 @dataclass

@@ -24,7 +24,8 @@ from model import need
 
 need("planning", "pydantic")
 
-from model.config import CONFIGS, UserError, load_sizes
+from model.config import CONFIGS, load_sizes
+from model.errors import UserError
 from model.keys import why_no_file
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config

@@ -37,7 +37,8 @@ from train.guard import signals
 if __name__ == "__main__":
     signals.install()  # the imports take seconds
 
-from model.config import GIB, UserError
+from model.config import GIB
+from model.errors import UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.engine import launchers
 from train.engine.meeting import meet

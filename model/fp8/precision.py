@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
 from model.fp8.modules import TAKEN_OUT, bf16_pattern, fp8_modules, gemm_modules, run_under
 from model.fp8.recipes import (
@@ -41,8 +42,10 @@ GO_ON = (
 )
 
 
-class PrecisionError(ValueError):
+class PrecisionError(UserError, ValueError):
     """The precision asked for cannot be had; the message says what is missing and what to do."""
+
+    code = "precision"
 
 
 def check_fp8_gpu() -> None:

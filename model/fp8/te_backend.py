@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from model.config import UserError
+from model.errors import UserError
 from model.variants import ATTENTION_BACKENDS, FLASH_HEAD_DIMS
 
 MODULES = (
@@ -38,6 +38,8 @@ FUSED_SWIGLU = "fused_swiglu"
 
 class BackendError(UserError):
     """A backend that this machine does not have; the message says what is missing."""
+
+    code = "backend"
 
 
 def load(name: str = "auto") -> SimpleNamespace:

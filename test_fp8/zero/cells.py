@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from model.config import UserError
+from model.errors import UserError
 from model.variants import VARIANTS
 from test_fp8.common.folders import make_folder
 from test_fp8.common.options import ROOT

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from model.config import UserError
+from model.errors import UserError
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.reliability.stopping import assert_equal_runs, stop_when

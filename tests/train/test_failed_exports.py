@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from model.config import UserError
+from model.errors import UserError
 from tests.train.runs import curve, run
 from train import export, plot
 from train.guard.signals import Interrupted

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from model.config import UserError
+from model.errors import UserError
 from train.files import again, sha256_file, size_text, sync_folder, write_durably
 
 SCHEMA = 2
@@ -40,6 +40,8 @@ FOLDER = re.compile(r"step-(\d{8,})")
 
 class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message names the file and what to do."""
+
+    code = "checkpoint"
 
 
 @dataclass

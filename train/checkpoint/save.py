@@ -60,6 +60,8 @@ class SaveError(CheckpointError):
     """A save that failed, the same on every rank. What was committed before it is as it was. may_pass: by a fault that
     may be over at another start, on each rank that had one."""
 
+    code = "save"
+
     def __init__(self, message: str, may_pass: bool = False):
         super().__init__(message)
         self.may_pass = may_pass

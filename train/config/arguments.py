@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig
@@ -34,8 +35,10 @@ DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 SMALLEST_WINDOW = 16  # steps of spike_window: the median of fewer says little
 
 
-class ConfigurationError(ValueError):
+class ConfigurationError(UserError, ValueError):
     """The configuration cannot be used; the message lists every problem with its key."""
+
+    code = "configuration"
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from model.errors import UserError
 from train.files import sha256_file, write_durably
 
 SCHEMA = 1
@@ -35,8 +36,10 @@ Positive = Annotated[int, Field(ge=1)]
 READ_BYTES = 16 << 20  # read at a time by whatever goes through a whole shard
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Prepared data (or what was asked of it) cannot be used; the message names the file and the next step."""
+
+    code = "data"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from model.config import UserError
+from model.errors import UserError
 from train.guard.signals import NOT_AS_IT_IS
 from train.record.run_folder import RunFolder
 
@@ -37,6 +37,8 @@ LENGTH = 1024  # bytes, always as many: what is written replaces all of what was
 
 class LockError(UserError):
     """Another run, or export, holds the folder; the message says which."""
+
+    code = "lock"
 
 
 @contextlib.contextmanager

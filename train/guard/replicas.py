@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from train.engine import zero
@@ -26,6 +26,8 @@ GOLDEN = 0x9E3779B1  # an odd number near 2**32 / 1.618: its multiples are sprea
 
 class ReplicaError(UserError):
     """The ranks have different weights; the message names the ranks and the first tensor."""
+
+    code = "replica"
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.config import UserError, flops_per_token, num_parameters
+from model.config import flops_per_token, num_parameters
+from model.errors import UserError
 from train.files import size_text
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
 from train.planning.rates import GPUS, Estimate, Gpu, estimate
@@ -21,6 +22,8 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 class PlanError(UserError):
     """What was asked for cannot be planned; the message says what is allowed."""
+
+    code = "plan"
 
 
 def parse_tokens(text: str) -> int:

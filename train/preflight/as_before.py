@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state, snapshot_fp8_state
 from train.checkpoint.load import set_random_state
@@ -21,6 +21,8 @@ CHUNK = 2**28  # elements that are looked at together; torch.nonzero takes fewer
 
 class ChangedError(UserError):
     """A step of the preflight has changed the run."""
+
+    code = "preflight_changed_run"
 
 
 @contextmanager

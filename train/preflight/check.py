@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.config import UserError, load_sizes, num_parameters
+from model.config import load_sizes, num_parameters
+from model.errors import UserError
 from model.fp8.recipes import EIGHT_BITS, RECIPES
 from model.hf_folder import check_init_from, find_weights
 from model.variants import VARIANTS
@@ -44,6 +45,8 @@ CPU_PARAMETERS = 100e6
 
 class PreflightError(UserError):
     """The run cannot start; the message has every reason, each with what to do."""
+
+    code = "preflight"
 
 
 def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.machine import describe
 from model.fp8.recipes import why_no_fp8
 from train.config.arguments import TrainingArguments

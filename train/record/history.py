@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from model.errors import UserError
 from train.record.provenance import read_starts
 from train.record.run_folder import RunFolder
 
@@ -21,8 +22,10 @@ SET_LOSS = "eval_loss/"  # and the name of one of data.eval_sources
 SMOOTHED_SHARE = 50  # a loss is smoothed over this part of the lines
 
 
-class HistoryError(ValueError):
+class HistoryError(UserError, ValueError):
     """A folder is not that of a run, or has nothing to show yet; the message says what is there and what to do."""
+
+    code = "history"
 
 
 @dataclass

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import MistralForCausalLM
 
-from model.config import UserError
+from model.errors import UserError
 from tests import programs
 from tests.fixtures import write_jsonl
 from tests.reliability.launching import clean_environment
