@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     OPTIONS.settle(options)
     import torch.distributed as dist
 
-    from model.config import UserError, load_config, num_parameters
+    from model.config import load_config, num_parameters
+    from model.errors import UserError
     from test_fp8.model.saves import measure
     from train.engine.distributed import init_distributed
 
