@@ -4,9 +4,12 @@
 Standard library only, since it runs before anything is installed. A line of the file reads
 `name[extras]==version  # from X, optional: why`, the comment and its parts being optional themselves:
 
-- with --exact (our own virtual environment) every package has to be there at its pinned version;
-- without (an environment somebody else made) a version not below `from` will do, an `optional` package may be
-  missing, and both are named on standard error rather than changed.
+- with --exact (our own virtual environment) every package must have its pinned version;
+- without (an environment somebody else made) a version not below `from` is accepted, an `optional` package may be
+  missing, and standard error names both.
+
+With --keep nothing is printed unless an installed package would be replaced: then standard error lists all that would
+be installed, and the exit status is 3.
 """
 
 import argparse
@@ -52,42 +55,51 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[str], list[str]]:
-    """(specifications for pip, remarks about what is left as it is)."""
-    specs, remarks = [], []
+def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[re.Match], list[str]]:
+    """(requirements that pip must install, remarks about what stays as it is)."""
+    wanted, remarks = [], []
     for requirement in requirements:
-        name, spec, version, floor = requirement.group("name", "spec", "version", "floor")
+        name, version, floor = requirement.group("name", "version", "floor")
         have = installed_version(name)
         if have == version:
             continue
         if not exact and have is None and requirement["optional"]:
             needed = f", for {requirement['why']}" if requirement["why"] else ""
-            remarks.append(f"{name} is not installed (optional{needed}; tested with {spec})")
+            remarks.append(f"{name} is not installed (optional{needed}; tested with {version})")
         elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
             remarks.append(f"{name} {have} stays (tested with {version})")
         else:
-            specs.append(spec)
-    return specs, remarks
+            wanted.append(requirement)
+    return wanted, remarks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="requirements files")
     parser.add_argument("--exact", action="store_true", help="only the pinned versions will do")
+    parser.add_argument("--keep", action="store_true", help="fail if an installed package would be replaced")
     arguments = parser.parse_args()
+    wanted, remarks = [], []
     for file in arguments.files:
         try:
-            requirements = parse(file.read_text(encoding="utf-8"))
+            found = to_install(parse(file.read_text(encoding="utf-8")), arguments.exact)
         except (OSError, ValueError) as error:
             print(f"{file}: {error}", file=sys.stderr)
             return 1
-        specs, remarks = to_install(requirements, arguments.exact)
-        for spec in specs:
-            print(spec)
-        for remark in remarks:
-            with contextlib.suppress(OSError):  # a console that is gone
-                os.write(2, f"  {remark}\n".encode())
-    return 0
+        wanted += found[0]
+        remarks += found[1]
+    if arguments.keep:
+        have = {requirement: installed_version(requirement["name"]) for requirement in wanted}
+        if not any(have.values()):
+            return 0
+        remarks = [f"{r['name']}: installed {v or 'none'}, needed {r['version']}" for r, v in have.items()]
+    else:
+        for requirement in wanted:
+            print(requirement["spec"])
+    for remark in remarks:
+        with contextlib.suppress(OSError):  # a console that is gone
+            os.write(2, f"  {remark}\n".encode())
+    return 3 if arguments.keep else 0
 
 
 if __name__ == "__main__":

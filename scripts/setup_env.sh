@@ -3,14 +3,14 @@
 #
 #   setup_env [dev]
 #
-# It leaves PY (the Python to use) and HAS_GPU (0 or 1), and its bin folder first on PATH. The environment is the
-# one that is active (virtual environment or conda), else a Python that already has everything, else
-# ROOT/.venv, made on the first run. What is already there is not installed again: a second run only looks.
+# It sets PY (the Python to use) and HAS_GPU (0 or 1), and puts PY's folder first on PATH. PY is that of the active
+# environment (venv or conda), else a Python that has everything, else that of ROOT/.venv, which the first run makes.
+# In an active environment other than ROOT/.venv, missing packages are installed and no installed one is replaced.
 #
-# Settings: PYTHON=path of the Python to make .venv with; TORCH_INDEX_URL=index to look for torch in on a machine without
-# a GPU (default: torch's own index of CPU builds where it answers and pip is configured for no other; pip's default
-# wheel for Linux brings 5 GB of CUDA packages along: more to download, the same numbers); PIP_* as pip documents them;
-# TORCH_EXTENSIONS_DIR=folder of what DeepSpeed compiles for CPUs (default: torch_extensions in the environment).
+# Settings: SETUP_REPLACE=1 (packages of an active environment may be replaced); PYTHON (path of the Python to make
+# .venv with); TORCH_INDEX_URL (index for torch on a machine without a GPU; default: torch's index of CPU builds if it
+# answers and pip has no other index, since pip's default wheel for Linux brings 5 GB of CUDA packages); PIP_* (see
+# pip); TORCH_EXTENSIONS_DIR (folder of what DeepSpeed compiles; default: torch_extensions in the environment).
 
 MIN_PYTHON="3.11"
 # Tested versions. torch 2.11 is what Transformer Engine 2.20.2 was measured with on H200.
@@ -57,9 +57,8 @@ find_python() {
       return
     fi
   done
-  local have="none"
-  if command -v python3 >/dev/null 2>&1; then have="$(python3 --version 2>&1)"; fi
-  die "Python >= $MIN_PYTHON is needed (found: $have). Install it, or name one: PYTHON=/path/to/python3.12 $0"
+  candidate="$(python3 --version 2>/dev/null || true)"
+  die "Python >= $MIN_PYTHON is needed (found: ${candidate:-none}). Install it, or name one: PYTHON=/path/to/python3.12 $0"
 }
 
 has_torch() {
@@ -94,8 +93,7 @@ need_python_headers() {
     die "Python's headers are missing ($include/Python.h), DeepSpeed's build needs them: apt-get install python3-dev"
 }
 
-# torch's builder of extensions does not quote the folder of torch's libraries: the compiler would get it in pieces, and
-# that only after minutes of installing.
+# torch's builder of extensions does not quote the folder of torch's libraries.
 need_path_without_space() {
   [[ "$1" != *[[:space:]]* ]] ||
     die "$1 has white space in its path, at which torch cuts it where extensions are compiled. Activate an environment" \
@@ -109,8 +107,7 @@ need_disk() {
     die "$need_gib GiB of free disk are needed in $ROOT for the packages, $((free_kib / 1024 / 1024)) are there"
 }
 
-# Reads what a program says, to its end, into the file $1 if one is given. Every NEWS_S seconds it tells how long that
-# takes and what was said last: a whole log is too much, and nothing is too little.
+# Copies its input into the file $1, if given; every NEWS_S seconds it prints the time so far and the last line.
 news() {
   local line part="" last="" status began="$SECONDS" told="$SECONDS"
   while true; do
@@ -130,12 +127,14 @@ news() {
   done
 }
 
+# With KEEP, pip fails rather than replace an installed package: the versions on its standard input are constraints.
 pip_install() {
   "$PY" -m pip --version >/dev/null 2>&1 ||
     die "$PY has no pip. Install it, or use another environment. Wanted: $*"
   # warnings and errors do not go through `news`
-  "$PY" -m pip install --use-pep517 --disable-pip-version-check "$@" | news ||
-    die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror"
+  { [[ -z "${KEEP:-}" ]] || "$PY" -m pip list --format=freeze --disable-pip-version-check; } |
+    "$PY" -m pip install --use-pep517 --disable-pip-version-check -c /dev/stdin "$@" | news ||
+    die "pip could not install: $* (see its lines above). Check the network, or PIP_INDEX_URL for a mirror${KEEP:+. $KEEP}"
 }
 
 # Whether pip is told where to find packages: then torch comes from there, too.
@@ -184,16 +183,20 @@ make_venv() {
   }
 }
 
-# Sets PY, and EXACT (--exact: in a .venv of our own the tested versions, else what is compatible); makes .venv if that
-# is where things go.
+# Sets PY, EXACT (--exact: .venv gets the pinned versions) and KEEP (why no package may be replaced). Makes .venv.
 choose_environment() {
-  local files=("$@")
-  EXACT=""
+  local files=("$@") prefix
+  EXACT="" KEEP=""
   PY="$(active_python)"
-  if [[ -n "$PY" ]]; then
+  prefix="${PY%/bin/*}"
+  if [[ -n "$PY" && ! "$prefix" -ef "$ROOT/.venv" ]]; then
     python_is_new_enough "$PY" ||
       die "the active environment has $("$PY" --version 2>&1 || true); Python >= $MIN_PYTHON is needed"
-    need_path_without_space "$(dirname "$(dirname "$PY")")" ""
+    need_path_without_space "$prefix" ""
+    if [[ "${SETUP_REPLACE:-}" == 1 ]]; then return; fi
+    KEEP="What is installed in $prefix, which is active, stays: deactivate it to use $ROOT/.venv, or set SETUP_REPLACE=1"
+    "$PY" "$ROOT/scripts/check_requirements.py" --keep "${files[@]}" ||
+      die "the installed versions above are not those that are needed. $KEEP"
     return
   fi
   if [[ ! -x "$ROOT/.venv/bin/python" ]]; then
@@ -228,8 +231,7 @@ install_requirements() {
   done
 }
 
-# Transformer Engine must load the cuDNN that torch bundles. With an older one of the system beside it, it fails
-# to load or falls back, without a word, to an attention five times slower.
+# Transformer Engine must load torch's cuDNN: with the system's it fails, or runs an attention that is 5 times slower.
 use_torchs_cudnn() {
   local home
   home="$("$PY" -c 'import nvidia.cudnn as c; print(list(c.__path__)[0])' 2>/dev/null || true)"
@@ -238,9 +240,8 @@ use_torchs_cudnn() {
   export LD_LIBRARY_PATH="$home/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-# DeepSpeed's communication between CPU ranks is compiled, which takes a minute. Here and not in the first start, which
-# would wait without a word; and for this environment alone: torch compiles anew when another one asks for it, so that
-# two of them with one folder would at every change of turns.
+# Compiles DeepSpeed's communication between CPU ranks, which takes a minute. Each environment has a folder of its own,
+# since torch compiles again whenever another environment asks.
 build_communication() {
   local prefix log
   prefix="$(dirname "$(dirname "$PY")")"
@@ -266,8 +267,7 @@ setup_env() {
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi
 
-  # Several nodes or terminals may start on one shared folder: one makes the environment, the others wait. Who may not
-  # write there makes nothing there, and waits only for who does, or for nobody where there is no file to lock.
+  # Several nodes or terminals may start in one folder: one makes the environment, the others wait.
   local lock="" kind=-x
   if command -v flock >/dev/null 2>&1; then
     { exec {lock}>"$ROOT/.setup.lock" || { kind=-s && exec {lock}<"$ROOT/.setup.lock"; }; } 2>/dev/null || lock=""

@@ -8,6 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,71 @@ def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Pat
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"PY={tmp_path}/venv/bin/python\n", "nothing to install, nothing to say"
     assert not (tmp_path / "root" / ".venv").exists()
+
+
+# A requirement that pip must install into the active environment, SETUP_REPLACE -> exit status; whether pip is asked
+# for it; whether pip gets what is installed as constraints.
+@pytest.mark.parametrize(
+    ("requirement", "replace", "expected"),
+    [
+        ("pytest==0.1", "", (1, False, False)),
+        ("pytest==0.1", "1", (0, True, False)),
+        ("absent==1.0", "", (0, True, True)),
+        ("absent==1.0\npytest==0.1", "", (1, False, False)),
+    ],
+)
+def test_nothing_in_an_active_environment_is_replaced_unasked(
+    machine: dict[str, str], tmp_path: Path, requirement: str, replace: str, expected: tuple[int, bool, bool]
+) -> None:
+    asked, given = tmp_path / "asked.txt", tmp_path / "constraints.txt"
+    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" > {asked}; cat > {given}; exit 0; }}'
+    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    before = f"echo '{requirement}' >> requirements.txt"
+    run = set_up(machine | {"SETUP_REPLACE": replace}, tmp_path, before)
+    assert run.returncode == expected[0], run.stderr
+    assert asked.exists() == expected[1]
+    if expected[1]:
+        assert requirement in asked.read_text()
+        assert (f"pytest=={metadata.version('pytest')}\n" in given.read_text()) == expected[2]
+    else:
+        assert "SETUP_REPLACE=1" in run.stderr and metadata.version("pytest") in run.stderr
+
+
+def test_a_missing_package_that_would_replace_another_is_refused(tmp_path: Path) -> None:
+    """With pip and wheels: what `absent` needs is installed in another version."""
+    wheels, target = tmp_path / "wheels", tmp_path / "venv"
+    wheel(wheels, "absent", "1.0", "Requires-Dist: pytest==0.1")
+    wheel(wheels, "pytest", "0.1")
+    wheel(wheels, "alone", "1.0")
+    venv.create(target, with_pip=False)
+    places = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheels),
+    }
+    script = f"set -euo pipefail; source scripts/setup_env.sh; PY={target}/bin/python KEEP=yes; pip_install "
+    for name, status in (("absent", 1), ("alone", 0)):
+        command, environment = ["bash", "-c", script + name], {**os.environ, **places}
+        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == status, run.stdout + run.stderr
+    assert [path.stem for path in target.rglob("*.py") if path.stem in ("absent", "pytest", "alone")] == [
+        "alone"
+    ]
+
+
+def wheel(folder: Path, name: str, version: str, metadata: str = "") -> None:
+    """A wheel with one empty module."""
+    folder.mkdir(exist_ok=True)
+    information = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": "",
+        f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}\n",
+        f"{information}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{information}/RECORD"] = "".join(f"{path},,\n" for path in files)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
 
 
 def test_the_cpu_communication_is_built_once_for_an_environment(
@@ -243,8 +311,8 @@ def test_what_pip_has_to_install(
     installed: dict[str, str], exact: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_requirements, "installed_version", installed.get)
-    specs, remarks = check_requirements.to_install(check_requirements.parse(REQUIREMENTS), exact)
-    assert specs == wanted
+    found, remarks = check_requirements.to_install(check_requirements.parse(REQUIREMENTS), exact)
+    assert [requirement["spec"] for requirement in found] == wanted
     assert any("lenient" in remark for remark in remarks) == (
         not exact and "lenient[extra]==2.0" not in wanted
     )
