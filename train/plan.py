@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         resolved = arguments.resolve(options.gpus)
         step_tokens = resolved.train_batch_size_tokens or 1
         tokens = tokens or arguments.max_steps * step_tokens
-        ds_config, steps = resolve_ds_config(resolved, options.gpus), max(1, round(tokens / step_tokens))
+        ds_config, steps = resolve_ds_config(arguments, options.gpus), max(1, round(tokens / step_tokens))
         setting = Setting.of(resolved, ds_config, sizes, options.gpus, steps)
         planned = plan(Path(arguments.model.config).name, setting, gpu, tokens, options.network)
         tell(*lines(planned))

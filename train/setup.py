@@ -61,7 +61,6 @@ from train.engine.step import MicroStep, build_engine, without_prints
 from train.files import discarded_name, note, size_text, tell, write_durably
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
-from train.preflight.check import in_float32
 from train.preflight.sizes import disk_plan
 from train.record.metrics import MetricsLogger, peak_tflops
 from train.record.provenance import origin as origin_of
@@ -288,7 +287,7 @@ def planned_for(
 ) -> Prediction | None:
     """On rank 0 what the plan expects of this run, which is told; None where there is no GPU, an optimizer that it does
     not count, or a fault in it: a run does not need it."""
-    if dist.get_rank() != 0 or not torch.cuda.is_available() or not in_float32(ds_config):
+    if dist.get_rank() != 0 or not torch.cuda.is_available():
         return None
     try:
         setting = Setting.of(args, ds_config, config, dist.get_world_size())

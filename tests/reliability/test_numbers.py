@@ -108,7 +108,7 @@ def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }
     with pytest.raises(
-        ConfigurationError, match="compute_grad_norm: false would(?s:.)*check_grad_overflow: false would"
+        ConfigurationError, match="bf16.check_grad_overflow|zero_optimization.compute_grad_norm"
     ):
         resolve_ds_config(TrainingArguments.from_dict(settings).resolve(1), 1)
 

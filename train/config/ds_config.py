@@ -1,66 +1,164 @@
-"""The DeepSpeed configuration that is really used: the user's, with "auto" filled in from the arguments.
+"""Build the DeepSpeed configuration of a run: the user's, with "auto" filled in from the training arguments.
 
-DeepSpeed ignores top-level keys that it does not know, and those of some sections; here they are errors, as are those
-that mean nothing here, and whatever contradicts the training arguments. Checked against DeepSpeed 0.19.8.
+Only the keys in KEYS are accepted. Checked against DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from model.config import load_sizes
 from model.variants import VARIANTS, compiles, why_no_graphs
-from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
+from train.config.arguments import (
+    DEFAULT_DEEPSPEED,
+    ConfigurationError,
+    TrainingArguments,
+    find_config,
+    load_deepspeed,
+)
 from train.config.differences import leaves
 from train.config.schema import nearest
 
-# The top-level keys of DeepSpeed that mean something in this trainer. It reads others too (pipelines, tensor
-# parallelism, its own schedules and samplers, ...), which would be without effect here or break a run.
-KNOWN_KEYS = frozenset(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
-    "bf16 fp16 zero_optimization optimizer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "data_types communication_data_type prescale_gradients gradient_predivide_factor "
-    "gradient_allreduce_op disable_allgather disable_python_gc steps_per_print wall_clock_breakdown "
-    "memory_breakdown dump_state timers comms_logger flops_profiler tensorboard csv_monitor "
-    "checkpoint log_level vocabulary_size".split()
-)
-# What stands for some of the others: a key of the training configuration, or DeepSpeed's other name.
+
+class Kind(NamedTuple):
+    """What a key takes."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _whole(least: int) -> Kind:
+    def is_whole(value: Any) -> bool:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return number and value >= least and value == int(value)
+
+    return Kind(f"an integer of at least {least}", is_whole)
+
+
+def _is_name_or_names(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return all(isinstance(name, str) for name in names)
+
+
+ANY = Kind("anything", lambda value: True)  # compared with the training arguments
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NAMES = Kind("a name or a list of names", _is_name_or_names)
+SIZE, COUNT = _whole(1), _whole(0)
+
+RUN = "run on two ranks with other values: same gradients"
+RESHARDED = f"{RUN}; tests/reliability/test_world_size.py reshards its checkpoints"
+SOURCE = "read in DeepSpeed's source: has no effect on a step here"
+FP16 = "read in DeepSpeed's source: the loss scale, which fp16 alone has"
+EQUAL = "has to agree with the training arguments"
+
+# Section ("" is the top level) -> key -> what it takes, a Kind or the only values; how it was checked, or why there are
+# no others. A key that is a section itself has its path here.
+KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
+    "": {
+        "train_batch_size": (ANY, EQUAL),
+        "train_micro_batch_size_per_gpu": (ANY, EQUAL),
+        "gradient_accumulation_steps": (ANY, EQUAL),
+        "gradient_clipping": (ANY, EQUAL),
+        "communication_data_type": (ANY, EQUAL),
+        "gradient_allreduce_op": (("mean",), "a sum is the gradient times the number of ranks"),
+        "prescale_gradients": ((False,), "DeepSpeed stops with it at ZeRO 2"),
+        "gradient_predivide_factor": ((1, 1.0), "DeepSpeed stops with another one at ZeRO 2 and 3"),
+        "zero_allow_untested_optimizer": (FLAG, "the optimizers here are tested ones"),
+        "steps_per_print": (SIZE, RUN),
+        "wall_clock_breakdown": (FLAG, RUN),
+        "memory_breakdown": (FLAG, RUN),
+        "dump_state": (FLAG, RUN),
+    },
+    "bf16": {"enabled": (ANY, EQUAL)},
+    "fp16": {
+        "enabled": (ANY, EQUAL),
+        "loss_scale": (COUNT, FP16),
+        "initial_scale_power": (COUNT, FP16),
+        "loss_scale_window": (SIZE, FP16),
+        "hysteresis": (SIZE, FP16),
+        "min_loss_scale": (SIZE, FP16),
+    },
+    "data_types": {"grad_accum_dtype": (("fp32", "bf16", "fp16"), "tests/train/preflight/test_gradients.py")},
+    "checkpoint": {
+        "load_universal": ((False,), "runs resume from their own checkpoints, on any number of ranks")
+    },
+    "optimizer": {"type": (ANY, EQUAL)},
+    "optimizer.params": {
+        "lr": (ANY, EQUAL),
+        "betas": (ANY, EQUAL),
+        "eps": (ANY, EQUAL),
+        "weight_decay": (ANY, EQUAL),
+        "torch_adam": (FLAG, "chooses an implementation, and is not read here"),
+        "fused": (FLAG, "chooses an implementation, and is not read here"),
+        "adam_w_mode": ((True,), "false is Adam with L2 regularization"),
+    },
+    "timers": {},
+    "timers.throughput": {"enabled": (FLAG, RUN), "synchronized": (FLAG, RUN)},
+    "zero_optimization": {
+        "stage": ((0, 1, 2, 3), "tests/train/test_training.py"),
+        "overlap_comm": (FLAG, RUN),
+        "contiguous_gradients": (FLAG, RUN),
+        "reduce_scatter": (FLAG, RUN),
+        "reduce_bucket_size": (SIZE, RUN),
+        "allgather_bucket_size": (SIZE, RUN),
+        "allgather_partitions": (FLAG, SOURCE),
+        "use_multi_rank_bucket_allreduce": (FLAG, RUN),
+        "round_robin_gradients": (FLAG, RESHARDED),
+        "parameter_alignment": (FLAG, RESHARDED),
+        "sub_group_size": (SIZE, RESHARDED),
+        "stage3_prefetch_bucket_size": (COUNT, RUN),
+        "stage3_param_persistence_threshold": (COUNT, RUN),
+        "stage3_model_persistence_threshold": (COUNT, RUN),
+        "stage3_max_live_parameters": (COUNT, RUN),
+        "stage3_max_reuse_distance": (COUNT, RUN),
+        "stage3_gather_16bit_weights_on_model_save": (FLAG, SOURCE),
+        "load_from_fp32_weights": ((True,), "with false a resume loses the float32 weights"),
+        "elastic_checkpoint": ((False,), "nothing can load its checkpoints"),
+        "offload_optimizer": (
+            (None, {"device": "none"}),
+            "offloading is not supported; precision.optimizer_states packs the states, ZeRO shares them",
+        ),
+        "offload_param": (
+            (None, {"device": "none"}),
+            "offloading is not supported; ZeRO 3 shares the weights between ranks",
+        ),
+    },
+    "zero_optimization.leaf_module": {
+        "classes": (NAMES, "ds_config_zero3.json"),
+        "names": (NAMES, "as classes"),
+        "name_suffixes": (NAMES, "as classes"),
+    },
+}
+# What stands for some of the others.
 INSTEAD = {
     "scheduler": "lr_scheduler_type and warmup_steps of the training configuration",
     "wandb": 'report_to "wandb" of the training configuration',
+    "tensorboard": 'report_to "tensorboard" of the training configuration',
+    "csv_monitor": "metrics.jsonl, which every run writes",
     "activation_checkpointing": "gradient_checkpointing of the training configuration",
     "torch_autocast": "the section precision of the training configuration",
-    "bfloat16": "bf16, as its name is here",
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload": "precision.optimizer_states, or a higher ZeRO stage",
+    "zero_optimization.cpu_offload_param": "ZeRO 3",
+    "zero_optimization.zenflow": "precision.optimizer_states, or a higher ZeRO stage",
+    "zero_optimization.zero_quantized_gradients": "precision.gradient_communication, bf16 or fp32",
 }
-
-# Sections whose unknown keys DeepSpeed ignores (the others it checks itself).
-SECTION_KEYS = {
-    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
-    "timers": ("throughput",),
-    "checkpoint": ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write", "writer"),
-}
-
-OFFLOAD_KEYS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "zenflow")
-
-# "auto" values that DeepSpeed itself understands
-NATIVE_AUTO = ("data_types.keep_in_fp32_modules",)
 
 
 def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str, Any]:
-    """The configuration to give to deepspeed.initialize on `world_size` ranks, without "auto" and `optimizer` section.
+    """Return the configuration for deepspeed.initialize on `world_size` ranks, without "auto" and `optimizer` section.
 
-    Raises ConfigurationError: every unknown or unsupported key, every contradiction, in one message.
+    Raises ConfigurationError: every unsupported key or value and every contradiction, in one message, which names the
+    file where `arguments` are not resolved yet.
     """
+    given = arguments.deepspeed
     arguments = arguments.resolve(world_size)
     config = load_deepspeed(arguments.deepspeed)
     config.pop("msamp", None)  # resolved
     problems = _key_problems(config)
-    for key in ("bf16", "fp16", "zero_optimization", "optimizer", *SECTION_KEYS):
-        if key in config and not isinstance(config[key], dict):
-            problems.append(f"{key}: {json.dumps(config[key])} is given, an object is expected")
-            del config[key]  # so that the rest can be checked
     problems += _fill(config, _expected(arguments, world_size))
     problems += _take_optimizer(config, arguments)
     problems += _state_problems(config, arguments)
@@ -71,28 +169,53 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str
     problems += [
         f'{key}: "auto" cannot be filled in here; give a value or remove the key'
         for key, value in leaves(config).items()
-        if value == "auto" and key not in NATIVE_AUTO
+        if value == "auto"
     ]
     if problems:
         plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        raise ConfigurationError("\n  ".join([f"the DeepSpeed configuration has {plural}:", *problems]))
+        source = "the section deepspeed"
+        if not isinstance(given, dict):
+            source = str(find_config(DEFAULT_DEEPSPEED if given is None else given, "deepspeed"))
+        raise ConfigurationError(
+            "\n  ".join([f"{source}: the DeepSpeed configuration has {plural}:", *problems])
+        )
     return config
 
 
-def _key_problems(config: dict[str, Any]) -> list[str]:
-    problems = []
-    for key in [key for key in config if key not in KNOWN_KEYS]:
-        near = f" (use {INSTEAD[key]})" if key in INSTEAD else nearest(key, KNOWN_KEYS)
-        problems.append(
-            f"{key}: not supported here{near or ', only ' + ', '.join(sorted(KNOWN_KEYS))}; remove it"
-        )
-    for section, known in SECTION_KEYS.items():
-        if isinstance(config.get(section), dict):
-            problems += [
-                f"{section}.{key}: DeepSpeed has no such key and would ignore it{nearest(key, known)}"
-                for key in config[section]
-                if key not in known
-            ]
+def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
+    """Remove what is not in KEYS from `config`, or has a value that it does not take; a line for each."""
+    problems, known = [], KEYS[section]
+    for key, value in list(config.items()):
+        path = f"{section}.{key}" if section else key
+        if path in KEYS:
+            if isinstance(value, dict):
+                problems += _key_problems(value, path)
+                continue
+            problems.append(f"{path}: {json.dumps(value)} is given, an object is expected")
+        elif key in known:
+            allowed, remark = known[key]
+            if isinstance(allowed, Kind):
+                words, is_allowed = allowed.words, allowed.holds(value)
+            else:
+                words = " or ".join(map(json.dumps, allowed))
+                is_allowed = json.dumps(value) in map(json.dumps, allowed)
+            if is_allowed or value == "auto":
+                continue
+            problems.append(
+                f"{path}: {json.dumps(value)} is not supported ({remark}); set it to {words}, or remove it"
+            )
+        else:
+            sections = [name for name in KEYS if name.rpartition(".")[0] == section and name]
+            elsewhere = [f"{name}.{key}".lstrip(".") for name, keys in KEYS.items() if key in keys]
+            use = (
+                f" (use {INSTEAD[path]})"
+                if path in INSTEAD
+                else nearest(key, elsewhere or [*known, *sections])
+            )
+            if not use:
+                use = f"; supported are {', '.join(sorted([*known, *sections]))}"
+            problems.append(f"{path}: this key is not supported{use}; remove it")
+        del config[key]
     return problems
 
 
@@ -147,19 +270,16 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
             f"optimizer: the section has the type {json.dumps(kind)}, and Muon is asked for, and set, in the training "
             'configuration alone: optim "muon"; remove the section'
         ]
-    if str(kind).lower() not in ("adam", "adamw") or params.get("adam_w_mode") is False:
+    if str(kind).lower() not in ("adam", "adamw"):
         problems.append(
             f"optimizer.type: {json.dumps(kind)} is not supported, only AdamW is; remove the section"
         )
-    # fused and torch_adam choose an implementation, not other numbers
     expected = {
         "lr": (arguments.learning_rate, "learning_rate"),
         "betas": ([arguments.adam_beta1, arguments.adam_beta2], "adam_beta1 and adam_beta2"),
         "eps": (arguments.adam_epsilon, "adam_epsilon"),
         "weight_decay": (arguments.weight_decay, "weight_decay"),
     }
-    for name in params.keys() - expected.keys() - {"torch_adam", "adam_w_mode", "fused"}:
-        problems.append(f"optimizer.params.{name}: not supported{nearest(name, expected)}; remove it")
     given = {name: params[name] for name in params.keys() & expected.keys()}
     found = _fill(given, {name: expected[name] for name in given})
     return problems + [f"optimizer.params.{problem}" for problem in found]
@@ -174,11 +294,10 @@ def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) ->
     layer = {"te_linear": "MistralDecoderLayer", "te_layer": f"{fused}TransformerLayer"}[
         arguments.model.variant
     ]
-    leaf = zero.get("leaf_module")
-    leaf = leaf if isinstance(leaf, dict) else {}
+    leaf = zero.get("leaf_module", {})
     classes = leaf.get("classes") or []
     named = classes if isinstance(classes, list) else [classes]
-    found = any(str(name).rpartition(".")[2] == layer for name in named)
+    found = any(name.rpartition(".")[2] == layer for name in named)
     if leaf.get("names") or leaf.get("name_suffixes") or found:
         return None
     return (
@@ -190,29 +309,6 @@ def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) ->
 def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
     zero, problems = config.setdefault("zero_optimization", {"stage": 0}), []
     stage = zero.setdefault("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        problems.append(f"zero_optimization.stage: {json.dumps(stage)} is given, 0, 1, 2 or 3 is expected")
-    for key in OFFLOAD_KEYS:
-        given = zero.get(key)
-        if given not in (None, False) and not (isinstance(given, dict) and given.get("device") == "none"):
-            problems.append(
-                f"zero_optimization.{key}: offloading is not supported: what lies in host memory is stepped by another "
-                "AdamW than the one that is checked here, and checkpoints, resharding and packed states do not know "
-                "it; remove it (ZeRO 1 to 3 share the optimizer's memory between ranks, precision.optimizer_states "
-                "packs it at ZeRO 1, gradient_checkpointing saves activations; train/plan.py says what fits)"
-            )
-    if zero.get("zero_quantized_gradients"):
-        problems.append(
-            "zero_optimization.zero_quantized_gradients: DeepSpeed 0.19.8 reduces gradients in 8 bits at no stage; "
-            "with this in 4, at ZeRO 3 between nodes alone, which is not checked here, and elsewhere it does nothing; "
-            "remove it. precision.gradient_communication has bf16 and fp32"
-        )
-    for section, name in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
-        if config.get(section, {}).get(name, True) is not True:
-            problems.append(
-                f"{section}.{name}: {json.dumps(config[section][name])} would have steps taken whose gradients are not "
-                "finite; remove it"
-            )
     model = arguments.model
     if stage == 3 and compiles(model.variant, arguments.precision, model.compile):
         problems.append(
@@ -231,7 +327,11 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
     # DeepSpeed stops without ZeRO where gradients accumulate in another type than the parameters'
     dtype = {"fp8": "bf16"}.get(arguments.precision.compute, arguments.precision.compute)
     accumulate = config.get("data_types", {}).get("grad_accum_dtype")
-    if stage == 0 and accumulate not in (None, dtype):
+    if accumulate not in (None, dtype, "fp32"):
+        problems.append(
+            f"data_types.grad_accum_dtype: {json.dumps(accumulate)} is given, fp32 or the weights' {dtype} is expected"
+        )
+    elif stage == 0 and accumulate not in (None, dtype):
         problems.append(
             f"data_types.grad_accum_dtype: ZeRO 0 accumulates in the parameters' {dtype}, not in "
             f"{json.dumps(accumulate)}; remove it or use ZeRO 1"
@@ -265,20 +365,8 @@ def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> lis
                 f"{key}: {why}; it works at ZeRO 1 with data_types.grad_accum_dtype fp32 (deepspeed: "
                 "ds_config_zero1.json), on one rank too. Use that, or set it to fp32"
             )
-        problems += [
-            f"bf16.{name}: {json.dumps(config['bf16'][name])} keeps other states than {key}; remove one of them"
-            for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-            if config.get("bf16", {}).get(name)
-        ]
-    if (asked := precision.gradient_communication) is not None:
-        given = config.setdefault("communication_data_type", asked)
-        if given == "auto":
-            config["communication_data_type"] = asked
-        elif given != asked:
-            problems.append(
-                f"communication_data_type: {json.dumps(given)} contradicts the training configuration, where "
-                f'precision.gradient_communication is {asked}; change one of them, or write "auto"'
-            )
+    if (asked := precision.gradient_communication) or "communication_data_type" in config:
+        problems += _fill(config, {"communication_data_type": (asked, "precision.gradient_communication")})
     return problems
 
 
@@ -314,4 +402,6 @@ def _equal(given: Any, value: Any) -> bool:
         return isinstance(given, list) and len(given) == len(value) and all(map(_equal, given, value))
     if isinstance(value, bool) or isinstance(given, bool):
         return given is value
-    return isinstance(given, int | float) and math.isclose(given, value, rel_tol=1e-12)
+    if not (isinstance(given, int | float) and isinstance(value, int | float)):
+        return given == value
+    return math.isclose(given, value, rel_tol=1e-12)

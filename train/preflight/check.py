@@ -67,7 +67,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
 
     sizes: Any = attempt(partial(load_sizes, args.model.config))
     resolved = attempt(partial(args.resolve, world_size))
-    ds_config = resolved and attempt(partial(resolve_ds_config, resolved, world_size))
+    ds_config = resolved and attempt(partial(resolve_ds_config, args, world_size))
     train = attempt(partial(open_sources, args.data.sources, "train", args.max_seq_length))
     if train and sizes is not None:
         attempt(partial(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings))
@@ -83,7 +83,7 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
-    if sizes is not None and resolved and ds_config and in_float32(ds_config):
+    if sizes is not None and resolved and ds_config:
         stage = ds_config["zero_optimization"]["stage"]
         found = [disk_findings(args, sizes, stage)]
         if devices:
@@ -98,14 +98,6 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
     if problems:
         raise PreflightError(problems[0])
     return remarks
-
-
-def in_float32(ds_config: dict[str, Any]) -> bool:
-    """Whether DeepSpeed keeps master weights and moments as sizes.py counts them."""
-    sections = (ds_config.get(name, {}) for name in ("bf16", "fp16"))
-    return not any(
-        "master_weights" in key and value for section in sections for key, value in section.items()
-    )
 
 
 def check_evaluation(folders: dict[str, str], seq_length: int, train: list[TokenSource] | None) -> None:

@@ -30,14 +30,7 @@ def test_recomputation_needs_the_layer_as_a_leaf(variant: str, fused_rope: bool,
     shipped = json.loads((CONFIG_FOLDER / "ds_config_zero3.json").read_text())
     zero = shipped["zero_optimization"]
     changes = dict(model={"config": "tiny", "variant": variant}, speed={"fused_rope": fused_rope})
-    absent = (None, {}, {"classes": ["Other"]}, {"classes": "MistralAttention"})
-    for leaf in (
-        *absent,
-        [layer],
-        layer,
-        {"classes": None},
-        {"classes": [None]},
-    ):  # the latter no sections, either
+    for leaf in ({}, {"classes": ["Other"]}, {"classes": "MistralAttention"}):
         own = shipped | {"zero_optimization": zero | {"leaf_module": leaf}}
         message = refused(own, gradient_checkpointing=True, **changes)
         assert f'leaf_module": {{"classes": ["{layer}"]}}' in message
