@@ -9,8 +9,8 @@
     python fp8_inference_demo/fp8_inference.py --model FOLDER --report TEXT --output REPORT.json
 
 FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), or the output folder of a
-run. Text goes to standard output as it comes, everything else to standard error. The prompt is repeated on a terminal
-only: a pipe or a file gets the continuation alone.
+run. Text goes to standard output as it comes, everything else to standard error. A terminal also gets the prompt, and
+control characters are escaped there (\\x1b); a pipe or a file gets the continuation alone, unchanged.
 
 --prompts: a line is {"prompt": "..."} with any other fields; the same line with "choices" goes to --output: for each
 sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens. Stopped, the same command goes on

@@ -15,6 +15,7 @@ from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import encode, load_tokenizer
 from model.config import load_config
 from model.hf_folder import find_weights
+from model.terminal import escape_controls, for_stdout
 
 BATCH_SIZE = 16
 CONTEXT_TOKENS = 4096  # where the prompts are not known beforehand
@@ -115,7 +116,7 @@ class Session:
     ) -> list[Completion]:
         """Print every sample of a prompt while it grows, on a terminal behind `echo`, then how fast that was."""
         if sys.stdout.isatty():
-            print(echo, end="" if self.arguments.num_samples == 1 else "\n", flush=True)
+            print(escape_controls(echo), end="" if self.arguments.num_samples == 1 else "\n", flush=True)
         requests = iter(self.requests(name, number, ids))
         answers: list[Completion] = []
         timing, printer = Timing(), Printer(self.arguments.num_samples, interrupted)
@@ -156,7 +157,7 @@ class Printer:
                     print(f"=== {self.printed + 1}/{self.samples} ===")
                 self.shown = 0
             if len(completion.text) > self.shown:
-                print(completion.text[self.shown :], end="", flush=True)
+                print(for_stdout(completion.text[self.shown :]), end="", flush=True)
                 self.shown = len(completion.text)
             if not completion.finish_reason:
                 break

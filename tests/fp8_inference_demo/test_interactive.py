@@ -17,6 +17,7 @@ from fp8_inference_demo.completions import Completion
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.interactive import cut_left, typed_prompts
 from fp8_inference_demo.session import Session
+from fp8_inference_demo.text import TextStream
 from tests.fp8_inference_demo.conftest import Demo
 
 
@@ -193,6 +194,27 @@ def test_a_prompt_is_repeated_on_a_terminal(
     assert capsys.readouterr().out == "def main" + answer
     assert say(b"", "--prompt", "def main", "--num_samples", 2) == 0
     assert capsys.readouterr().out.startswith("def main\n=== 1/2 ===\n" + answer)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_gets_no_control_characters(
+    say: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    """Of a prompt, and of what the model generates; a pipe gets the text as it is."""
+    controls = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066]))
+    monkeypatch.setattr(TextStream, "piece", lambda stream: f"\ta{controls}\n")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert say(b"", "--prompt", f"\tdef{controls}") == 0
+    shown = capsys.readouterr().out
+    assert any(character in shown for character in controls) == (not terminal)
+    if terminal:
+        assert (
+            shown.startswith("\tdef\\x00\\x01")
+            and "\ta\\x00\\x01" in shown
+            and "\\x9f\\u202e\\u2066\n" in shown
+        )
+    else:
+        assert shown.startswith(f"\ta{controls}\n" * 6)
 
 
 def test_a_line_that_is_no_prompt_is_told_and_the_next_one_answered(

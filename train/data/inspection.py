@@ -4,7 +4,6 @@ import argparse
 import itertools
 import json
 import random
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from model.terminal import escape_controls
 from train.data.encoder import TextEncoder
 from train.data.format import (
     SPLITS,
@@ -28,8 +28,6 @@ from train.data.index import Lengths, read_lengths
 from train.data.source import TokenSource
 
 BAR_WIDTH = 40
-# What a terminal would obey, as an escape sequence in the text of a corpus; tabs stay.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def describe(folder: Path, manifest: Manifest) -> str:
@@ -116,8 +114,7 @@ def _text_lines(ids: list[int], encoder: TextEncoder) -> list[str]:
             lines += [special[token_id] for token_id in run]
         else:
             text = encoder.decode(list(run))
-            escaped = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-            lines += [f"| {line}" for line in escaped.split("\n")]
+            lines += [f"| {line}" for line in escape_controls(text).split("\n")]
     return lines
 
 
