@@ -10,6 +10,7 @@ import gc
 import getpass
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,6 +72,24 @@ def random_ids(config: MistralConfig, batch: int, tokens: int, seed: int = 0) ->
     import torch
 
     return torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@contextlib.contextmanager
+def refused(
+    kind: type[Exception], *, code: str | None = None, key: str | None = None
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Check that the block raises `kind` with this `code` and `key`, where they are given (model/errors.py)."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    error: Any = caught.value
+    assert code in (None, error.code) and key in (None, error.key), (error.code, error.key, str(error))
+
+
+def numbers(text: object) -> list[float]:
+    """Return the numbers in a message, without those that are a part of a word."""
+    return [
+        float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?(?![\w])", str(text))
+    ]
 
 
 @pytest.fixture(autouse=True)
