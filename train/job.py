@@ -32,7 +32,15 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while it imports; signals.install comes later
 
 from model.errors import UserError
-from train.checkpoint.files import CheckpointError, branch_at, committed, identity, name_of, read_state
+from train.checkpoint.files import (
+    CheckpointError,
+    branch_at,
+    committed,
+    identity,
+    name_of,
+    newest_good,
+    read_state,
+)
 from train.checkpoint.resume import to_go_on
 from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
 from train.config.differences import resume_differences
@@ -299,7 +307,7 @@ class Job:
 
 def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     """("new", ""); ("resume", what it goes on from); ("finished", the last checkpoint): all steps done and exported,
-    and configured as now."""
+    and configured as now. Raises CheckpointError: all steps are done, and all checkpoints are damaged."""
     if arguments.resume_from_checkpoint == "never":
         return "new", ""
     folder = RunFolder(arguments.output_dir)
@@ -314,7 +322,8 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
     if not found:
         return "new", ""
     done = found[-1].name == name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
-    if done and is_configured_as(found[-1], arguments):
+    done = done and is_configured_as(found[-1], arguments)
+    if done and newest_good(folder.checkpoints, tell) == found[-1]:
         return "finished", found[-1].name
     return "resume", found[-1].name  # train.py says what is different
 

@@ -23,7 +23,7 @@ import pytest
 
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, launcher, progress
 from train import job
-from train.checkpoint.files import RunState
+from train.checkpoint.files import CheckpointError, RunState, describe_file, write_manifest
 from train.config.arguments import TrainingArguments, load_arguments
 from train.guard.signals import SIGNALS
 
@@ -325,7 +325,7 @@ def test_nodes_without_slurm(machine: Machine, port: str) -> None:
 # ---------------------------------------------------------------- the run, its data, and the demo
 
 
-def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
+def test_states_of_a_run(config: Path, tmp_path: Path, machine: Machine) -> None:
     run = tmp_path / "run"
 
     def arguments(*overrides: str) -> TrainingArguments:
@@ -340,7 +340,8 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         saved = RunState(step, 0, 0, 2, 1, arguments().resolve(2).to_dict(), {}, began_at={"path": "/gone"})
         (folder / "run_state.json").write_text(json.dumps(vars(saved)))
-        (folder / "manifest.json").write_text("{}")
+        (folder / "weights.pt").write_text("good")
+        write_manifest(folder, [describe_file(file) for file in folder.iterdir()])
 
     assert state() == ("new", "")
     commit(5)
@@ -361,6 +362,13 @@ def test_states_of_a_run(config: Path, tmp_path: Path) -> None:
     changes = "max_steps=5 max_steps=20 learning_rate=1e-4 precision.compute=bf16 data.sources.text=a model.init_from=a"
     for change in changes.split():
         assert state(f"--{change}") == ("resume", "step-00000010"), "train.py says what it makes of that"
+    (run / "checkpoints/step-00000010/weights.pt").write_text("bad!")
+    assert state()[0] == "resume", "an older one is good"
+    (run / "checkpoints/step-00000005/weights.pt").unlink()
+    with pytest.raises(CheckpointError):
+        state()
+    options = "--save_strategy steps --lr_scheduler_type constant".split()
+    assert machine.run(*options) == 2 and not machine.starts()
     assert state("--resume_from_checkpoint", "never") == ("new", "")
 
 
