@@ -35,7 +35,7 @@ from train.engine.optimizer import learning_rate_at
 from train.engine.step import MicroStep
 from train.guard.escalation import escalations, take_all_out
 from train.guard.health import Health, ranks_without_finite_loss, samples_record, samples_text
-from train.guard.replicas import ReplicaError, check_replicas, scope
+from train.guard.replicas import check_replicas, scope
 from train.guard.signals import Stopped, StopVote
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
@@ -96,7 +96,8 @@ def train(run: Run) -> Path | None:
 
     Raises Stopped: by a signal, after the step and its checkpoint. TrainingError: max_skipped_steps skipped in a row, a
     loss that is not finite in a step that was not skipped, or FP8 stopped running. ReplicaError: ranks whose weights
-    differ. SaveError: a save failed, and on_save_failure is stop or no other save follows.
+    differ. SaveError: a save failed, and on_save_failure is stop or no other save follows. Whatever error ends the
+    run, a save under way is completed first.
     """
     with run.watchdog:
         if run.state.evaluation_due:
@@ -106,11 +107,13 @@ def train(run: Run) -> Path | None:
             return run.resumed_from
         try:
             return Loop(run).to_the_end()
-        except (TrainingError, ReplicaError):  # on all ranks: what they save already is as good as ever
+        except Exception as error:
+            # A save under way is of an earlier step. Its threads need no main thread: it is committed also if this
+            # rank alone has failed. The watchdog bounds the wait.
             try:
-                settle(run)
-            except SaveError as error:
-                run.metrics.message(f"warning: {error}")
+                settle(run, after=error)
+            except Exception as failure:
+                run.metrics.message(f"warning: {failure}")
             raise
 
 
@@ -413,14 +416,14 @@ def evaluate_late(run: Run) -> None:
     run.log({**losses, "unigram_loss": run.train_stream.unigram_loss})
 
 
-def settle(run: Run, last: bool = False) -> None:
-    """Wait for the save under way, if there is one, and tell what came of it; every rank calls it.
+def settle(run: Run, last: bool = False, after: Exception | None = None) -> None:
+    """Wait for the save under way, if there is one, and log the result. Collective, but for its wait `after` an error.
 
     Raises SaveError: it failed, and the run is not to go on to its next save; after the `last` there is none.
     """
     if not run.saver.pending:
         return
-    run.watchdog.doing("waits for the save under way")
+    run.watchdog.doing("waits for the save under way" + (f", after {after!r}" if after else ""))
     try:
         saved = run.saver.finish()
         assert saved is not None

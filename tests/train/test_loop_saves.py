@@ -3,6 +3,8 @@ what of a step is timed and told."""
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,9 @@ from model.fp8 import te_backend
 from model.proof import ProofError
 from tests.train.runs import run
 from train import loop
+from train.checkpoint import save
 from train.checkpoint.files import committed, problems
-from train.checkpoint.save import Saver
+from train.checkpoint.save import write_tensors
 from train.guard.health import Spike
 from train.guard.replicas import ReplicaError
 from train.loop import Loop, Step
@@ -94,24 +97,29 @@ def test_each_part_of_a_save_has_the_time_in_which_a_hang_is_one() -> None:
     assert told == [*before, "begin", "step 30 is saved, or under way"]
 
 
-def test_ranks_that_differ_leave_the_save_under_way_whole(
-    settings: dict, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ReplicaError("ranks [1] differ"), OSError(5, "no data"), ValueError("no")])
+def test_an_error_leaves_the_save_under_way_whole(
+    settings: dict, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """What it has copied is of a step whose weights were compared; of several ranks none waits for its threads when it
-    ends."""
+    """Also one that is still being written: a rank of several exits without waiting for its threads."""
+    failed = threading.Event()
 
-    def differ(engine: Any, precision: Any, step: int) -> None:
+    def fail(engine: Any, precision: Any, step: int) -> None:
         if step == 3:
-            raise ReplicaError("ranks [1] differ")
+            failed.set()
+            raise error
 
-    finished, finish = list[int](), Saver.finish
-    monkeypatch.setattr(loop, "check_replicas", differ)
-    monkeypatch.setattr(Saver, "busy", True)
-    monkeypatch.setattr(Saver, "finish", lambda self: finished.append(1) or finish(self))
-    with pytest.raises(ReplicaError):
+    def write_late(path: Path, value: Any) -> dict[str, Any]:
+        failed.wait()
+        time.sleep(0.5)
+        return write_tensors(path, value)
+
+    monkeypatch.setattr(loop, "check_replicas", fail)
+    monkeypatch.setattr(save, "write_tensors", write_late)
+    with pytest.raises(type(error)):
         run(settings, save_steps=2, replica_check_steps=1)
     (path,) = committed(Path(settings["output_dir"]) / "checkpoints")
-    assert path.name == "step-00000002" and problems(path) == [] and finished == [1]
+    assert path.name == "step-00000002" and problems(path) == []
 
 
 def test_the_first_step_of_a_start_runs_the_attention_that_it_proved(
