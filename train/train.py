@@ -306,7 +306,7 @@ def _begin(
         resumed_from=resume_from,
         first_step=state.step,
         saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit, metrics.message),
-        stop_vote=signals.StopVote(args.hang_timeout_s),
+        stop_vote=signals.StopVote(),
         watchdog=Watchdog(args.hang_timeout_s),
     )
     start["time"] = round(log.begun, 1)

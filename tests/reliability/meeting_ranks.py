@@ -83,7 +83,7 @@ FAULTS = {
 def main() -> int:
     fault, timeout_s = sys.argv[1], float(sys.argv[2])
     dist.init_process_group("gloo")
-    rank, vote = dist.get_rank(), signals.StopVote(timeout_s)
+    rank, vote = dist.get_rank(), signals.StopVote()
     engine = Engine()
     chance, clock = random.Random(rank), Clock()
     slow_ranks_module.time = watchdog_module.time = clock  # type: ignore[assignment]

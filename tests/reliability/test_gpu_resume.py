@@ -64,3 +64,8 @@ def test_one_gpu_goes_on_where_two_stopped(runs: Runs) -> None:
     losses, uninterrupted = runs.losses("two_to_one"), runs.losses("two")
     assert losses[0] == pytest.approx(uninterrupted[0], rel=1e-3)
     assert losses[-1] == pytest.approx(uninterrupted[-1], rel=3e-2)
+
+
+@pytest.mark.process
+def test_no_process_group_gives_up_before_the_watchdog(runs: Runs) -> None:
+    runs.check_group_timeouts("two")

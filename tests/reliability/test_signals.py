@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,18 +80,6 @@ def test_one_rank_is_asked_and_all_leave_after_the_same_step() -> None:
     assert sorted(left) == [("0", "20"), ("1", "20"), ("2", "20")]
     saved = re.findall(r"rank (\d) saves step (\d+)", done.stdout)
     assert sorted(saved) == [("0", "7"), ("1", "7"), ("2", "7")], "rank 0 alone finds it due"
-
-
-@pytest.mark.parametrize(("hang_timeout_s", "seconds"), [(0, 1920), (1800, 1920), (7200, 7320)])
-def test_a_vote_waits_longer_than_the_watchdog(
-    monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float, seconds: float
-) -> None:
-    """Which says who hangs; gloo would only say that somebody does."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("torch.distributed.new_group", lambda **keys: made.append(keys))
-    signals.StopVote(hang_timeout_s)
-    assert made == [{"backend": "gloo", "timeout": timedelta(seconds=seconds)}]
 
 
 def test_a_signal_when_nothing_is_noted_on_a_full_disk(

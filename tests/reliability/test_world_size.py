@@ -95,6 +95,13 @@ class Runs:
         """Sample -> loss, of the first micro-batches of a step, which all are computed with the same scales."""
         return {sample: loss for s, index, sample, loss in self.computed(name) if (s, index) == (step, 0)}
 
+    def check_group_timeouts(self, name: str) -> None:
+        """No process group of a run gives up before the watchdog: not torch's, DeepSpeed's, nor those of votes and
+        saves."""
+        for file in (self.folder / name).glob("timeouts_*.json"):
+            seconds = json.loads(file.read_text())
+            assert len(seconds) >= 4 and set(seconds) == {86400.0}
+
     def losses(self, name: str) -> list[float]:
         """Of the steps after the checkpoint."""
         return [
@@ -168,6 +175,11 @@ def test_what_comes_after_is_a_run_as_any_other(short: Runs) -> None:
     assert problems(path) == [] and (state.world_size, state.step) == (2, STEPS)
     assert state.consumed_samples == STEPS * 2
     assert (folder / "hf/model.safetensors").exists()
+
+
+@pytest.mark.process
+def test_no_process_group_gives_up_before_the_watchdog(short: Runs) -> None:
+    short.check_group_timeouts("two")
 
 
 @pytest.fixture

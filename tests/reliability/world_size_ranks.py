@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch.distributed import distributed_c10d
 
 from model.fp8.state import fp8_state
 from tests.reliability.number_ranks import spoil
@@ -55,11 +56,20 @@ def full_state(engine: Any, precision: Any) -> dict[str, torch.Tensor]:
     }
 
 
+def group_timeouts() -> list[float]:
+    """Seconds after which each process group of this rank gives up, for each device that it serves."""
+    return [
+        group._get_backend(device).options._timeout.total_seconds()
+        for group in distributed_c10d._world.pg_map
+        for device in group._device_types
+    ]
+
+
 class Watched:
     """A training run. Its folder gets states of `full_state` from rank 0: kept.pt, after the step `keep_after_step` of
     this process; loaded.pt, of the checkpoint it goes on from; again.pt, of the same checkpoint loaded into the trained
     engine, as a rollback does. From each rank R: samples_R.json, a list of [step of this process, micro-batch of the
-    step, hash of a sample, loss of its micro-batch].
+    step, hash of a sample, loss of its micro-batch], and timeouts_R.json, of `group_timeouts`.
 
     spoiled_step: in it the loss is ten times as large.
     """
@@ -115,6 +125,7 @@ class Watched:
             setup.build_engine, MicroStep.__call__ = build, call
             setup.load_checkpoint = rollback.load_checkpoint = load_checkpoint
         (self.folder / f"samples_{dist.get_rank()}.json").write_text(json.dumps(self.samples))
+        (self.folder / f"timeouts_{dist.get_rank()}.json").write_text(json.dumps(group_timeouts()))
 
     def dump(self, name: str, precision: Any) -> None:
         state = full_state(self.engine, precision)

@@ -10,7 +10,6 @@ of the tensors themselves instead of copies.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
@@ -44,13 +43,12 @@ from train.checkpoint.files import (
     write_manifest,
 )
 from train.checkpoint.staging import HostBuffer, Snapshot
+from train.engine.distributed import GROUP_TIMEOUT
 from train.engine.zero import capture_checkpoint
 from train.files import may_pass, write_durably
 
 T = TypeVar("T")
 
-# Between the first rank that has written its files and the last. A hang is for the watchdog to say, and comes first.
-AGREE_TIMEOUT = datetime.timedelta(days=1)
 LARGE_BYTES = 1 << 20  # from which on hashing beside writing is worth a change of threads
 # What a save needs is known but for a little: the state of the run as text, blocks that are not full.
 DISK_MARGIN = 1.05
@@ -72,7 +70,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=AGREE_TIMEOUT) if self.world > 1 else None
+        self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if self.world > 1 else None
 
     def all_gather(self, value: T) -> list[T]:
         """The `value` of each rank."""

@@ -25,9 +25,9 @@ from train.files import open_files, remove_dead_buffers
 
 T = TypeVar("T")
 
-# How long ranks wait for each other, once they have met: for one that hashes a large checkpoint, measures or exports as
-# long as it takes. What hangs is the watchdog's (hang_timeout_s), before which DeepSpeed's 10 minutes would be over.
-WAIT = datetime.timedelta(days=1)
+# The timeout of every process group, above hang_timeout_s: the watchdog ends a run that hangs and names the rank at
+# fault. torch's own timeout, 10 minutes with NCCL, would abort an innocent rank before that.
+GROUP_TIMEOUT = datetime.timedelta(days=1)
 
 # Transformer Engine's advice to install what FlashAttention-4 replaces; that FlashAttention-4 is missing is told.
 leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may provide")
@@ -78,7 +78,13 @@ def init_distributed() -> None:
             f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this host by another process; give another "
             "port, the same to every rank"
         ) from error
-    distributed_c10d._set_pg_timeout(WAIT)
+    set_group_timeouts()
+
+
+def set_group_timeouts() -> None:
+    """Set GROUP_TIMEOUT for all process groups of this rank, whoever created them."""
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(GROUP_TIMEOUT, group)
 
 
 def build_folder() -> Path | None:

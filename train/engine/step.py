@@ -24,6 +24,7 @@ from model.graphs import use_cuda_graphs
 from model.variants import VARIANTS, why_no_graphs
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
+from train.engine.distributed import set_group_timeouts
 from train.engine.optimizer import build_optimizer, orthogonalize_each_matrix
 from train.engine.zero import (
     GradientBuffer,
@@ -48,6 +49,7 @@ def build_engine(model: nn.Module, arguments: TrainingArguments, ds_config: dict
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model, arguments), config=ds_config
         )
+        set_group_timeouts()  # DeepSpeed has created groups of its own
         undo_initial_step(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import functools
 import json
 import os
@@ -146,14 +145,14 @@ class StopVote:
     """Whether any rank was asked to stop; every rank asks at the same points. Over gloo, on the CPU: no rank waits for
     a GPU."""
 
-    def __init__(self, timeout_s: float = 1800.0):
+    def __init__(self) -> None:
         import torch.distributed as dist
+
+        from train.engine.distributed import GROUP_TIMEOUT
 
         self.group = None
         if dist.get_world_size() > 1:
-            # who hangs is for the watchdog to say, and it comes first
-            timeout = datetime.timedelta(seconds=max(timeout_s, 1800.0) + 120)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
         """Whether any rank has received a stop signal, is `busy`, and finds a save `due`."""

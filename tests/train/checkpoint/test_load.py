@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,16 +175,6 @@ def saver_of_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> save.Save
     monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
     nothing: Any = SimpleNamespace(module=None)
     return save.Saver(nothing, folder / "checkpoints", nothing, 1, print)
-
-
-def test_ranks_may_write_for_as_long_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One may have the slow disk. That it hangs is for the watchdog to say; gloo's own patience are 30 minutes."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(save.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(save.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(save.dist, "new_group", lambda **keys: made.append(keys))
-    save.Ranks()
-    assert made == [{"backend": "gloo", "timeout": timedelta(days=1)}]
 
 
 @pytest.mark.usefixtures("process_group")

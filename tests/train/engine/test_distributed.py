@@ -22,7 +22,7 @@ def test_remarks_that_nobody_needs_are_left_out(
         monkeypatch.setenv(variable, "0")
     monkeypatch.setattr(distributed.launchers, "adopt", lambda: None)
     monkeypatch.setattr(distributed.deepspeed, "init_distributed", lambda **_: None)
-    monkeypatch.setattr(distributed.distributed_c10d, "_set_pg_timeout", lambda _: None)
+    monkeypatch.setattr(distributed.distributed_c10d, "_set_pg_timeout", lambda *_: None)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         distributed.init_distributed()
