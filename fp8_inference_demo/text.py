@@ -37,7 +37,7 @@ def load_tokenizer(folder: Path) -> Any:
             f"--model {folder}: no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's into it"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise ValueError(f"--model {folder}: its tokenizer cannot be read: {error}") from error
 

@@ -247,10 +247,11 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     from model.fp8 import hf_fp8, serving
     from model.fp8.recipes import PrecisionConfig
     from model.hf_folder import read_hf_folder
+    from train.checkpoint.reshard import load_shard
 
     precision = PrecisionConfig(**state.precision)
     variant = state.train_config["model"]["variant"]
-    fp8_state = torch.load(path / rank_file(0), map_location="cpu", weights_only=True)["fp8"]
+    fp8_state = load_shard(path / rank_file(0))["fp8"]
     trained = None
     if serving.trained_in_fp8(precision):
         trained = serving.TrainedFP8(model.config, variant, precision, state.levels)

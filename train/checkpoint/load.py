@@ -32,9 +32,15 @@ from train.checkpoint.files import (
     step_folders,
     step_of,
 )
-from train.checkpoint.reshard import fp8_of_all_ranks, load_resharded
+from train.checkpoint.reshard import (
+    fp8_of_all_ranks,
+    load_resharded,
+    load_shard,
+    model_file,
+    read_partitioned_weights,
+)
 from train.config.differences import same_precision
-from train.engine.zero import forget_moments, own_settings
+from train.engine.zero import forget_moments, own_settings, use_loader
 from train.files import discarded_name, may_pass, without_patterns
 
 # Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
@@ -127,14 +133,15 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
     ranks that there were; new ranks keep theirs. AdamW's settings and the norm of clipping stay the engine's. FP8 state
     that is not this `precision`'s stays in the files (`has_fp8_state_of`).
 
-    Raises CheckpointError: DeepSpeed could not load it; files that do not hold the whole model; ranks that had
-    different FP8 states, if there are now more or fewer of them.
+    Raises CheckpointError: DeepSpeed could not load it; a file with a type that may execute code; files that do not
+    hold the whole model; ranks that had different FP8 states, if there are now more or fewer of them.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not cut_otherwise and (saved.world_size, saved.zero_stage) == (
         world,
         engine.zero_optimization_stage(),
     ):
+        use_loader(engine, load_shard)
         with own_settings(engine), without_patterns(path.parent) as root:
             loaded, _ = engine.load_checkpoint(str(root), tag=path.name)
         if loaded is None:
@@ -146,7 +153,7 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
     if keeps_fp8 and saved.world_size != world:
         fp8 = fp8_of_all_ranks(path, saved.world_size)
     if rank < saved.world_size:
-        rank_state = torch.load(path / rank_file(rank), weights_only=True)
+        rank_state = load_shard(path / rank_file(rank))
         fp8 = fp8 or rank_state["fp8"]
         set_random_state(rank_state)
     if keeps_fp8:
@@ -181,15 +188,6 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint under the names of its model, on the CPU. Raises CheckpointError: none there."""
-    files = sorted(path.glob("*model_states.pt"))
-    if not files:
-        raise CheckpointError(f"{path} holds no *model_states.pt")
-    if read_state(path).zero_stage == 3:
-        # the weights are spread over the ranks' optimizer shards, as the float32 master copy
-        from deepspeed.utils import zero_to_fp32
-
-        # no lines and bars of its own on the console; a redirection would take those of other threads along
-        vars(zero_to_fp32).update(print=lambda *_: None, tqdm=lambda items, **_: items)
-        with without_patterns(path.parent) as root:
-            return zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(root), tag=path.name)
-    return torch.load(files[0], map_location="cpu", weights_only=False)["module"]
+    if (state := read_state(path)).zero_stage == 3:
+        return read_partitioned_weights(path, state)
+    return load_shard(model_file(path, state))["module"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -192,11 +193,9 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
 
     Raises CheckpointError: a file is missing, cannot be read, or lacks something.
     """
-    prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
-    file = path / f"{prefix}mp_rank_00_model_states.pt"
-    saved = Contents(defaultdict(list), set(), {}, {})
+    file = model_file(path, state)
+    saved, model = Contents(defaultdict(list), set(), {}, {}), load_shard(file, mmap=True)
     with named(file):
-        model = _map(file)
         saved.counters = {name: model[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         if state.zero_stage == 0:
             _read_whole(model, names, saved)
@@ -206,9 +205,29 @@ def read(path: Path, state: RunState, names: list[str]) -> Contents:
         ]
     for rank in range(state.world_size):
         file = _shard(path, rank)
+        content = load_shard(file, mmap=True)
         with named(file):
-            _read_shard(_map(file)["optimizer_state_dict"], groups, rank, state, saved)
+            _read_shard(content["optimizer_state_dict"], groups, rank, state, saved)
     return saved
+
+
+def read_partitioned_weights(path: Path, state: RunState) -> dict[str, torch.Tensor]:
+    """Return the float32 weights of a checkpoint of ZeRO 3, which has them in the shards of the optimizer, by name.
+
+    Raises CheckpointError as `read` and `check`.
+    """
+    file = model_file(path, state)
+    model = load_shard(file)
+    with named(file):
+        shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
+        tied = dict(model["shared_params"])
+    saved = read(path, state, [])
+    check(saved, {name: math.prod(shape) for name, shape in shapes.items()}, path)
+    weights = {
+        name: torch.cat([piece.tensors[WEIGHT] for piece in saved.pieces[name]]).view(shape)  # type: ignore[misc]
+        for name, shape in shapes.items()
+    }
+    return weights | {name: weights[other] for name, other in tied.items()}
 
 
 def _read_whole(model: dict[str, Any], names: list[str], saved: Contents) -> None:
@@ -278,9 +297,19 @@ def _shard(path: Path, rank: int) -> Path:
     raise CheckpointError(f"{candidates[0]} is missing, and so is {candidates[1].name}")
 
 
-def _map(file: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's, which has objects of its own in it; the caller has verified its hash."""
-    return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+def model_file(path: Path, state: RunState) -> Path:
+    """DeepSpeed's file of the model, at ZeRO 3 that of rank 0."""
+    prefix = "zero_pp_rank_0_" if state.zero_stage == 3 else ""
+    return path / f"{prefix}mp_rank_00_model_states.pt"
+
+
+def load_shard(file: Path | str, map_location: Any = "cpu", mmap: bool = False) -> dict[str, Any]:
+    """Load a .pt file of a checkpoint without executing code in it. All programs load checkpoints with this function.
+
+    Raises CheckpointError: the file cannot be read, or has a type that neither torch allows nor zero.SHARD_TYPES has.
+    """
+    with named(Path(file)), torch.serialization.safe_globals(zero.SHARD_TYPES):
+        return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap)
 
 
 @contextlib.contextmanager
@@ -292,7 +321,22 @@ def named(file: Path) -> Iterator[None]:
         raise CheckpointError(f"{file}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except pickle.UnpicklingError as error:
+        # torch's own message advises to allow the type; its first sentence names it
+        reason = str(error.__context__ or error).partition(". ")[0]
+        raise CheckpointError(
+            f"{file} is refused: {reason}. A checkpoint of this program holds tensors and plain values; another type "
+            "could execute code. Take a checkpoint from a source that you trust"
+        ) from error
+    except (
+        RuntimeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        EOFError,
+    ) as error:
         raise CheckpointError(
             f"{file} does not hold what DeepSpeed 0.19.8 writes there: {error!r}"
         ) from error
@@ -309,10 +353,7 @@ def fp8_of_all_ranks(path: Path, world: int) -> dict[str, torch.Tensor]:
     Raises CheckpointError: the ranks have different states.
     """
     files = [path / rank_file(rank) for rank in range(world)]
-    states = []
-    for file in files:
-        with named(file):
-            states.append(torch.load(file, map_location="cpu", weights_only=True)["fp8"])
+    states = [load_shard(file)["fp8"] for file in files]
     first = states[0]
     for file, state in zip(files, states, strict=True):
         if state.keys() != first.keys():

@@ -212,7 +212,7 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        exported = AutoTokenizer.from_pretrained(folder)
+        exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
         raise DataError(f"transformers cannot read the tokenizer in {encoder.folder}: {error}") from error
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:

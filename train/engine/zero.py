@@ -25,10 +25,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from train.engine.states import MOMENTS, PackedAdamW
+
+# The types in the files of a checkpoint that torch does not allow by itself. Creating one executes no other code.
+SHARD_TYPES = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 # ---------------------------------------------------------------- parameters and what is stepped
 
@@ -138,6 +144,12 @@ def own_settings(engine: Any) -> Iterator[None]:
             state["step"] = state["step"].to(weight.device if fused else "cpu")
     if clipping is not None:
         engine.optimizer.clip_grad = clipping
+
+
+def use_loader(engine: Any, load: Callable[..., Any]) -> None:
+    """Have DeepSpeed load the files of checkpoints with `load(path, map_location)`: its own function executes code that
+    is in them."""
+    engine.checkpoint_engine.load = load
 
 
 def forget_moments(engine: Any) -> None:

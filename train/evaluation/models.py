@@ -140,8 +140,6 @@ class Plan:
         Raises ValueError, CheckpointError: weights that are missing, damaged, not the configuration's or not finite;
         PrecisionError, BackendError: this machine does not have the precision.
         """
-        import torch
-
         from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
         from model.fp8.precision import Precision
@@ -166,8 +164,9 @@ class Plan:
                 f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: {why}"
             )
         if precision.has_state:
-            saved = torch.load(self.path / rank_file(0), map_location="cpu", weights_only=True)
-            load_fp8_state(model, precision, saved["fp8"])
+            from train.checkpoint.reshard import load_shard
+
+            load_fp8_state(model, precision, load_shard(self.path / rank_file(0))["fp8"])
         return model.eval(), precision
 
     def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
