@@ -337,13 +337,13 @@ def main(argv: list[str] | None = None) -> int:
             ranks.tell(f"wrote {args.output}")
     except Told:
         os._exit(NOT_AS_IT_IS)  # without waiting for ranks that have ended
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError, UserError) as error:
         if os.environ.get("FP8_TRACEBACK") == "1":
             traceback.print_exc()
         what = reason(error)
         if line := out_of_memory(error):
             what = f"{line}; give a smaller --batch_size"
-        elif isinstance(error, RuntimeError) and not isinstance(error, UserError):
+        elif isinstance(error, RuntimeError):
             raise
         return fail(what)
     if ranks.world > 1:
