@@ -210,7 +210,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         engine,
         "--max_length",
-        "tokens of the context, prompt and completion; without it what the prompts need, within the model's positions",
+        "tokens of the context, prompt and completion; default: what the prompts need, at most the sequence length of "
+        "the training, or the model's positions if the folder does not record that",
         type=between(2),
     )
     arguments = parser.parse_args(argv)

@@ -26,7 +26,7 @@ from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import read_text
 from fp8_inference_demo.weights import Weights
-from model.config import GIB, model_name, num_parameters
+from model.config import GIB, model_name, num_parameters, trained_length
 from model.fp8.machine import describe, headline
 from model.hf_folder import find_weights, quantization_of, stored_compute
 
@@ -150,7 +150,8 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     machine, versions = describe()
     print(headline(machine, versions), file=sys.stderr)
 
-    length = arguments.max_length or min(WINDOW_TOKENS, session.config.max_position_embeddings)
+    positions = trained_length(session.config) or session.config.max_position_embeddings
+    length = arguments.max_length or min(WINDOW_TOKENS, positions)
     engines = {precision: Engine.load(folder, precision, 1, length) for precision in PRECISIONS}
     bos = session.tokenizer.bos_token_id
     quality = [compare(engines, ids, most, path, bos) for path, most in compared.items()]

@@ -13,12 +13,12 @@ from fp8_inference_demo.completions import Completion, Options, Request, complet
 from fp8_inference_demo.engine import Engine, Generation, Timing
 from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import encode, load_tokenizer
-from model.config import load_config
+from model.config import load_config, trained_length
 from model.hf_folder import find_weights
 from model.terminal import escape_controls, for_stdout
 
 BATCH_SIZE = 16
-CONTEXT_TOKENS = 4096  # where the prompts are not known beforehand
+CONTEXT_TOKENS = 4096  # where neither the prompts nor the trained length are known
 
 
 class Session:
@@ -58,10 +58,11 @@ class Session:
             raise ValueError(f"{name}: {error}") from error
 
     def max_length(self, longest: int | None) -> int:
-        """Tokens of the context: as given, or what the longest prompt (in tokens; None: not known) and its answer need,
-        within the model's positions."""
-        needed = CONTEXT_TOKENS if longest is None else longest + self.options.max_new_tokens
-        return self.arguments.max_length or min(needed, self.config.max_position_embeddings)
+        """Return the tokens of the context: as given, or what the longest prompt (in tokens; None: not known) and its
+        answer need, at most the trained length, or without a record of it the model's positions."""
+        trained = trained_length(self.config)
+        needed = (trained or CONTEXT_TOKENS) if longest is None else longest + self.options.max_new_tokens
+        return self.arguments.max_length or min(needed, trained or self.config.max_position_embeddings)
 
     def check_length(self, ids: Sequence[int], name: str, most: int | None = None) -> None:
         """Raises ValueError: the prompt leaves no room for a new token in a context of `most` tokens, unless given the

@@ -36,6 +36,8 @@ POSITIVE = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "max_position_embeddings".split()
 )
+# In an exported config.json: the max_seq_length of its training. Other programs ignore it.
+TRAINED_LENGTH = "trained_sequence_length"
 WINDOW = "sliding_window"  # of which 0 is a window to transformers, in which a token sees nothing
 # Keys of a config.json that MistralConfig takes besides its fields (older names, options of transformers), and keys of
 # other tools and models that resemble a field's name and change nothing here.
@@ -44,13 +46,13 @@ ORDINARY_KEYS = frozenset(
     "attention_bias attn_implementation auto_map chat_template cls_token_id decoder_start_token_id is_decoder "
     "mask_token_id mlp_bias model_name name_or_path num_labels partial_rotary_factor pretraining_tp "
     "quantization_config sep_token_id task_specific_params tie_encoder_decoder tokenizer_class torchscript "
-    "transformers.js_config unk_token_id use_return_dict".split()
+    f"transformers.js_config unk_token_id use_return_dict {TRAINED_LENGTH}".split()
 )
 # What config.json files of Mistral models have besides ARCHITECTURE and POSITIVE, and does not change their sizes.
 USUAL_KEYS = frozenset(
     "architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id hidden_act id2label "
     "initializer_range is_encoder_decoder label2id model_type output_attentions output_hidden_states pad_token_id "
-    "problem_type return_dict transformers_version use_cache _name_or_path".split()
+    f"problem_type return_dict transformers_version use_cache _name_or_path {TRAINED_LENGTH}".split()
 )
 # What rope_parameters, or rope_scaling, its older name, may have: without scaling nothing else of them is read.
 ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
@@ -280,6 +282,13 @@ def _rope_parameters(config: MistralConfig) -> dict[str, Any]:
 
 def head_dim(config: MistralConfig) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
+
+
+def trained_length(config: MistralConfig) -> int | None:
+    """Return the sequence length that an exported model was trained with, at most max_position_embeddings; None: the
+    configuration does not record it."""
+    length = getattr(config, TRAINED_LENGTH, None)
+    return min(length, config.max_position_embeddings) if isinstance(length, int) and length > 1 else None
 
 
 def window_size(config: MistralConfig) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     text = "packed: documents one behind the other, as in training; document: each alone (packed)"
     add("--by", choices=("packed", "document"), default="packed", help=text)
-    text = "tokens of a sample (the training's; of a Hugging Face folder 2048, or fewer if it has fewer positions)"
+    text = "tokens of a sample (the training's; of a Hugging Face folder too, or its positions, and at most 2048)"
     add("--max_seq_length", type=between(1), help=text)
     text = "of longer documents: tokens from one row of max_seq_length to the next; fewer: more context, slower (all)"
     add("--stride", type=between(1), help=text)

@@ -27,6 +27,7 @@ need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
 
 from safetensors import SafetensorError
 
+from model.config import TRAINED_LENGTH
 from model.keys import given_path, why_not_written
 from train.checkpoint.files import (
     FOLDER,
@@ -48,7 +49,7 @@ from train.data.encoder import (
 from train.data.format import DataError
 from train.files import discarded_name, naming, reason, tell
 from train.guard.lock import Lock, LockError
-from train.record.model_card import write_card
+from train.record.model_card import NEEDS_COMPRESSED, write_card
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
@@ -198,6 +199,12 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
     lines = _name_ends(config, TextEncoder(tokenizer), state)
+    setattr(config, TRAINED_LENGTH, length := state.train_config["max_seq_length"])
+    if length != config.max_position_embeddings:
+        lines.append(
+            f"trained on sequences of {length:,} tokens, and max_position_embeddings is "
+            f"{config.max_position_embeddings:,}: the model has not seen longer contexts"
+        )
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
         model: Any = MistralForCausalLM(config)
@@ -265,8 +272,11 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         model.config.dtype = torch.bfloat16
         rest = {name: tensor.bfloat16() for name, tensor in weights.items()}
         lines = [f"{lines[0]}: these are rounded to bfloat16"]
+    is_blocks = bool(trained and trained.blocks)
+    if not is_blocks:
+        lines.append(NEEDS_COMPRESSED)
     model.config.architectures = [type(model).__name__]
-    model.config.quantization_config = hf_fp8.quantization_config(bool(trained and trained.blocks), kept)
+    model.config.quantization_config = hf_fp8.quantization_config(is_blocks, kept)
     model.config.save_pretrained(out)
     model.generation_config.save_pretrained(out)
     save_torch_state_dict(hf_fp8.flat(rest | quantized), out)

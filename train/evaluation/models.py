@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import load_config
+from model.config import load_config, trained_length
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import find_weights, read_hf_folder, stored_compute
 from model.variants import VARIANTS, SpeedConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from model.fp8.precision import Precision
 
 EXPECTED = "give a run's output_dir, a checkpoint, or a Hugging Face folder"
-MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # of a Hugging Face folder, which does not say
+MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # at most, and of a Hugging Face folder
 
 
 def find(given: Path, tell: Callable[[str], None]) -> Path:
@@ -191,7 +191,7 @@ def plan(path: Path, compute: str | None) -> Plan:
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
         compute = compute or stored_compute(find_weights(path, config))
-        length = min(MAX_SEQ_LENGTH, config.max_position_embeddings)
+        length = min(MAX_SEQ_LENGTH, trained_length(config) or config.max_position_embeddings)
         if compute == "fp8":
             precision = PrecisionConfig(compute="fp8", recipe="current")
             return Plan(path, None, config, "te_layer", precision, length, BATCH_SIZE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,16 @@ from train.record.history import EVALUATION, History, HistoryError, read_history
 MARK = "<!-- written by train/export.py from the run's files; without this line an export leaves the card as it is -->"
 
 
+# What the Hugging Face Hub reads; the license is the user's to add.
+FRONT_MATTER = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mistral
+---
+"""
+COMPRESSED = "compressed-tensors"
+NEEDS_COMPRESSED = "transformers needs the package compressed-tensors: pip install compressed-tensors"
 # Keys that resumes may change, and that have rows of their own.
 TOLD = ("precision.compute", "precision.recipe", "precision.schedule", "max_seq_length", "data.sources")
 # What the stages of precision.schedule end by.
@@ -40,6 +51,7 @@ def write_card(
     checkpoint: RUN/checkpoints/step-NNNNNNNN, of `step` steps and `tokens`; trained: the configuration it has; changes:
     what resumes had otherwise before, {"step", "key", "old", "new"}, oldest first; began_at: the checkpoint of another
     run that this one went on from. Files of the run that are not there are not spoken of."""
+    model_config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     old = former / "README.md"
     if old.is_file() and MARK not in old.read_text(encoding="utf-8", errors="replace"):
         shutil.copy2(old, out / "README.md")
@@ -49,11 +61,13 @@ def write_card(
     except HistoryError:
         history = None
     facts = _facts(trained, step, tokens, history, changes, began_at)
+    facts["max_position_embeddings"] = f"{model_config['max_position_embeddings']:,}"
+    facts["quantization"] = _quantization(model_config.get("quantization_config"))
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)
     name = checkpoint.resolve().parent.parent.name
     text = f"{MARK}\n\n# {name}\n\nA Mistral model, pretrained from {_begin(trained)}.\n\n| | |\n|---|---|\n{rows}\n"
     (out / "README.md").write_text(
-        text + "\nLicence, intended use and limits: to be filled in.\n", encoding="utf-8"
+        f"{FRONT_MATTER}{text}\nLicense, intended use and limits: to be filled in.\n", encoding="utf-8"
     )
 
 
@@ -102,6 +116,16 @@ def _facts(
         facts["commit"] = ", ".join(dict.fromkeys(str(start.get("commit", "unknown")) for start in starts))
         facts["starts"] = f"{len(starts)}" if len(starts) > 1 else ""
     return facts
+
+
+def _quantization(config: dict[str, Any] | None) -> str:
+    """Describe the quantization_config of an export; "" without one."""
+    if config is None:
+        return ""
+    if config["quant_method"] == COMPRESSED:
+        return f"FP8 weights with a scale a row ({COMPRESSED}); {NEEDS_COMPRESSED}"
+    rows, columns = config["weight_block_size"]
+    return f"FP8 weights with a scale for each block of {rows} x {columns} (quant_method {config['quant_method']})"
 
 
 def _proved(config: dict[str, Any], starts: Sequence[dict[str, Any]], step: int) -> str:

@@ -16,6 +16,9 @@ import pytest
 import tokenizers
 from safetensors import SafetensorError
 
+from fp8_inference_demo import fp8_inference
+from fp8_inference_demo.session import Session
+from model.config import load_sizes
 from tests.train.runs import run
 from train import export
 from train.checkpoint import files
@@ -30,6 +33,7 @@ from train.checkpoint.files import (
 )
 from train.data.encoder import TextEncoder
 from train.data.format import DataError
+from train.evaluation.models import plan
 from train.files import sha256_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -174,7 +178,7 @@ def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_p
     def named(bos: int, eos: int | list[int]) -> tuple[list[str], set[tuple]]:
         state["model_config"] |= {"bos_token_id": bos, "eos_token_id": eos}
         (path / RUN_STATE).write_text(json.dumps(state))
-        lines = export.export(path, out, data / "tokenizer")
+        lines = [line for line in export.export(path, out, data / "tokenizer") if "os_token_id" in line]
         files = [json.loads((out / f"{name}config.json").read_text()) for name in ("", "generation_")]
         return lines, {(file["bos_token_id"], str(file["eos_token_id"])) for file in files}
 
@@ -235,6 +239,35 @@ def test_exporting_again_replaces_the_files_of_an_export_alone(
         export.export(path, out, data / "tokenizer")
     assert [file.read_text() for file in tmp_path.glob("out.discarded-*/LICENSE")] == ["the former LICENSE"]
     assert written <= {file.name for file in out.iterdir()}
+
+
+def test_the_trained_length_is_recorded_and_is_the_default_context(
+    trained: Path, data: Path, tmp_path: Path
+) -> None:
+    """Of a model with 2,048 positions that was trained at 64."""
+    lines = export.export(trained / "checkpoints/step-00000006", tmp_path / "out", data / "tokenizer")
+    (line,) = lines
+    assert "64" in line and "2,048" in line and line in (trained / "train.log").read_text()
+    for folder in (tmp_path / "out", trained / "hf"):
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["trained_sequence_length"], config["max_position_embeddings"]) == (64, 2048)
+        assert (load_sizes(str(folder)).trained_sequence_length, plan(folder, None).max_seq_length) == (
+            64,
+            64,
+        )
+        assert "| sequence length | 64 |" in (folder / "README.md").read_text()
+
+    def lengths(*options: str) -> list[int]:
+        arguments = fp8_inference.parse_arguments(["--model", str(folder), "--prompt", "x", *options])
+        session = Session(arguments, folder)
+        return [session.max_length(longest) for longest in (1, 100, None)]
+
+    assert lengths() == [64] * 3 and lengths("--max_new_tokens", "9") == [10, 64, 64]
+    assert lengths("--max_length", "128") == [128] * 3
+    folder = tmp_path / "out"
+    for recorded in (4096, 0, None):
+        (folder / "config.json").write_text(json.dumps(config | {"trained_sequence_length": recorded}))
+        assert lengths()[2] == 2048
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:

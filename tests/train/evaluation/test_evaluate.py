@@ -315,11 +315,17 @@ def test_a_precision_that_is_asked_for_has_the_modules_for_it(
     assert (its.variant, its.precision.compute, its.precision.recipe) == found
 
 
-def test_a_folder_is_evaluated_at_2048_tokens_or_all_that_it_has(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_is_evaluated_at_its_trained_length_or_2048_tokens(trained: Path, tmp_path: Path) -> None:
     config = json.loads((trained / "hf/config.json").read_text())
     shutil.copy(trained / "hf/model.safetensors", tmp_path)
-    for positions, length in ((4096, 2048), (128, 128)):
-        (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}))
+    for positions, recorded, length in (
+        (4096, None, 2048),
+        (128, None, 128),
+        (4096, 64, 64),
+        (4096, 4096, 2048),
+    ):
+        keys = {"max_position_embeddings": positions, "trained_sequence_length": recorded}
+        (tmp_path / "config.json").write_text(json.dumps(config | keys))
         found = plan(tmp_path, None)
         assert (found.max_seq_length, found.batch_size, found.levels) == (length, 8, {})
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from huggingface_hub import ModelCard
 
+from model.fp8.hf_fp8 import quantization_config
 from tests.train.record.test_plots import make_run, start
 from train import setup
 from train.files import heard, note, tell
@@ -208,12 +210,14 @@ def card(
     step: int = 2,
     changes: Sequence[dict] = (),
     began_at: str | None = None,
+    model_config: dict | None = None,
 ) -> str:
     """Of the export of a checkpoint of `step`, where a card `former` may be already."""
     out, old = tmp_path / "out", tmp_path / "old"
     for folder in (out, old):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+    (out / "config.json").write_text(json.dumps(model_config or {"max_position_embeddings": 2048}))
     if former is not None:
         (old / "README.md").write_text(former)
     checkpoint = tmp_path / "my run/checkpoints/step-00000002"
@@ -229,6 +233,7 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
         "| steps, tokens | 2, 128 |",
         "| sequence length | 64 |",
         "| precision | fp8, delayed scaling |",
+        "| max_position_embeddings | 2,048 |",
     ]
     known = {
         "proof": ["FP8: 12 of 13 GEMM modules ran FP8", "  not FP8: a|b"],
@@ -256,6 +261,24 @@ def test_a_model_card_has_the_facts_of_the_run_up_to_its_checkpoint(tmp_path, mo
     assert "| evaluation loss | 4.5000 nats a token |" in last and "| starts | 2 |" in last
     monkeypatch.setitem(TRAINED["model"], "init_from", None)
     assert "pretrained from random weights." in card(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        (None, []),
+        (quantization_config(False, []), ["compressed-tensors", "pip install"]),
+        (quantization_config(True, []), ["128 x 128"]),
+    ],
+)
+def test_a_model_card_has_the_front_matter_of_the_hub_and_the_quantization(tmp_path, quantization, words):
+    config = {"max_position_embeddings": 2048, "quantization_config": quantization}
+    parsed = ModelCard(card(tmp_path, model_config=config), ignore_metadata_errors=False)
+    assert (parsed.data.library_name, parsed.data.pipeline_tag) == ("transformers", "text-generation")
+    assert parsed.data.license is None and "mistral" in parsed.data.tags
+    assert parsed.text.lstrip().startswith(MARK) and "| sequence length | 64 |" in parsed.text
+    assert ("| quantization |" in parsed.text) == bool(quantization)
+    assert all(word in parsed.text for word in words)
 
 
 def test_a_model_card_tells_what_was_otherwise_before_a_resume(tmp_path):
@@ -286,6 +309,7 @@ def test_a_model_card_tells_what_was_otherwise_before_a_resume(tmp_path):
         "| also changed | learning_rate 1e-05 (until step 20: 0.002; until step 60: 0.001); "
         "data.sources.text.shards_sha256 bbbbbbbbbbbb... (until step 60: aaaaaaaaaaaa...); "
         "deepspeed.zero_optimization.offload_param true (until step 60: null) |",
+        "| max_position_embeddings | 2,048 |",
     ]
     assert json.dumps(TRAINED) == trained
 
