@@ -82,7 +82,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--max_samples",
         type=between(1),
-        help="samples at most; of text and by document: documents of each DATA",
+        help="samples at most, at even distances; by document: documents of each DATA; of text: the first ones",
     )
     add("--batch_size", type=between(1), help="samples of a rank at a time (as in training; 8)")
     add(

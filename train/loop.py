@@ -64,6 +64,7 @@ class Run:
     attention: str  # that was proven
     train_stream: SampleStream
     eval_streams: dict[str, SampleStream]  # by the name of the loss
+    unigram_loss: float  # of the samples of eval_loss, nats per token
     metrics: MetricsLogger
     state: RunState
     resumed_from: Path | None
@@ -102,6 +103,8 @@ def train(run: Run) -> Path | None:
     with run.watchdog:
         if run.state.evaluation_due:
             evaluate_late(run)
+        elif run.state.step == 0 and run.arguments.model.init_from:
+            evaluate_loaded_weights(run)
         if run.state.step == run.arguments.max_steps:
             run.metrics.message(f"this run has its {run.arguments.max_steps} steps already; nothing to train")
             return run.resumed_from
@@ -368,7 +371,7 @@ class Loop:
         if losses is None:  # the resumed run makes up for it
             step.stops = self.state.evaluation_due = True
         else:
-            step.record |= losses | {"unigram_loss": run.train_stream.unigram_loss}
+            step.record |= losses | {"unigram_loss": run.unigram_loss}
         self._start_clock()
 
     def _save(self, step: Step) -> None:
@@ -402,8 +405,7 @@ def evaluate(run: Run) -> dict[str, float] | None:
         return stops
 
     size = args.per_device_eval_batch_size or args.per_device_train_batch_size
-    of_run = run.engine, run.precision, run.eval_streams
-    return held_out_losses(*of_run, size, args.max_eval_samples, asked_to_stop)
+    return held_out_losses(run.engine, run.precision, run.eval_streams, size, asked_to_stop)
 
 
 def evaluate_late(run: Run) -> None:
@@ -413,7 +415,14 @@ def evaluate_late(run: Run) -> None:
     if losses is None:
         raise Stopped(state.step, run.checkpoint, to_go_on(run.arguments))
     state.evaluation_due = False
-    run.log({**losses, "unigram_loss": run.train_stream.unigram_loss})
+    run.log({**losses, "unigram_loss": run.unigram_loss})
+
+
+def evaluate_loaded_weights(run: Run) -> None:
+    """Evaluate the weights that a run starts from, as step 0. A run that is asked to stop meanwhile skips this and
+    stops after its first step."""
+    if losses := evaluate(run):
+        run.log({**losses, "unigram_loss": run.unigram_loss})
 
 
 def settle(run: Run, last: bool = False, after: Exception | None = None) -> None:

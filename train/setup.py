@@ -135,7 +135,7 @@ def streams_for(
     train = open_stream(
         data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
     )
-    held_out = open_held_out(train, data.sources, data.eval_sources or {})
+    held_out = open_held_out(train, data.sources, data.eval_sources or {}, args.max_eval_samples)
     check_fit(train.sources, config.vocab_size, config.max_position_embeddings)
     return train, held_out
 
@@ -191,6 +191,7 @@ def announce(
     model: nn.Module,
     precision: Precision,
     stream: SampleStream,
+    unigram_loss: float,
     state: RunState,
 ) -> Proven:
     """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run;
@@ -198,7 +199,7 @@ def announce(
     if dist.get_rank() == 0:
         note(table(args))
         tell(differing(args))
-    say(*_report(args, model, precision, stream, state))
+    say(*_report(args, model, precision, stream, unigram_loss, state))
     sections = precisions_of(args.precision)
     changes = len(sections) > 1 or sections[0].on_trouble == "escalate"
     for number, section in enumerate(sections if changes else ()):
@@ -230,7 +231,12 @@ def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -
 
 
 def _report(
-    args: TrainingArguments, model: nn.Module, precision: Precision, stream: SampleStream, state: RunState
+    args: TrainingArguments,
+    model: nn.Module,
+    precision: Precision,
+    stream: SampleStream,
+    unigram_loss: float,
+    state: RunState,
 ) -> list[str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
@@ -246,7 +252,7 @@ def _report(
         f"model: {args.model.variant}, {num_parameters(model.config) / 1e6:,.1f} M parameters, "
         f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
         f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
-        f"{stream.unigram_loss:.4f}",
+        f"{unigram_loss:.4f}",
         f"{steps} x {tokens_per_step:,} tokens = {total:,} tokens, "
         f"{total / stream.num_tokens:.2f} times the training data",
     ]

@@ -238,6 +238,7 @@ def _begin(
     from train.checkpoint.save import Saver
     from train.config.ds_config import resolve_ds_config
     from train.config.schedule import at_stage
+    from train.data.stream import unigram_loss_of
     from train.guard.watchdog import Watchdog
     from train.loop import Run
     from train.planning.autotune import resolve_auto
@@ -255,6 +256,7 @@ def _begin(
     args, tuned = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
     train_stream, eval_streams = setup.streams_for(args, config)
+    unigram_loss = unigram_loss_of(train_stream, eval_streams["eval_loss"])
     if args.data.verify:
         streams = train_stream, *eval_streams.values()
         watchdog.meet("verifies its share of the data", reads=sum(stream.num_bytes for stream in streams))
@@ -272,7 +274,7 @@ def _begin(
     watchdog.meet("builds the model", read)
     model, precision = setup.model_for(staged, resume_from, levels)
     watchdog.meet("proves what runs")
-    proven = setup.announce(args, model, precision, train_stream, state)
+    proven = setup.announce(args, model, precision, train_stream, unigram_loss, state)
     planned = setup.planned_for(staged, ds_config, config, bool(eval_streams))
     watchdog.meet("builds the engine", read)
     engine, micro_step = setup.engine_for(
@@ -301,6 +303,7 @@ def _begin(
         attention=proven.attention,
         train_stream=train_stream,
         eval_streams=eval_streams,
+        unigram_loss=unigram_loss,
         metrics=metrics,
         state=state,
         resumed_from=resume_from,

@@ -349,9 +349,11 @@ def test_what_comes_between_steps_is_not_in_their_speed(
     loop.clock_step, loop.clock = 20, 0.0
     watchdog = SimpleNamespace(met=lambda what: None)
     saver = SimpleNamespace(pending=False, begin=lambda state, background: None)
-    stream = SimpleNamespace(unigram_loss=6.0, sample_ids=lambda first, count: [])
+    stream = SimpleNamespace(sample_ids=lambda first, count: [])
     metrics = SimpleNamespace(message=lambda text: None)
-    loop.run = SimpleNamespace(watchdog=watchdog, saver=saver, train_stream=stream, metrics=metrics)
+    loop.run = SimpleNamespace(
+        watchdog=watchdog, saver=saver, train_stream=stream, metrics=metrics, unigram_loss=6.0
+    )
     spikes = [Spike(30, 0, 0, "loss", 9.0, 1.0, 2.0)]
     loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True, state_dict=lambda: {})
     loop.rollback = SimpleNamespace(after=lambda spikes, samples: True)
@@ -377,10 +379,8 @@ class Evaluated:
     """A run of which only `evaluate` is called; the loss of a token is its id, and sample n has n for all ids."""
 
     def __init__(self, samples: int, size: int):
-        self.arguments = SimpleNamespace(
-            per_device_eval_batch_size=size, per_device_train_batch_size=7, max_eval_samples=samples
-        )
-        self.eval_streams: Any = {"eval_loss": SimpleNamespace(num_samples=100, batch=self._batch)}
+        self.arguments = SimpleNamespace(per_device_eval_batch_size=size, per_device_train_batch_size=7)
+        self.eval_streams: Any = {"eval_loss": SimpleNamespace(num_samples=samples, batch=self._batch)}
         self.engine, self.forwards, self.device, self.module = self, 0, "cpu", None
         self.precision, self.state = SimpleNamespace(has_state=False), SimpleNamespace(step=1)
         self.stop_vote = SimpleNamespace(ask=lambda: (False, False, False))

@@ -95,7 +95,7 @@ def test_data_are_opened_by_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     data = args.data
     assert opened == [
         ((data.sources, data.weights, 64, 7), {"document_mask": True}),
-        (train, data.sources, data.eval_sources),
+        (train, data.sources, data.eval_sources, args.max_eval_samples),
         ("its sources", config.vocab_size, config.max_position_embeddings),
     ]
 
@@ -197,7 +197,7 @@ def test_levels_of_a_checkpoint_that_a_later_stage_needs_are_asked_for_at_the_st
     state = state_of(escalations=[{"step": 2, "module": "a", "from": "delayed", "to": "block"}])
     precision = Precision(precisions_of(args.precision)[0], levels=state.levels)
     with pytest.raises(PrecisionError, match=r"^stage 2 of 2 of precision.schedule.*block is not available"):
-        setup.announce(args, model, precision, nothing, state)
+        setup.announce(args, model, precision, nothing, 6.5, state)
 
 
 def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,6 @@ def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None
     shards = [SimpleNamespace(documents=n) for n in (3, 5)]
     stream: Any = SimpleNamespace(
         describe=lambda: "some data",
-        unigram_loss=6.5,
         num_tokens=960,
         vocab_size=300,
         sources=[SimpleNamespace(shards=shards[:1]), SimpleNamespace(shards=shards[1:])],
@@ -213,7 +212,7 @@ def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None
     config = load_config("tiny")
     model: Any = SimpleNamespace(config=config)
     precision: Any = SimpleNamespace(emulated=True)
-    said = "\n".join(setup._report(arguments(), model, precision, stream, state_of()))
+    said = "\n".join(setup._report(arguments(), model, precision, stream, 6.5, state_of()))
     for words in (
         f"model: te_linear, {num_parameters(config) / 1e6:.1f} M parameters, "
         f"{flops_per_token(config, 64) / 1e9:.3f} GFLOP a token at 64 tokens",
@@ -228,7 +227,9 @@ def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None
         (480, "8 steps, which had 480 tokens in all, and 0 x 384 tokens = 480 tokens, 0.50 times"),
     ):
         beyond = state_of(step=8, consumed_tokens=consumed)
-        assert f"{words} the training data" in setup._report(arguments(), model, precision, stream, beyond)
+        assert f"{words} the training data" in setup._report(
+            arguments(), model, precision, stream, 6.5, beyond
+        )
 
 
 def test_a_start_notes_what_it_has_otherwise_and_no_earlier_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from model.proof import ProofError
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
-from train import loop, train
+from train import loop, plot, train
 from train.checkpoint.files import CheckpointError, identity, read_state
 from train.config.arguments import ConfigurationError, load_deepspeed
 from train.data.format import DataError
@@ -150,7 +150,7 @@ def check_export(output_dir: Path, eval_loss: float, settings: dict) -> None:
     ).endswith("return 1")
     from train.data.stream import open_stream
 
-    stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval")
+    stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval", max_samples=5)
     ids, labels, _ = stream.batch(0, 5)
     with torch.no_grad():
         logits = model(input_ids=ids).logits
@@ -272,6 +272,32 @@ def test_recomputation_and_tied_embeddings(settings: dict, tmp_path: Path, small
     again = run(settings, output_dir=str(tmp_path / "again"), gradient_checkpointing=True)
     assert curve(plain) == curve(again)
     check_export(plain, metrics(plain)[-1]["eval_loss"], settings)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_loaded_weights_are_evaluated_before_the_first_step(
+    trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """As step 0, which a resume keeps; the steps after it are the same without it. Random weights are not evaluated."""
+    settings |= {
+        "precision": {"recipe": recipe},
+        "save_steps": 1,
+        "max_steps": 1,
+        "lr_scheduler_type": "constant",
+    }
+    settings["model"]["init_from"] = str(trained / "hf")
+    settings["warmup_steps"] = 0
+    run(settings)
+    resumed = run(settings, max_steps=2)
+    first, *steps = metrics(resumed)
+    assert (first["step"], first["tokens"], [line["step"] for line in steps]) == (0, 0, [1, 2])
+    assert first["eval_loss"] == pytest.approx(metrics(trained)[-1]["eval_loss"], rel=2e-2)
+    assert first["unigram_loss"] == steps[-1]["unigram_loss"] > 0 and "loss" not in first
+    assert metrics(trained)[0]["step"] == 1
+    plot.main([str(resumed), "--output", str(resumed / "again.png")])
+    monkeypatch.setattr(loop, "evaluate_loaded_weights", lambda run: None)
+    without = run(settings, max_steps=1, output_dir=str(resumed.parent / "without"))
+    assert curve(without)[0][:4] == curve(resumed)[0][:4] and metrics(without)[0]["step"] == 1
 
 
 def test_a_finished_run_has_nothing_to_train(

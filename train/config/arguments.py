@@ -213,7 +213,7 @@ class TrainingArguments:
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
     max_eval_samples: int = option(
-        "samples of an evaluation of each set, over all ranks", 256, gt=0, resume="free"
+        "samples of an evaluation of each set, at even distances, over all ranks", 256, gt=0, resume="free"
     )
     save_steps: int = option("steps between checkpoints; 0: not by steps", 0, ge=0, resume="free")
     save_minutes: float = option(

@@ -12,6 +12,7 @@ The shard layout is the one datatrove writes. Readers open what the manifest lis
 
 import hashlib
 import json
+import math
 import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -291,3 +292,19 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     if largest_id >= manifest.vocab_size:
         raise DataError(f"{path} holds token id {largest_id}, beyond the vocabulary of "
                         f"{manifest.vocab_size}: prepare the data again")  # fmt: skip
+
+
+def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
+    """Return the cross entropy of a model that knows only how frequent tokens are, in nats per token.
+
+    Args:
+        train_counts: [V], smoothed by adding one to each.
+        eval_counts: [V], of the tokens to predict.
+
+    Returns:
+        None when either is empty.
+    """
+    if not train_counts.sum() or not eval_counts.sum():
+        return None
+    log_p = np.log(train_counts + 1.0) - math.log(float(train_counts.sum()) + len(train_counts))
+    return float(-(eval_counts * log_p).sum() / eval_counts.sum())

@@ -224,6 +224,11 @@ def _quotas(weights: Sequence[float], max_period: int) -> list[int]:
     return [quota // common for quota in quotas]
 
 
+def spread(count: int, total: int) -> np.ndarray:
+    """Choose `count` of range(total) at even distances; all of them when `count` is `total`. Returns int64 [count]."""
+    return (2 * np.arange(count, dtype=np.int64) + 1) * total // (2 * max(count, 1))
+
+
 def permutation_key(seed: int, source: str, epoch: int) -> np.ndarray:
     """Round keys [FEISTEL_ROUNDS] uint64 for one source and epoch."""
     digest = hashlib.blake2b(f"{seed}/{epoch}/{source}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()

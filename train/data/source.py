@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ import numpy as np
 from train.data.format import MANIFEST_NAME, DataError, check_sizes, check_tokenizer, read_manifest
 from train.data.index import open_index
 
+# What the frequencies of a source's tokens are counted in, spread evenly over its split, and in pieces of how many.
+COUNTED_TOKENS, PIECE_TOKENS = 2**22, 2**16
 # File descriptors of a source, and as many more for its indexes; a login shell often allows 1024.
 OPEN_SHARDS = 256
 
@@ -107,21 +110,30 @@ class TokenSource:
             DataError: a token id beyond the vocabulary, which an embedding would answer with an error of its own; a
                 shard that has been cut off since it was opened.
         """
-        start = window * self.seq_length
-        shard = bisect_right(self._starts, start) - 1
-        offset = start - self._starts[shard]
-        tokens = self._tokens(shard, offset, self.seq_length + 1)
-        if len(tokens) <= self.seq_length:  # the window goes on in the next shards
-            parts, missing = [tokens], self.seq_length + 1 - len(tokens)
-            while missing:
-                shard += 1
-                parts.append(self._tokens(shard, 0, missing))
-                missing -= len(parts[-1])
-            tokens = np.concatenate(parts)
-        if tokens.max() >= self.manifest.vocab_size:
-            raise self._bad_token(start, tokens)
+        tokens = self._span(window * self.seq_length, self.seq_length + 1)
         input_ids[:] = tokens[:-1]
         labels[:] = tokens[1:]
+
+    def token_counts(self) -> np.ndarray:
+        """Count each token in about COUNTED_TOKENS of the split. Returns int64 [V]. Raises DataError as `read`."""
+        counts = np.zeros(self.manifest.vocab_size, dtype=np.int64)
+        stride = PIECE_TOKENS * math.ceil(self.num_tokens / COUNTED_TOKENS)
+        for start in range(0, self.num_tokens, stride):
+            tokens = self._span(start, min(PIECE_TOKENS, self.num_tokens - start))
+            counts += np.bincount(tokens, minlength=len(counts))
+        return counts
+
+    def _span(self, start: int, count: int) -> np.ndarray:
+        """Tokens start..start+count-1 of the split, which may lie in several shards. Raises DataError: see `read`."""
+        shard = bisect_right(self._starts, start) - 1
+        parts = [self._tokens(shard, start - self._starts[shard], count)]
+        while missing := count - sum(map(len, parts)):
+            shard += 1
+            parts.append(self._tokens(shard, 0, missing))
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if tokens.max() >= self.manifest.vocab_size:
+            raise self._bad_token(start, tokens)
+        return tokens
 
     def document_ends(self, window: int) -> np.ndarray:
         """How many of the window's first T tokens there are up to the end of each document that ends in them: int64,

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from model.documents import Documents
-from train.data.format import DataError, verify_shard
+from train.data.format import DataError, unigram_loss, verify_shard
 from train.data.mixture import Weights, mix
-from train.data.order import MAX_PERIOD, Mixture, permutation_key, permute
+from train.data.order import MAX_PERIOD, Mixture, permutation_key, permute, spread
 from train.data.source import TokenSource, check_no_leak, check_same_tokenizer, open_sources
 
 NO_LABEL = -100  # what the loss ignores
@@ -101,7 +101,8 @@ class SampleStream:
     """All samples of one split of one or several sources, in one global order without end.
 
     train: sources are mixed by `weights` (None: by their size) with exact quotas, each shuffled anew every epoch.
-    eval: every window of every source once, each source in its natural order, spread evenly; `weights` play no role.
+    eval: every window of every source once, each source in its natural order; `weights` play no role. With
+    `max_samples` so many windows, at even distances over each source, whose share is that of its windows.
 
     document_mask: batches have their documents, for attention within them, and the last token of a document has no
     label (NO_LABEL): what follows is the beginning of an unrelated document. So a document is trained on as if it stood
@@ -111,9 +112,7 @@ class SampleStream:
     Attributes:
         vocab_size: of the tokenizer that all sources share.
         num_tokens: in the split, over all sources.
-        num_samples: windows in the split; of train: one epoch's if sources were mixed by size.
-        unigram_loss: nats per token of the eval tokens under unigram models of the train tokens, averaged over the
-            sources by eval tokens; NaN when no source has an eval split.
+        num_samples: of train: windows in the split, one epoch's if sources were mixed by size; of eval: of the stream.
     """
 
     def __init__(
@@ -122,6 +121,7 @@ class SampleStream:
         weights: Weights | None,
         seed: int,
         document_mask: bool = False,
+        max_samples: int | None = None,
     ) -> None:
         self.document_mask = document_mask
         self.sources = sources
@@ -136,24 +136,23 @@ class SampleStream:
         self.vocab_size = self.sources[0].manifest.vocab_size
         self.num_tokens = sum(source.num_tokens for source in self.sources)
         self.num_samples = sum(windows)
-        self.unigram_loss = self._unigram_loss()
+        if self.split == "eval":
+            self.num_samples = min(max_samples or self.num_samples, self.num_samples)
+            chosen = np.bincount(self._mixture.locate(0, self.num_samples)[0], minlength=len(windows))
+            self._chosen = [spread(int(some), total) for some, total in zip(chosen, windows, strict=True)]
         self._plan = lru_cache(4)(self._make_plan)
 
-    def _unigram_loss(self) -> float:
-        pairs = [
-            (source.manifest.unigram_loss, source.manifest.split_tokens("eval")) for source in self.sources
-        ]
-        known = [(loss, tokens) for loss, tokens in pairs if loss is not None]
-        return sum(loss * tokens for loss, tokens in known) / sum(t for _, t in known) if known else math.nan
-
     def _make_plan(self, block: int) -> list[tuple[int, int]]:
-        """(source, window) of samples block * PLAN_SAMPLES .. (block + 1) * PLAN_SAMPLES - 1."""
-        which, ordinal = self._mixture.locate(block * PLAN_SAMPLES, PLAN_SAMPLES)
+        """(source, window) of samples block * PLAN_SAMPLES .. (block + 1) * PLAN_SAMPLES - 1, of eval up to its end."""
+        first, count = block * PLAN_SAMPLES, PLAN_SAMPLES
+        if self.split == "eval":
+            count = min(count, self.num_samples - first)
+        which, ordinal = self._mixture.locate(first, count)
         windows = np.empty_like(ordinal)
         for index, source in enumerate(self.sources):
             epochs, within = np.divmod(ordinal, source.num_windows)
             if self.split == "eval":
-                windows[which == index] = within[which == index]
+                windows[which == index] = self._chosen[index][within[which == index]]
                 continue
             for epoch in np.unique(epochs[which == index]):
                 chosen = (which == index) & (epochs == epoch)
@@ -289,20 +288,24 @@ def open_stream(
     seed: int,
     split: str = "train",
     document_mask: bool = False,
+    max_samples: int | None = None,
 ) -> SampleStream:
-    """Open prepared folders ({name: folder}) as one stream; document_mask: see SampleStream.
+    """Open prepared folders ({name: folder}) as one stream; document_mask, max_samples: see SampleStream.
 
     Raises:
         DataError: as open_sources and SampleStream do; its message names the folder and what to do.
     """
-    return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask)
+    return SampleStream(open_sources(sources, split, seq_length), weights, seed, document_mask, max_samples)
 
 
 def open_held_out(
-    train: SampleStream, sources: Mapping[str, str | Path], sets: Mapping[str, str | Path]
+    train: SampleStream,
+    sources: Mapping[str, str | Path],
+    sets: Mapping[str, str | Path],
+    max_samples: int | None = None,
 ) -> dict[str, SampleStream]:
-    """What a run on `train`, of the folders `sources`, is evaluated on, by the name of its loss: "eval_loss" the eval
-    split of the sources, "eval_loss/NAME" that of each of the `sets`.
+    """Open what a run on `train`, of the folders `sources`, is evaluated on, by the name of its loss: "eval_loss" the
+    eval split of the sources, "eval_loss/NAME" that of each of the `sets`; max_samples of each (see SampleStream).
 
     Raises:
         DataError: as open_stream does; a set that was prepared with another tokenizer than the sources, or with a
@@ -310,7 +313,9 @@ def open_held_out(
     """
     streams = {"eval_loss": sources} | {f"eval_loss/{name}": {name: folder} for name, folder in sets.items()}
     opened = {
-        loss: open_stream(folders, None, train.seq_length, train.seed, "eval", train.document_mask)
+        loss: open_stream(
+            folders, None, train.seq_length, train.seed, "eval", train.document_mask, max_samples
+        )
         for loss, folders in streams.items()
     }
     for stream in opened.values():
@@ -319,12 +324,29 @@ def open_held_out(
     return opened
 
 
+def unigram_loss_of(train: SampleStream, held_out: SampleStream) -> float:
+    """Return the loss of a unigram model of each source's train tokens on the labels of `held_out`, the same sources'
+    evaluation samples, in nats per token. Raises DataError: corrupt tokens."""
+    counts = np.zeros((len(held_out.sources), held_out.vocab_size), dtype=np.int64)
+    for start in range(0, held_out.num_samples, PLAN_SAMPLES):
+        count = min(PLAN_SAMPLES, held_out.num_samples - start)
+        labels = held_out.batch(start, count).labels.numpy()
+        for (source, _), row in zip(held_out.sample_ids(start, count), labels, strict=True):
+            counts[source] += np.bincount(row[row != NO_LABEL], minlength=held_out.vocab_size)
+    losses = [
+        (unigram_loss(source.token_counts(), of_source), int(of_source.sum()))
+        for source, of_source in zip(train.sources, counts, strict=True)
+    ]
+    return sum(loss * tokens for loss, tokens in losses if loss is not None) / int(counts.sum())
+
+
 def held_out_batches(
-    stream: SampleStream, samples: int, size: int, rank: int, world: int
+    stream: SampleStream, size: int, rank: int, world: int
 ) -> Iterator[tuple[int, int, Batch]]:
-    """The first `samples` samples of an eval split as the batches of one rank: (the first sample, how many rows of the
-    batch are samples of this rank, the batch of `size` rows). Rows beyond these have no labels. Each rank has the same
-    number of batches: the collectives of ZeRO 3 would hang otherwise."""
+    """Yield the samples of an eval stream as the batches of one rank: (first sample, number of rows that are samples of
+    this rank, batch of `size` rows). Other rows have no labels. Every rank has the same number of batches: the
+    collectives of ZeRO 3 would hang otherwise."""
+    samples = stream.num_samples
     for start in range(rank * size, math.ceil(samples / (size * world)) * size * world, size * world):
         rows = max(0, min(size, samples - start))
         batch = stream.batch(start if rows else 0, max(rows, 1)).filled(size)

@@ -19,10 +19,9 @@ def held_out_losses(
     precision: Precision,
     streams: Mapping[str, SampleStream],
     batch_size: int,
-    max_samples: int,
     asked_to_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Mean loss in nats a token over the samples of each held-out set (at most max_samples), by the loss' name.
+    """Return the mean loss in nats per token over the samples of each held-out set, by the name of the loss.
 
     The FP8 scales and histories are put back after each set: evaluating changes nothing in training, nor does one set
     in another. asked_to_stop: called after each batch, with the same answer on every rank; then None is returned.
@@ -31,8 +30,7 @@ def held_out_losses(
     losses: dict[str, float] = {}
     engine.eval()
     for name, stream in streams.items():
-        samples = min(max_samples, stream.num_samples)
-        total = _sums(engine, stream, samples, batch_size, asked_to_stop)
+        total = _sums(engine, stream, batch_size, asked_to_stop)
         for key, tensor in fp8_state(engine.module, precision).items():
             tensor.copy_(before[key])
         if total is None:
@@ -44,11 +42,11 @@ def held_out_losses(
 
 
 def _sums(
-    engine: Any, stream: SampleStream, samples: int, batch_size: int, asked_to_stop: Callable[[], bool]
+    engine: Any, stream: SampleStream, batch_size: int, asked_to_stop: Callable[[], bool]
 ) -> torch.Tensor | None:
     """(sum of the losses, tokens) of this rank's part of a held-out set; None, on every rank: asked to stop."""
     total = torch.zeros(2, dtype=torch.float64, device=engine.device)
-    for *_, batch in held_out_batches(stream, samples, batch_size, dist.get_rank(), dist.get_world_size()):
+    for *_, batch in held_out_batches(stream, batch_size, dist.get_rank(), dist.get_world_size()):
         tokens = int((batch.labels != NO_LABEL).sum())
         input_ids, labels, documents = batch.to(engine.device)
         loss = engine(input_ids, labels=labels, documents=documents).loss

@@ -26,6 +26,7 @@ from train.data.format import (
     read_manifest,
 )
 from train.data.index import open_index
+from train.data.order import spread
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import WORK_NAME
@@ -70,13 +71,13 @@ class Packed:
     def __init__(
         self, folders: Mapping[str, str], length: int, size: int, samples: int | None, document_mask: bool
     ):
-        self.stream = open_stream(folders, None, length, 0, "eval", document_mask)
-        self.size, self.samples = size, min(samples or self.stream.num_samples, self.stream.num_samples)
+        self.stream = open_stream(folders, None, length, 0, "eval", document_mask, samples)
+        self.size, self.samples = size, self.stream.num_samples
         self.sources = [Source(s.name, TextEncoder(s.folder / TOKENIZER_FOLDER)) for s in self.stream.sources]
         self.tokens = self.samples * length
         self.notes = []
-        if self.samples < self.stream.num_samples:
-            self.notes = [f"{self.samples:,} of {self.stream.num_samples:,} samples (--max_samples)"]
+        if self.samples < (found := sum(source.num_windows for source in self.stream.sources)):
+            self.notes = [f"{self.samples:,} of {found:,} samples (--max_samples)"]
             its = {source for source, _ in self.stream.sample_ids(0, self.samples)}
             for index, source in enumerate(self.sources):
                 source.asked = index in its
@@ -90,7 +91,7 @@ class Packed:
             ]
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
-        for start, rows, batch in held_out_batches(self.stream, self.samples, self.size, rank, world):
+        for start, rows, batch in held_out_batches(self.stream, self.size, rank, world):
             if rows:
                 ids = self.stream.sample_ids(start, rows)
                 ended = [len(self.stream.sources[source].document_ends(window)) for source, window in ids]
@@ -194,14 +195,14 @@ class Documents:
                 f"DATA {source.name}: the eval split has no document; prepare it with a larger one"
             )
         if self.samples is not None and found > self.samples:
-            self.notes.append(
-                f"{source.name}: {self.samples:,} of {found:,} documents, the first (--max_samples)"
-            )
-            left = self.samples
+            self.notes.append(f"{source.name}: {self.samples:,} of {found:,} documents (--max_samples)")
+            chosen, first = spread(self.samples, found), 0
             for part in parts:
-                part.ends = part.ends[:left]
-                part.tokens = part.tokens[: part.ends[-1] if len(part.ends) else 0]
-                left -= len(part.ends)
+                starts, count = np.concatenate([[0], part.ends[:-1]]), len(part.ends)
+                own = chosen[(chosen >= first) & (chosen < first + count)] - first
+                documents = [part.tokens[starts[number] : part.ends[number]] for number in own]
+                part.tokens = np.concatenate([part.tokens[:0], *documents])
+                part.ends, first = np.cumsum(part.ends[own] - starts[own]), first + count
         lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in parts])
         if self.stride is not None and (long := int((lengths - 1 > self.length).sum())):
             self.notes.append(

@@ -2,7 +2,6 @@
 
 import filecmp
 import hashlib
-import math
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from train.data.format import (
     of_something_else,
     read_manifest,
     token_dtype,
+    unigram_loss,
     write_manifest,
 )
 from train.files import locks, sync_folder
@@ -36,15 +36,6 @@ SLURM_NAME = "prepare_data.slurm"  # stays there: the ids of Slurm's jobs and th
 LOCK_NAME = "prepare_data.lock"  # locked while its writer lives
 IDENTITY_NAME = "job.json"  # in the work folder: what is prepared; without it there is nothing to go on from
 SHARD_NAME = re.compile(r"(train|eval)(_\d{5}){1,2}\.ds(\.index)?")
-
-
-def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:
-    """Cross entropy in nats per token of the eval counts [V] under the add-one-smoothed train counts [V], which is what
-    a model that only knows how frequent tokens are would score; None when either is empty."""
-    if not train_counts.sum() or not eval_counts.sum():
-        return None
-    log_p = np.log(train_counts + 1.0) - math.log(float(train_counts.sum()) + len(train_counts))
-    return float(-(eval_counts * log_p).sum() / eval_counts.sum())
 
 
 class ShardWriter:

@@ -25,6 +25,7 @@ from train.record.trackers import Trackers
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
+NO_STEP = -1  # of a line that cannot be read
 # What a resume notes at the step that it begins at: of a start before it that saved nothing it does not hold.
 NOTED_AT_START = ("changes", "began_at")
 
@@ -82,7 +83,7 @@ class MetricsLogger:
         self.total_steps = config["max_steps"]
         folder.path.mkdir(parents=True, exist_ok=True)
         again = ("eval_loss",) if evaluates_again else ()
-        discarded = discard_after(folder.metrics, start_step, (*NOTED_AT_START, *again))
+        discarded = discard_after(folder.metrics, start_step or NO_STEP, (*NOTED_AT_START, *again))
         self._file = folder.metrics.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
         self._failing = False
@@ -187,8 +188,8 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Path, int] | None:
-    """Take the lines of steps after `step` (0: all) out of the metrics `path`, a line cut off by a crash and those of
-    `step` that have a key of `again`, which is about to be written again. The last line left ends as one.
+    """Take the lines of steps after `step` (NO_STEP: all) out of the metrics `path`, a line cut off by a crash and
+    those of `step` that have a key of `again`, which is about to be written again. The last line left ends as one.
 
     Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
     for that file; nothing is changed.
@@ -201,7 +202,7 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
     for line in text.splitlines():
         record = _record_of(line)
         made_again = record["step"] == step and not record.keys().isdisjoint(again)
-        (keep if 0 < record["step"] <= step and not made_again else discard).append(line)
+        (keep if 0 <= record["step"] <= step and not made_again else discard).append(line)
     if not discard and text.endswith("\n"):
         return None
     kept_in = discarded_name(path)
@@ -219,12 +220,12 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
 
 
 def _record_of(line: str) -> dict[str, Any]:
-    """What the line has; step 0, which is never kept, where it cannot be read."""
+    """What the line has; step NO_STEP, which is never kept, where it cannot be read."""
     try:
         record = json.loads(line)
     except ValueError:
-        return {"step": 0}
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {"step": 0}
+        return {"step": NO_STEP}
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {"step": NO_STEP}
 
 
 def _brief(metrics: dict[str, Any]) -> str:

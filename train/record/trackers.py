@@ -147,8 +147,8 @@ class TensorBoard:
     def _start(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        # what older event files have of later steps is not shown
-        self.writer = SummaryWriter(self.folder, purge_step=step + 1, flush_secs=FLUSH_S)
+        # what older event files have of later steps is not shown; a new run may write a step 0 itself
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0, flush_secs=FLUSH_S)
 
     def log(self, metrics: dict[str, Any]) -> None:
         # fp8_alarms and its like have counts beside what they name

@@ -140,7 +140,9 @@ def test_a_run_within_documents(settings: dict, folder: Path, variant: str, prec
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(whole / "hf", dtype=torch.float32)
-    stream = open_stream(settings["data"]["sources"], None, 64, 42, split="eval", document_mask=True)
+    stream = open_stream(
+        settings["data"]["sources"], None, 64, 42, split="eval", document_mask=True, max_samples=5
+    )
     total = count = 0
     ids, labels, documents = stream.batch(0, 5)
     bounds = documents.cu_seqlens.tolist()

@@ -10,10 +10,18 @@ import torch
 
 from test_fp8.common.folders import make_folder
 from tests.fixtures import corpus_texts, write_jsonl
+from train.data import source as source_module
 from train.data.format import DataError, read_manifest
 from train.data.order import Mixture, permutation_key, permute
 from train.data.source import check_fit, open_sources
-from train.data.stream import NO_LABEL, MicroBatches, held_out_batches, open_held_out, open_stream
+from train.data.stream import (
+    NO_LABEL,
+    MicroBatches,
+    held_out_batches,
+    open_held_out,
+    open_stream,
+    unigram_loss_of,
+)
 
 T = 32
 
@@ -202,30 +210,82 @@ def test_fingerprint_changes_with_all_that_the_order_depends_on(data, second):
     assert len({same, *others}) == 6
 
 
-def test_description_and_unigram_loss(data, second):
+def test_the_description_has_the_sources(data, second):
     stream = open_stream({"a": data, "b": second}, {"a": 3, "b": 1}, T, seed=1)
     first, last = stream.describe().splitlines()
     assert first.startswith("a: ") and "75.00%" in first and last.startswith("b: ") and "25.00%" in last
-    found = [read_manifest(folder) for folder in (data, second)]
-    for line, folder, manifest in zip((first, last), (data, second), found, strict=True):
+    for line, folder in zip((first, last), (data, second), strict=True):
+        manifest = read_manifest(folder)
         tokens, shards = manifest.split_tokens("train"), len(manifest.split_shards("train"))
         assert f": {tokens:,} train tokens in {shards} shards, {(tokens - 1) // T:,} samples of {T}, " in line
         assert line.endswith(f" of the mixture ({folder})")
-    of_evaluation = [manifest.split_tokens("eval") for manifest in found]
-    expected = np.average([manifest.unigram_loss for manifest in found], weights=of_evaluation)
-    assert stream.unigram_loss == pytest.approx(expected, rel=1e-12)
-    assert len(set(of_evaluation)) == 2 and found[0].unigram_loss != found[1].unigram_loss
+
+
+@pytest.fixture
+def graded(tmp_path: Path) -> dict[str, Path]:
+    """Two sources of 96 and 48 evaluation windows; the tokens of a window are its number, from 200 on in b."""
+    folders = {}
+    for name, windows, offset in (("a", 96, 0), ("b", 48, 200)):
+        tokens = np.repeat(np.arange(windows) + offset, T)
+        shards = np.split(np.append(tokens, offset), [5 * T + 3, 20 * T])
+        folders[name] = make_folder(tmp_path / name, {"train": shards, "eval": shards})
+    return folders
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 12, 72, 143, 144, 1000])
+def test_evaluation_samples_are_spread_over_the_split_whatever_the_ranks(graded: dict, most: int) -> None:
+    stream = open_stream(graded, None, T, 0, "eval", max_samples=most)
+    count = min(most, 144)
+    assert stream.num_samples == count
+    found = set()
+    for world in (1, 2, 3, 4):
+        for size in (1, 5, 8):
+            rows = [
+                int(row[0])
+                for rank in range(world)
+                for _, own, batch in held_out_batches(stream, size, rank, world)
+                for row in batch.input_ids[:own]
+            ]
+            assert len(rows) == len(set(rows)) == count
+            found.add(tuple(sorted(rows)))
+    (chosen,) = found
+    for first, windows in ((0, 96), (200, 48)):
+        own = [number - first for number in chosen if first <= number < first + windows]
+        assert abs(len(own) - count * windows / 144) < 1
+        gaps = np.diff([-1, *own, windows]) if own else []
+        assert not own or max(gaps) <= windows / len(own) + 1
+    with pytest.raises(DataError):
+        stream.batch(count, 1)
+
+
+def test_the_unigram_loss_is_of_the_evaluation_samples(graded: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across shards; of a large split the frequencies are those of a part of it, spread over it."""
+    train = open_stream(graded, None, T, 0)
+    for most in (3, 50, 144):
+        held_out = open_stream(graded, None, T, 0, "eval", max_samples=most)
+        expected = []
+        for (source, _), labels in zip(
+            held_out.sample_ids(0, most), held_out.batch(0, most).labels, strict=True
+        ):
+            counts = np.bincount(split_tokens(train.sources[source].folder, "train"), minlength=400) + 1
+            expected += (-np.log(counts / counts.sum())[labels]).tolist()
+        assert unigram_loss_of(train, held_out) == pytest.approx(np.mean(expected), rel=1e-12)
+    monkeypatch.setattr(source_module, "PIECE_TOKENS", T)
+    monkeypatch.setattr(source_module, "COUNTED_TOKENS", 24 * T)
+    counts = train.sources[0].token_counts()
+    assert counts.sum() == 20 * T and np.flatnonzero(counts).tolist() == list(range(0, 96, 5))
 
 
 def test_a_batch_is_filled_with_rows_without_labels(data):
     """Three samples in batches of two on two ranks: the second rank has one, and a row to fill; of two it has none."""
-    stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True)
-    ((start, rows, batch),) = held_out_batches(stream, 3, 2, rank=1, world=2)
+    stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True, max_samples=3)
+    ((start, rows, batch),) = held_out_batches(stream, 2, rank=1, world=2)
     expected = stream.batch(2, 1)
     assert (start, rows) == (2, 1) and len(batch.documents.positions) == 2
     assert torch.equal(batch.input_ids, expected.input_ids.expand(2, -1))
     assert torch.equal(batch.labels[0], expected.labels[0]) and (batch.labels[1] == NO_LABEL).all()
-    ((_, rows, batch),) = held_out_batches(stream, 2, 2, rank=1, world=2)
+    stream = open_stream({"a": data}, None, T, 0, "eval", document_mask=True, max_samples=2)
+    ((_, rows, batch),) = held_out_batches(stream, 2, rank=1, world=2)
     assert rows == 0 and len(batch.input_ids) == 2 and (batch.labels == NO_LABEL).all()
 
 

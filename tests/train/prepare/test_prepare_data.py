@@ -13,11 +13,10 @@ import sentencepiece
 from datatrove.data import Document
 
 from tests.fixtures import HELD_OUT, corpus_texts, write_jsonl
-from train.data.format import read_manifest, token_dtype
+from train.data.format import read_manifest, token_dtype, unigram_loss
 from train.files import sha256_file
 from train.prepare.blocks import ReadDocuments, WriteShards, encoder_of
 from train.prepare.corpus import Source, list_sources
-from train.prepare.output import unigram_loss
 from train.prepare.preparation import Preparation
 from train.prepare.tally import Tally
 from train.prepare_data import main, parse_arguments

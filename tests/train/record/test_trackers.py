@@ -155,7 +155,7 @@ def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
     log.log({"step": 5, "tokens": 320, "loss": 1.0})
     log.rewind(3)
     log.close()
-    assert [dict(call[2:])["purge_step"] for call in calls if call[0] == "SummaryWriter"] == [1, 4]
+    assert [dict(call[2:])["purge_step"] for call in calls if call[0] == "SummaryWriter"] == [0, 4]
     assert [call[0] for call in calls].count("close") == 2
     (text,) = (call for call in calls if call[0] == "add_text")  # once a run
     assert text[1] == "configuration" and '"wandb_project": "project"' in text[2]
