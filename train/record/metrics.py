@@ -92,7 +92,7 @@ class MetricsLogger:
             self.message(
                 f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}"
             )
-        self._trackers = Trackers(folder, config, start_step, self.message)
+        self._trackers = Trackers(folder, config, start_step, self.message, goes_back=bool(discarded))
         self._plot = LivePlot(folder)
 
     def log(self, metrics: dict[str, Any]) -> None:

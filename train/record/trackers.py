@@ -51,17 +51,27 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """All that `config` (TrainingArguments.to_dict) asks for. start_step: steps that are already done, 0 of a run that
-    begins. tell: where a failure is told."""
+    """All that `config` (TrainingArguments.to_dict) asks for.
+
+    Args:
+        start_step: steps that are already done, 0 of a run that begins.
+        tell: logs a failure.
+        goes_back: the trackers have lines of steps after start_step, which no longer count.
+    """
 
     def __init__(
-        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        config: dict[str, Any],
+        start_step: int,
+        tell: Callable[[str], None],
+        goes_back: bool = False,
     ):
         self._tell = tell
         self._failed: set[str] = set()
         self._open: dict[str, Tracker] = {}
         for name in names(config["report_to"]):
-            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, tell))
+            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, tell, goes_back))
             if tracker is not None:
                 self._open[name] = tracker
 
@@ -94,40 +104,62 @@ class Trackers:
 
 
 class Wandb:
-    """Online with a key (WANDB_API_KEY or netrc), offline without one."""
+    """Online with a key (WANDB_API_KEY or netrc), offline without one.
+
+    wandb cannot take lines back. After a rollback, and when a resume starts before the last logged step, a new wandb
+    run of the same group begins: none has a step twice, and the newest has what counts. Their ids are ID, ID-2, ID-3,
+    ... of the group ID.
+    """
 
     def __init__(
-        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        config: dict[str, Any],
+        start_step: int,
+        tell: Callable[[str], None],
+        goes_back: bool,
     ):
-        import wandb  # slow to import
-
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        self.folder, self.config, self.tell = folder, config, tell
         own, of = wandb_run_of(folder) if start_step else ("", "")
         if own and is_copied(folder, own, of):
             tell(f"wandb: {folder.path} is a copy of {of}, whose run is {own}: here a run of its own begins")
             own = ""
-        own = own or secrets.token_hex(4)
-        folder.wandb_run_id.write_text(f"{own}\n{folder.path.resolve()}\n", encoding="utf-8")
+        if own and goes_back:
+            own = following(own)
+        self._open(own or secrets.token_hex(4))
+
+    def _open(self, own: str) -> None:
+        import wandb  # slow to import
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        group, _, number = own.partition("-")
+        name = self.config["run_name"]
+        self.id = own
+        self.folder.wandb_run_id.write_text(f"{own}\n{self.folder.path.resolve()}\n", encoding="utf-8")
         self.run = wandb.init(
-            project=config["wandb_project"],
-            name=config["run_name"],
+            project=self.config["wandb_project"],
+            name=f"{name or group}-{number}" if number else name,
             id=own,
+            group=group,
             resume="allow" if mode == "online" else None,
-            dir=str(folder.path),
-            config=config,
+            dir=str(self.folder.path),
+            config=self.config,
             mode=mode,
         )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
-            tell(f"wandb: no API key, so the run is recorded offline; later: wandb sync {self.run.dir}/..")
+            self.tell(
+                f"wandb: no API key, so the run is recorded offline; later: wandb sync {self.run.dir}/.."
+            )
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # no step= argument: wandb drops what is not newer than its last step, which a resumed run's lines are
+        # no step= argument: wandb merges lines of one step, and drops what is not newer than its last step
         self.run.log(metrics)
 
     def rewind(self, step: int) -> None:
-        """Nothing: the lines that follow have their own "step"."""
+        self.run.finish()
+        self._open(following(self.id))
 
     def close(self) -> None:
         self.run.finish()
@@ -137,7 +169,12 @@ class TensorBoard:
     """Event files in tensorboard/ of the run's folder: `tensorboard --logdir output` shows all runs there."""
 
     def __init__(
-        self, folder: RunFolder, config: dict[str, Any], start_step: int, tell: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        config: dict[str, Any],
+        start_step: int,
+        tell: Callable[[str], None],
+        goes_back: bool,
     ):
         self.folder = str(folder.tensorboard)
         self._start(start_step)
@@ -167,6 +204,12 @@ class TensorBoard:
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def following(own: str) -> str:
+    """Return the id of the wandb run that follows `own` in its group."""
+    group, _, number = own.partition("-")
+    return f"{group}-{int(number or 1) + 1}"
 
 
 def wandb_run_of(folder: RunFolder) -> tuple[str, str]:

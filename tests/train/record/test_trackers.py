@@ -33,11 +33,15 @@ def test_wandb_without_a_key_is_offline_and_keeps_its_run(tmp_path, capsys, monk
     for start_step in (0, 10, 0):
         tracker = open_trackers(tmp_path, "wandb", start_step)
         tracker.log({"step": start_step + 10, "loss": 1.0})
+        if start_step:
+            tracker.rewind(start_step)
+            tracker.log({"step": start_step + 10, "loss": 1.0})
         tracker.close()
         ids.append(trackers.wandb_run_of(RunFolder(tmp_path))[0])
-    assert ids[0] == ids[1] != ids[2]  # a resumed run goes on, a new one does not
+    # a resumed run goes on, in a run of the same group when it goes back; a new one does not
+    assert ids[1] == f"{ids[0]}-2" and ids[2] != ids[0]
     folders = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
-    assert any(name.endswith(ids[0]) for name in folders) and any(name.endswith(ids[2]) for name in folders)
+    assert all(any(name.endswith(each) for name in folders) for each in ids)
     assert "no API key" in capsys.readouterr().out
 
 
@@ -160,6 +164,42 @@ def test_a_way_back_is_one_for_trackers_too(tmp_path, calls):
     (text,) = (call for call in calls if call[0] == "add_text")  # once a run
     assert text[1] == "configuration" and '"wandb_project": "project"' in text[2]
     assert {dict(call[2:])["flush_secs"] for call in calls if call[0] == "SummaryWriter"} == {30}
+
+
+def test_wandb_begins_a_new_run_of_the_group_when_a_run_goes_back(tmp_path, calls, monkeypatch):
+    """By a rollback, or by a resume before the last logged step; no wandb run has a step twice."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = {"max_steps": 9, "report_to": ["wandb"], "run_name": None, "wandb_project": "project"}
+
+    def start(step: int) -> MetricsLogger:
+        return MetricsLogger(RunFolder(tmp_path), config, is_main=True, start_step=step)
+
+    def logs(log: MetricsLogger, *steps: int) -> None:
+        for step in steps:
+            log.log({"step": step, "tokens": 64 * step, "loss": 1.0})
+
+    log = start(0)
+    logs(log, 1, 2, 3)
+    log.rewind(2)
+    logs(log, 3, 4)
+    log.close()
+    log = start(4)
+    logs(log, 5)
+    log.close()
+    log = start(3)  # after a crash
+    logs(log, 4, 5)
+    log.close()
+    runs: dict[str, list[int]] = {}
+    opened = []
+    for call in calls:
+        if call[0] == "init":
+            opened.append(dict(call[1:]))
+        elif call[0] == "log":
+            runs.setdefault(opened[-1]["id"], []).append(call[1]["step"])
+    (group,) = {each["group"] for each in opened}
+    assert runs == {group: [1, 2, 3], f"{group}-2": [3, 4, 5], f"{group}-3": [4, 5]}
+    assert [each["name"] for each in opened] == [None, f"{group}-2", f"{group}-2", f"{group}-3"]
+    assert [call[0] for call in calls].count("finish") == 4
 
 
 def test_tensorboard_has_the_numbers_and_hides_what_a_resume_left(tmp_path, calls):
