@@ -51,6 +51,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 
 from model.errors import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from model.hub import HubError, local_folder
 from model.keys import between, unicode, why_no_file
 from train.files import reason, tell, write_durably
 from train.preflight.machine import out_of_memory
@@ -65,7 +66,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", type=Path, help="a run's output_dir, a checkpoint, a Hugging Face folder")
+    add(
+        "model",
+        metavar="MODEL",
+        type=Path,
+        help="a run's output_dir, a checkpoint, a Hugging Face folder or ORG/NAME",
+    )
     text = f"prepared data, or files and folders of {ALLOWED}; default: what the checkpoint was trained on"
     add("data", metavar="DATA", nargs="*", type=unicode, help=text)
     add(
@@ -103,6 +109,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--output {args.output} {why}")
     if len({os.path.realpath(name) for name in args.data}) < len(args.data):
         parser.error("DATA: one is given twice; name each once")
+    try:
+        args.model = Path(local_folder(str(args.model)))
+        args.tokenizer = args.tokenizer and Path(local_folder(str(args.tokenizer), weights=False))
+    except HubError as error:
+        parser.error(str(error))
     for name in (args.model, *args.data):
         if not (
             os.path.exists(name) or (name in args.data and name.startswith("hf:")) or name == "python-stdlib"

@@ -40,7 +40,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--input", type=unicode, nargs="+", required=True, help=f"files and folders of {ALLOWED}")
-    add("--tokenizer", type=given_path, required=True, help="a folder with tokenizer.model or tokenizer.json")
+    add(
+        "--tokenizer",
+        type=given_path,
+        required=True,
+        help="a folder with tokenizer.model or tokenizer.json, or ORG/NAME on the Hugging Face Hub",
+    )
     add("--output", type=given_path, required=True, help="the folder to write")
     add("--text_key", type=unicode, default="text", help="key or column of the text (default: text)")
     add("--split_on", type=separator, metavar="SEPARATOR", help=SPLIT_ON)

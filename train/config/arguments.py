@@ -20,6 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
+from model.hub import HubError, local_folder
 from model.keys import STRICT, option
 from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig
 from train.config import command_line, msamp
@@ -47,7 +48,9 @@ class ModelArguments:
 
     # the content of config is compared on a resume, and the weights of init_from are in the checkpoint
     config: str = option(
-        "a name in model/configs, or the path of a MistralConfig JSON", resume="content", example="tiny"
+        "a name in model/configs, the path of a MistralConfig JSON, or a model of the Hugging Face Hub (ORG/NAME)",
+        resume="content",
+        example="tiny",
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
         "te_linear and te_layer are of Transformer Engine's modules; hf: transformers' own, the baseline; torchao: the "
@@ -60,7 +63,7 @@ class ModelArguments:
         "hf, torchao: torch.compile for each decoder layer; null: for torchao on a GPU", None
     )
     init_from: str | None = option(
-        "Hugging Face folder whose weights the run starts from; null: random",
+        "Hugging Face folder, or ORG/NAME on the Hub, whose weights the run starts from; null: random",
         None,
         resume="free",
         min_length=1,
@@ -378,6 +381,12 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
     if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
+    model = arguments.model
+    try:
+        model.config = local_folder(model.config, weights=False)
+        model.init_from = model.init_from and local_folder(model.init_from)
+    except HubError as error:
+        raise ConfigurationError(str(error)) from error
     for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
         for name, folder in folders.items():
             folders[name] = data_folder(folder)

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from model.hub import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import DataError, Manifest, token_dtype
 from train.prepare.output import OutputFolder, SplitWriter
@@ -294,7 +295,7 @@ def import_datasets(args: argparse.Namespace) -> tuple[Manifest, str]:
         DataError: bad datasets, tokenizer or output folder, or a split without a document.
         OSError: a file cannot be read or written.
     """
-    encoder = TextEncoder(args.tokenizer)
+    encoder = TextEncoder(local_folder(str(args.tokenizer), weights=False))
     check_tokenizer(encoder, [])
     framing = Framing(encoder, encoder.eos_id if args.eod_id is None else args.eod_id)
     datasets = open_all(args.input)

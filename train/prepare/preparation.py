@@ -14,6 +14,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
+from model.hub import local_folder
 from train.data.encoder import TextEncoder
 from train.data.format import MANIFEST_NAME, DataError, Manifest
 from train.files import naming, shown, write_durably
@@ -64,7 +65,7 @@ class Preparation:
         Raises:
             ValueError: inputs, tokenizer or options that cannot be meant.
         """
-        tokenizer = Path(args.tokenizer).absolute()
+        tokenizer = Path(local_folder(str(args.tokenizer), weights=False)).absolute()
         encoder = encoder_of(str(tokenizer))  # may be wrong, and to list the inputs may take long
         steps = options_of(args, _tell)
         sources = list_sources(args.input, args.split_on, _tell)

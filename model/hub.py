@@ -1,0 +1,47 @@
+"""Download a folder of the Hugging Face Hub that is named as org/name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from model.errors import UserError
+
+FILES = ["*.json", "*.jinja", "tokenizer.model"]
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class HubError(UserError, ValueError):
+    """A repository of the Hub cannot be downloaded."""
+
+    code = "hub"
+
+
+def local_folder(name: str, weights: bool = True) -> str:
+    """Return `name`, or where it is org/name and no local path the folder of the downloaded repository.
+
+    Several processes of a node may call it: huggingface_hub locks each file while one of them downloads it.
+
+    Args:
+        weights: also download *.safetensors.
+
+    Raises HubError: it cannot be downloaded.
+    """
+    path = Path(name)
+    if not HUB_ID.fullmatch(name) or path.exists() or path.parent.exists() or path.suffix == ".json":
+        return name
+    from huggingface_hub import snapshot_download  # takes half a second
+
+    try:
+        return snapshot_download(
+            name,
+            allow_patterns=[*FILES, *["*.safetensors"] * weights],
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise HubError(
+            f"{name} is not a local folder, and cannot be downloaded from the Hugging Face Hub ({why}). Check the "
+            f"name, or run where the Hub can be reached: hf download {name} --local-dir DIR, and give DIR",
+            key=name,
+        ) from error
