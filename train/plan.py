@@ -42,7 +42,11 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("config", metavar="CONFIG", help="a training configuration, or a model's")
-    parser.add_argument("--gpus", type=int, default=8, help="how many GPUs, of one job (default %(default)s)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="how many GPUs, of one job (default: 8, or fewer if they do not divide the batch)",
+    )
     parser.add_argument(
         "--gpu", default="h100", help="h100, h200 or h800: the SXM parts (default %(default)s)"
     )
@@ -57,7 +61,7 @@ def main(argv: list[str]) -> int:
     try:
         gpu = gpu_called(options.gpu)
         tokens = options.tokens and parse_tokens(options.tokens)
-        if not 1 <= options.gpus <= MOST_GPUS:
+        if options.gpus is not None and not 1 <= options.gpus <= MOST_GPUS:
             raise PlanError(f"--gpus {options.gpus}: 1 to {MOST_GPUS} are expected")
         if not options.network > 0:
             raise PlanError(f"--network {options.network:g}: Gbit/s a GPU, above 0, are expected")
@@ -69,13 +73,14 @@ def main(argv: list[str]) -> int:
             )
         if options.output and (why := why_no_file(options.output)):
             raise PlanError(f"--output {options.output} {why}")
-        arguments = configured(options.config, others, options.gpus)
+        arguments = configured(options.config, others, options.gpus or 8)
+        gpus = options.gpus or default_gpus(arguments)
         sizes = load_sizes(arguments.model.config)
-        resolved = arguments.resolve(options.gpus)
+        resolved = arguments.resolve(gpus)
         step_tokens = resolved.train_batch_size_tokens or 1
         tokens = tokens or arguments.max_steps * step_tokens
-        ds_config, steps = resolve_ds_config(arguments, options.gpus), max(1, round(tokens / step_tokens))
-        setting = Setting.of(resolved, ds_config, sizes, options.gpus, steps)
+        ds_config, steps = resolve_ds_config(arguments, gpus), max(1, round(tokens / step_tokens))
+        setting = Setting.of(resolved, ds_config, sizes, gpus, steps)
         planned = plan(Path(arguments.model.config).name, setting, gpu, tokens, options.network)
         tell(*lines(planned))
         if options.output:
@@ -106,6 +111,14 @@ def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
         nearest = max(1, round(asked_for / micro_batch)) * micro_batch
         arguments.train_batch_size_tokens = nearest if arguments.gradient_accumulation_steps is None else None
     return arguments
+
+
+def default_gpus(arguments: TrainingArguments) -> int:
+    """Return the most of 8, 4, 2 and 1 GPUs whose micro-batches divide the step of the configuration."""
+    micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length
+    micro_batch *= arguments.gradient_accumulation_steps or 1
+    step = arguments.train_batch_size_tokens or 0
+    return next((gpus for gpus in (8, 4, 2) if step % (micro_batch * gpus) == 0), 1)
 
 
 def is_of_a_model(config: str) -> bool:

@@ -384,6 +384,20 @@ def test_what_cannot_be_planned_is_said(
     assert said in error and not out
 
 
+@pytest.mark.parametrize(("tokens", "gpus"), [(4096, 2), (8192, 4), (16384, 8), (6144, 1), (None, 8)])
+def test_by_default_so_many_gpus_are_planned_for_as_the_batch_has_micro_batches(
+    tmp_path: Path, tokens: int | None, gpus: int
+) -> None:
+    """4,096 tokens in micro-batches of 8 x 256 are those of docs/getting-started.md."""
+    sizes = {"max_seq_length": 256, "per_device_train_batch_size": 8, "train_batch_size_tokens": tokens}
+    run, output = tmp_path / "run.json", tmp_path / "plan.json"
+    data = {"sources": {"mine": "data/mine"}}
+    run.write_text(json.dumps({"model": {"config": "tiny"}, "data": data, "max_steps": 60, **sizes}))
+    assert program.main([str(run), "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["configured"]["gpus"] == gpus
+    assert program.main([str(run), "--gpus", "3"]) == (2 if tokens in (4096, 8192, 16384) else 0)
+
+
 def test_a_model_that_fits_nowhere_is_told_where_it_would() -> None:
     s = setting(ranks=1, model__config="mistral_7b")
     with pytest.raises(PlanError, match=r"needs \d\d GiB a GPU. Take --gpus 2, or --gpu h200, or a smaller"):
