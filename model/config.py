@@ -77,6 +77,8 @@ def read_json_file(path: Path) -> Any:
     def no_constant(name: str) -> Any:
         raise ValueError(f"{path}: {name} is not JSON; give a finite number")
 
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError(f"{path}: YAML is not read; write the same keys as JSON in a file named .json")
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)

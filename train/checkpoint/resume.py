@@ -168,7 +168,7 @@ def to_go_on(args: TrainingArguments) -> str:
 
 def allowing(keys: Iterable[str]) -> str:
     """The option that allows changes of `keys`."""
-    return f"--{ALLOW} '{json.dumps(list(dict.fromkeys(keys)))}'"
+    return f"--{ALLOW} {','.join(dict.fromkeys(keys))}"
 
 
 def _through_json(value: Any) -> Any:

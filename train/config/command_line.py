@@ -11,6 +11,7 @@ from train.config.schema import (
     Node,
     example,
     in_words,
+    instead_of,
     json_type,
     keys_of,
     nearest,
@@ -27,7 +28,8 @@ usage: train.py CONFIG [--key value]...
 
 CONFIG is a JSON file; a bare name that is not here is looked up in train_args/.
 Every key of the file can be given as --key value too, --section.key value in a section;
-values are JSON, or plain strings; a key that is true or false may stand alone (--dry_run), which is true.
+values are JSON or plain strings, a list of names also NAME,NAME; a key that is true or false may
+stand alone (--dry_run), which is true.
 Start with deepspeed, torchrun or python (one process).
 --schema prints the JSON schema of the file, by which editors complete and check it.
 
@@ -99,7 +101,7 @@ def _unknown(key: str, cls: type) -> str:
     """The problem of a `--key` that does not exist; "" for one that does."""
     if _is_local_rank(key) or node_at(cls, key.split(".")) is not None:
         return ""
-    return f"--{key}: unknown key{nearest(key, keys_of(cls))}; --help lists all keys"
+    return f"--{key}: unknown key{instead_of(key) or nearest(key, keys_of(cls))}; --help lists all keys"
 
 
 def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
@@ -147,5 +149,8 @@ def _value(text: str, node: Node) -> Any:
             raise ValueError(
                 f"is not valid JSON: {json_mistake(error)}, at character {error.pos + 1}"
             ) from error
+        takes_names = any(option.get("items", {}).get("type") == "string" for option in options(node))
+        if takes_names and ("," in text or "string" not in kinds):
+            return [name.strip() for name in text.split(",")]
         return text
     return text if "string" in kinds and json_type(value) not in kinds else value

@@ -43,6 +43,51 @@ LIMITS = {
     "exclusiveMaximum": "below",
 }
 
+# Names in other programs -> what does the same here, a key first.
+FOREIGN = {
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
+    "min_lr": "min_lr_ratio, a fraction of learning_rate",
+    **dict.fromkeys(("lr_scheduler", "lr_decay_style", "scheduler"), "lr_scheduler_type"),
+    **dict.fromkeys(("warmup", "warmup_ratio", "warmup_iters"), "warmup_steps"),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
+        "max_steps; an epoch is the tokens of the data / train_batch_size_tokens",
+    ),
+    **dict.fromkeys(("steps", "iters", "max_iters", "train_iters", "num_steps"), "max_steps"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "micro_batch_size", "mbs"), "per_device_train_batch_size"
+    ),
+    **dict.fromkeys(("global_batch_size", "gbs", "total_batch_size"), "train_batch_size_tokens, in tokens"),
+    **dict.fromkeys(
+        ("grad_accum", "grad_accum_steps", "gradient_accumulation", "accumulate_grad_batches"),
+        "gradient_accumulation_steps",
+    ),
+    **dict.fromkeys(
+        ("seq_len", "seq_length", "sequence_length", "max_seq_len", "block_size", "max_length"),
+        "max_seq_length",
+    ),
+    **dict.fromkeys(("grad_clip", "clip_grad", "gradient_clipping"), "max_grad_norm"),
+    "optimizer": "optim",
+    "wd": "weight_decay",
+    **dict.fromkeys(("bf16", "fp16", "fp8", "fp32", "dtype", "mixed_precision"), "precision.compute"),
+    **dict.fromkeys(("resume", "resume_from", "load"), "resume_from_checkpoint; by default a run resumes"),
+    **dict.fromkeys(("output", "out_dir", "save_dir", "save"), "output_dir"),
+    **dict.fromkeys(("save_interval", "save_every"), "save_steps"),
+    **dict.fromkeys(("log_interval", "log_every"), "logging_steps"),
+    **dict.fromkeys(("eval_interval", "eval_every"), "eval_steps"),
+    "wandb": "report_to wandb",
+    "tensorboard": "report_to tensorboard",
+    **dict.fromkeys(("model_name_or_path", "model_path", "pretrained", "init_weights"), "model.init_from"),
+    **dict.fromkeys(
+        ("dataset", "dataset_name", "data_path", "train_data", "train_file"),
+        "data.sources, folders written by train/prepare_data.py",
+    ),
+    "tokenizer": "data.sources; train/prepare_data.py takes --tokenizer",
+    **dict.fromkeys(("zero", "zero_stage", "deepspeed_config", "ds_config"), "deepspeed"),
+    **dict.fromkeys(("activation_checkpointing", "recompute"), "gradient_checkpointing"),
+    "torch_compile": "model.compile",
+}
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError: as read_json_file; no object."""
@@ -164,6 +209,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
+def instead_of(name: str) -> str:
+    """ " (use X)" for another program's name of what a key here does, else ""."""
+    use = FOREIGN.get(name.replace("-", "_").lower())
+    return f" (use {use})" if use else ""
+
+
 def unchangeable(cls: type, names: Iterable[str]) -> list[str]:
     """What is wrong with `names`, given in allow_changes_on_resume, a line each: no key, or one that cannot change."""
     keys, problems = keys_of(cls), []
@@ -236,7 +287,7 @@ def _problem(cls: type, given: dict[str, Any], place: Place, kind: str) -> str:
         if item and whole in keys_of(cls):
             return f"{name}: it cannot differ from item to item; set it for the whole run, as {whole}"
         known = item["properties"] if item else [*keys_of(cls), *schema_of(cls)["properties"]]
-        return f"{name}: unknown key{nearest(name, known)}"
+        return f"{name}: unknown key{instead_of(name) or nearest(name, known)}"
     node, key = node_at(cls, place) or {}, key_at(cls, place)
     expected = f"{in_words(node)} is expected"
     if not key:

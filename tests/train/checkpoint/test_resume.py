@@ -137,7 +137,7 @@ def test_changed_data_is_refused_with_the_difference_or_allowed_and_logged(
     with pytest.raises(CheckpointError) as error:
         resumed(new, saved, allow=False)
     assert new == before
-    assert f"--allow_changes_on_resume '{json.dumps(keys)}' (or true" in str(error.value)
+    assert f"--allow_changes_on_resume {','.join(keys)} (or true" in str(error.value)
     assert str(CHECKPOINT) in str(error.value)
     for missing in keys:
         with pytest.raises(CheckpointError):
@@ -201,7 +201,7 @@ def test_a_step_of_another_size_on_other_ranks_is_refused_with_the_remedy(folder
     with pytest.raises(CheckpointError, match="train_batch_size_tokens: 4096 -> 2048") as error:
         resumed(smaller, saved, False)
     assert "gradient_accumulation_steps 4, or with train_batch_size_tokens 4096" in str(error.value)
-    assert "--allow_changes_on_resume '[\"train_batch_size_tokens\"]'" in str(error.value)
+    assert "--allow_changes_on_resume train_batch_size_tokens" in str(error.value)
     assert "a step goes on in 2 micro-batches a rank instead of 2" in resumed(smaller, saved)[0]
     with pytest.raises(
         CheckpointError, match="4096 tokens, which 3 ranks cannot have, with 1536 in a micro-batch"

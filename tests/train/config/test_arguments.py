@@ -2,13 +2,14 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from model.config import load_config
+from model.config import load_config, load_sizes
 from train.config.arguments import (
     CONFIG_FOLDER,
     REPOSITORY,
@@ -19,7 +20,7 @@ from train.config.arguments import (
 from train.config.command_line import help_text
 from train.config.differences import Difference, differences, resume_differences, rule_of
 from train.config.display import table
-from train.config.schema import keys_of, read_json
+from train.config.schema import FOREIGN, keys_of, read_json
 
 MINIMAL = {"model": {"config": "tiny"}, "data": {"sources": {"a": "data/a"}}, "max_steps": 100}
 
@@ -243,6 +244,56 @@ def test_command_line_errors(argv, words, tmp_path):
     with pytest.raises(ConfigurationError) as error:
         load_arguments([word.replace("{config}", path) for word in argv])
     assert words in str(error.value)
+
+
+FOREIGN_ARGV = {
+    "--lr 1e-4": "learning_rate",
+    "--epochs 3": "max_steps",
+    "--num_train_epochs=3": "max_steps",
+    "--wandb": "report_to",
+    "--bf16": "precision.compute",
+    "--fp8 true": "precision.compute",
+    "--resume": "resume_from_checkpoint",
+    "--batch-size 8": "per_device_train_batch_size",
+    "--output out": "output_dir",
+    "--seq_len 128": "max_seq_length",
+}
+
+
+@pytest.mark.parametrize(("words", "key"), FOREIGN_ARGV.items())
+def test_the_name_of_another_program_is_answered_with_ours(words, key, tmp_path):
+    path = write(tmp_path, MINIMAL)
+    for argv in ([path, *words.split()], [*words.split(), path]):
+        with pytest.raises(ConfigurationError) as error:
+            load_arguments(argv)
+        assert f"(use {key}" in str(error.value)
+
+
+def test_what_stands_for_a_foreign_name_is_a_key():
+    for name, use in FOREIGN.items():
+        assert re.match(r"[\w.]+", use)[0] in keys_of(TrainingArguments) and name not in keys_of(
+            TrainingArguments
+        )
+    assert "(use learning_rate)" in refused(lr=1e-4)
+
+
+def test_a_list_of_names_needs_no_json(tmp_path):
+    path = write(tmp_path, MINIMAL)
+    words = ["--allow_changes_on_resume", "learning_rate, max_steps", "--precision.bf16_modules=lm_head"]
+    a = load_arguments([path, *words, "--report_to", "wandb,tensorboard"])
+    assert a.allow_changes_on_resume == ["learning_rate", "max_steps"]
+    assert (a.precision.bf16_modules, a.report_to) == (["lm_head"], ["wandb", "tensorboard"])
+    for text, value in (("true", True), ('["seed"]', ["seed"]), ("seed", ["seed"])):
+        assert load_arguments([path, "--allow_changes_on_resume", text]).allow_changes_on_resume == value
+    assert load_arguments([path, "--report_to", "wandb"]).report_to == "wandb"
+
+
+def test_yaml_is_refused_as_such(tmp_path):
+    for name in ("run.yaml", "run.yml"):
+        path = write(tmp_path, "max_steps: 3\n", name)
+        for argv in ([path], [write(tmp_path, MINIMAL), "--model.config", path]):
+            with pytest.raises(ValueError, match=rf"{name}: YAML .* JSON"):
+                load_sizes(load_arguments(argv).model.config)
 
 
 def test_what_is_true_or_false_may_stand_alone(tmp_path):
