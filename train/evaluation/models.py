@@ -44,7 +44,7 @@ def find(given: Path, tell: Callable[[str], None]) -> Path:
     Raises ValueError: it means none. CheckpointError: a checkpoint that does not verify.
     """
     if not given.is_dir():
-        raise ValueError(f"MODEL {given} is not a folder; {EXPECTED} (from the hub: download it first)")
+        raise ValueError(f"MODEL {given} is not a folder; {EXPECTED}, or ORG/NAME on the Hugging Face Hub")
     if (given / "config.json").is_file():
         return given
     try:
