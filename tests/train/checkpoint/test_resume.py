@@ -258,7 +258,9 @@ def test_from_a_pretrained_folder(own_trained: Path, settings: dict, tmp_path: P
     first = own_trained
     model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
     second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
-    assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.3
+    start, step, *_ = metrics(second)
+    assert step["loss"] < metrics(first)[0]["loss"] - 0.3
+    assert start["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
     assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
 
     # a resume takes its weights from the checkpoint
