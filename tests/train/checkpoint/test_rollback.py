@@ -157,7 +157,7 @@ def test_a_planned_change_of_the_mixture_causes_no_rollback(
     """Neither in the run nor in a resume at the step of the change."""
     easy, text = tmp_path / "easy.txt", settings["data"]["sources"]["text"]
     easy.write_text("\n\n".join("a " * 60 + str(number) for number in range(400)))
-    options = {"tokenizer": Path(text).parent / "tokenizer", "split_on": "blank_line", "eval_fraction": 0.1}
+    options = {"tokenizer": Path(text).parent / "tokenizer", "split_on": "blank_line", "eval_fraction": 0.2}
     assert prepare(tmp_path / "easy", easy, **options) == 0
     length, batch = 64, 4
     settings["data"] = {
