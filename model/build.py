@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
-from model.config import head_dim
+from model.config import ModelConfigError, head_dim
 from model.fp8 import te_backend
-from model.fp8.precision import Precision, PrecisionError
+from model.fp8.precision import Precision, PrecisionError, first_key
 from model.hf_folder import check_init_from, read_hf_folder
 from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
 
@@ -48,24 +48,28 @@ def build_model(
     folder `init_from`. compile: torch.compile for the layers of hf and torchao; None: of torchao where there is a GPU.
     document_mask: te_*: attention stays within the `documents` of each forward.
 
-    Raises ValueError: an unknown variant, one that has no document mask, an `init_from` of another architecture, or
-    with weights that cannot be used;
+    Raises ModelConfigError: an unknown variant, or one that has no document mask;
+    WeightsError: an `init_from` of another architecture, or with weights that cannot be used;
     PrecisionError: a precision or `compile` that the variant does not have, a bf16_modules pattern that matches
     nothing, dimensions FP8 cannot take, float16 on a CPU.
     """
     if variant not in VARIANTS:
-        raise ValueError(f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}")
+        message = f"model.variant: {variant!r} is not one of {', '.join(VARIANTS)}"
+        raise ModelConfigError(message, key="model.variant")
     if problems := variant_problems(variant, precision.config, compile):
-        raise PrecisionError("; ".join(problems))
+        raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
     # a backward takes minutes there
     if precision.config.compute == "fp16" and precision.device.type == "cpu":
         raise PrecisionError(
-            "precision.compute: fp16 needs a CUDA device to train on and there is none; use bf16 or fp32"
+            "precision.compute: fp16 needs a CUDA device to train on and there is none; use bf16 or fp32",
+            code="no_gpu",
+            key="precision.compute",
         )
     if document_mask and not VARIANTS[variant].documents:
-        raise ValueError(
+        raise ModelConfigError(
             f"model.variant {variant} has no document mask; choose te_linear or te_layer, or set data.document_mask "
-            "to false"
+            "to false",
+            key="data.document_mask",
         )
     weights: Any = None
     if init_from is not None:  # before anything is on a GPU

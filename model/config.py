@@ -10,6 +10,8 @@ from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from model.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import MistralConfig
 
@@ -61,21 +63,37 @@ ROPE_KEYS = frozenset("rope_type type rope_theta partial_rotary_factor".split())
 MISSPELT = 0.7
 
 
-def read_json_file(path: Path) -> Any:
-    """What is in a JSON file that a user writes.
+class JsonError(UserError, ValueError):
+    """A JSON file of the user that cannot be read; its key is the path, or the key given twice."""
 
-    Raises ValueError: it cannot be read, is no JSON, has a key twice in one object, or NaN or Infinity.
+    code = "json"
+
+
+class ModelConfigError(UserError, ValueError):
+    """A model configuration that cannot be used; its key is the field of config.json, or the path."""
+
+    code = "model_config"
+
+
+def read_json_file(path: Path) -> Any:
+    """Read a JSON file that a user writes.
+
+    Raises JsonError: it cannot be read, is no JSON, has a key twice in one object, or NaN or Infinity.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:  # json keeps the last one silently
-            raise ValueError(f"{path}: the key {', '.join(twice)} is given twice in one object")
+            raise JsonError(
+                f"{path}: the key {', '.join(twice)} is given twice in one object",
+                code="duplicate_key",
+                key=twice[0],
+            )
         return dict(pairs)
 
     def no_constant(name: str) -> Any:
-        raise ValueError(f"{path}: {name} is not JSON; give a finite number")
+        raise JsonError(f"{path}: {name} is not JSON; give a finite number", code="not_json", key=str(path))
 
     if path.suffix in (".yaml", ".yml"):
         raise ValueError(f"{path}: YAML is not read; write the same keys as JSON in a file named .json")
@@ -83,14 +101,17 @@ def read_json_file(path: Path) -> Any:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error
+        raise JsonError(f"{path}: cannot be read: {error}", code="unreadable", key=str(path)) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: cannot be read: {error}; save it as UTF-8") from error
+        message = f"{path}: cannot be read: {error}; save it as UTF-8"
+        raise JsonError(message, code="not_utf8", key=str(path)) from error
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno} column {error.colno}"
-        raise ValueError(f"{where}: not valid JSON: {json_mistake(error)}") from error
+        message = f"{where}: not valid JSON: {json_mistake(error)}"
+        raise JsonError(message, code="not_json", key=str(path)) from error
     except RecursionError as error:
-        raise ValueError(f"{path}: not valid JSON: it is nested too deep") from error
+        message = f"{path}: not valid JSON: it is nested too deep"
+        raise JsonError(message, code="not_json", key=str(path)) from error
 
 
 def json_mistake(error: json.JSONDecodeError) -> str:
@@ -112,18 +133,24 @@ def json_mistake(error: json.JSONDecodeError) -> str:
 
 def config_file(name_or_path: str) -> Path:
     """The file of a configuration that is given by name (a file of model/configs), as a config.json or as a folder that
-    has one; only looked for, not read. Raises ValueError: nothing there."""
+    has one; only looked for, not read. Raises ModelConfigError: nothing there."""
     path = Path(name_or_path)
     if not path.exists():
         path = CONFIGS / f"{name_or_path}.json"
     if not path.exists():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
-        raise ValueError(
-            f"model.config: {name_or_path!r} is neither a file, nor a folder, nor one of {names}"
+        raise ModelConfigError(
+            f"model.config: {name_or_path!r} is neither a file, nor a folder, nor one of {names}",
+            code="not_found",
+            key=name_or_path,
         )
     if path.is_dir() and not (path / "config.json").exists():
         exported = f": that of a run is in {path / 'hf'}" if (path / "hf/config.json").exists() else ""
-        raise ValueError(f"model.config: the folder {name_or_path!r} has no config.json{exported}")
+        raise ModelConfigError(
+            f"model.config: the folder {name_or_path!r} has no config.json{exported}",
+            code="no_config_json",
+            key=name_or_path,
+        )
     return path / "config.json" if path.is_dir() else path
 
 
@@ -137,8 +164,8 @@ def model_name(name_or_path: str | Path) -> str:
 def load_config(name_or_path: str) -> MistralConfig:
     """A MistralConfig by name (a file of model/configs), from a config.json or from a folder that has one.
 
-    Raises ValueError: nothing there, not JSON, not a Mistral, a key that looks like a misspelt one (transformers would
-    ignore it and take the default of what was meant), a value of another type or one that no model has.
+    Raises ModelConfigError: nothing there, not JSON, not a Mistral, a key that looks like a misspelt one (transformers
+    would ignore it and take the default of what was meant), a value of another type or one that no model has.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -154,7 +181,7 @@ def load_config(name_or_path: str) -> MistralConfig:
         Exception
     ) as error:  # transformers checks types with classes of its own, and other things not at all
         problem = " ".join(str(error).split()).removeprefix("model.config: ")
-        raise ValueError(f"model.config: {path}: {problem}") from error
+        raise ModelConfigError(f"model.config: {path}: {problem}", key=getattr(error, "key", None)) from error
     return config
 
 
@@ -162,7 +189,7 @@ def load_sizes(name_or_path: str) -> Any:
     """The same without an import of transformers, as far as it can be: of a file with every key of ARCHITECTURE (but
     for head_dim, which may follow from others) and no unusual one its keys as attributes, else a MistralConfig.
 
-    Raises ValueError: as load_config.
+    Raises ModelConfigError: as load_config.
     """
     path = config_file(name_or_path)
     values = _read_file(path)
@@ -177,8 +204,9 @@ def load_sizes(name_or_path: str) -> Any:
     config: Any = SimpleNamespace(**{"hidden_act": "silu", "head_dim": None, **values})
     try:
         check_config(config)
-    except ValueError as error:
-        raise ValueError(f"model.config: {path}: {str(error).removeprefix('model.config: ')}") from error
+    except ModelConfigError as error:
+        message = f"model.config: {path}: {str(error).removeprefix('model.config: ')}"
+        raise ModelConfigError(message, key=error.key) from error
     return config
 
 
@@ -189,80 +217,89 @@ def numbers_of(config: MistralConfig) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """What is in a config.json. Raises ValueError: not JSON, not a Mistral, a size that is not positive."""
+    """What is in a config.json. Raises ModelConfigError: not JSON, not a Mistral, a size that is not positive."""
     try:
         values = read_json_file(path)
-    except ValueError as error:
-        raise ValueError(f"model.config: {error}") from error
+    except JsonError as error:
+        raise ModelConfigError(f"model.config: {error}", code=error.code, key=error.key) from error
     if not isinstance(values, dict):
-        raise ValueError(f"model.config: {path} holds no JSON object")
+        message = f"model.config: {path} holds no JSON object"
+        raise ModelConfigError(message, code="not_an_object", key=str(path))
     if "model_type" not in values:
-        raise ValueError(
-            f'model.config: {path} has no model_type; give it "model_type": "mistral", the only one'
+        raise ModelConfigError(
+            f'model.config: {path} has no model_type; give it "model_type": "mistral", the only one',
+            key="model_type",
         )
     if values["model_type"] != "mistral":
-        raise ValueError(
-            f"model.config: {path} has the model_type {values['model_type']!r}; only mistral is supported"
+        raise ModelConfigError(
+            f"model.config: {path} has the model_type {values['model_type']!r}; only mistral is supported",
+            key="model_type",
         )
-    if problems := [
-        f"{key}: {values[key]} must be positive{', or null for none' if key == WINDOW else ''}"
-        for key in (*POSITIVE, WINDOW)
-        if isinstance(values.get(key), int) and values[key] < 1
-    ]:
-        raise ValueError(f"model.config: {path}: " + "; ".join(problems))
+    _refuse(
+        f"model.config: {path}: ",
+        {
+            key: f"{key}: {values[key]} must be positive{', or null for none' if key == WINDOW else ''}"
+            for key in (*POSITIVE, WINDOW)
+            if isinstance(values.get(key), int) and values[key] < 1
+        },
+    )
     return values
 
 
+def _refuse(start: str, problems: dict[str, str]) -> None:
+    """Raise ModelConfigError if there are problems, by the key of config.json that each is about."""
+    if problems:
+        raise ModelConfigError(start + "; ".join(problems.values()), key=next(iter(problems)))
+
+
 def _check_keys(path: Path, values: dict[str, Any]) -> None:
-    """Raises ValueError: a key of `values`, from `path`, that MistralConfig would let through, misspelt, or in
+    """Raises ModelConfigError: a key of `values`, from `path`, that MistralConfig would let through, misspelt, or in
     rope_parameters one that it does not read."""
     from transformers import MistralConfig
 
     fields = sorted({key for key in MistralConfig().to_dict() if not key.startswith("_")} | LEGACY_KEYS)
-    problems = []
+    problems = {}
     for key in values:
         if key in fields or key in ORDINARY_KEYS or key.startswith("_"):
             continue
         if close := difflib.get_close_matches(key, fields, 1, MISSPELT):
-            problems.append(f"{key}: unknown key (did you mean {close[0]}?)")
+            problems[key] = f"{key}: unknown key (did you mean {close[0]}?)"
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
         if not isinstance(rope, dict) or _rope_type(rope) != "default":
             continue
         if unknown := ", ".join(sorted(rope.keys() - ROPE_KEYS)):
-            problems.append(f"{name} has {unknown}: only rope_type and rope_theta are read; remove it")
-    if problems:
-        raise ValueError(f"model.config: {path}: " + "; ".join(problems))
+            problems[name] = f"{name} has {unknown}: only rope_type and rope_theta are read; remove it"
+    _refuse(f"model.config: {path}: ", problems)
 
 
 def check_config(config: MistralConfig) -> None:
-    """Raises ValueError for a configuration that is not a Mistral as modelled here."""
-    problems = []
+    """Raises ModelConfigError for a configuration that is not a Mistral as modelled here."""
+    problems = {}
     if config.hidden_act != "silu":
-        problems.append(f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)")
+        problems["hidden_act"] = f"hidden_act {config.hidden_act!r}: only 'silu' (SwiGLU)"
     if config.num_attention_heads % config.num_key_value_heads:
-        problems.append(
+        problems["num_attention_heads"] = (
             f"num_attention_heads {config.num_attention_heads} is not a multiple of num_key_value_heads "
             f"{config.num_key_value_heads}"
         )
     if getattr(config, "attention_dropout", 0.0):
-        problems.append(f"attention_dropout {config.attention_dropout}: only 0")
+        problems["attention_dropout"] = f"attention_dropout {config.attention_dropout}: only 0"
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
-        problems.append(
+        problems["pad_token_id"] = (
             f"pad_token_id {pad} is not below vocab_size {config.vocab_size}; set it to null, it is not used"
         )
     if head_dim(config) % 8:
-        problems.append(f"head_dim {head_dim(config)} is not a multiple of 8")
+        problems["head_dim"] = f"head_dim {head_dim(config)} is not a multiple of 8"
     rope = _rope_parameters(config)
     if (rope_type := _rope_type(rope)) != "default":
-        problems.append(
+        problems["rope_type"] = (
             f"rope_type {rope_type!r}: only 'default', which Mistral models have; remove rope scaling"
         )
     if not isinstance(theta := _rope_theta(config), int | float) or not 0 < theta < math.inf:
-        problems.append(f"rope_theta {theta!r} is no positive number")
-    if problems:
-        raise ValueError("model.config: " + "; ".join(problems))
+        problems["rope_theta"] = f"rope_theta {theta!r} is no positive number"
+    _refuse("model.config: ", problems)
 
 
 def rope_theta(config: MistralConfig) -> float:

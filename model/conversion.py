@@ -95,7 +95,10 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ConversionError("weights do not fit the model: " + "; ".join(sorted(problems)[:5]) + more)
+        raise ConversionError(
+            "weights do not fit the model: " + "; ".join(sorted(problems)[:5]) + more,
+            key=min(problems).partition(" ")[0],
+        )
     for name, parameter in parameters.items():
         for (part, rows), target in zip(
             parts[name], parameter.split([r for _, r in parts[name]]), strict=True

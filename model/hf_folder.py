@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.config import ARCHITECTURE, head_dim, load_sizes, rope_theta, weight_shapes
+from model.config import ARCHITECTURE, ModelConfigError, head_dim, load_sizes, rope_theta, weight_shapes
 from model.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StoredTensor:
 def check_init_from(folder: str, config: Any) -> None:
     """Check that the Hugging Face folder `folder` can initialize a model of `config`, by its config.json.
 
-    Raises ValueError: no such folder, another architecture than `config`, quantized weights.
+    Raises WeightsError: no such folder, another architecture than `config`, quantized weights.
     """
 
     def architecture(of: Any) -> dict[str, Any]:
@@ -58,20 +58,29 @@ def check_init_from(folder: str, config: Any) -> None:
         return values | {"head_dim": head_dim(of), "rope_theta": rope_theta(of)}
 
     if not Path(folder).is_dir():
-        raise ValueError(f"model.init_from: {folder!r} is not a folder")
+        raise WeightsError(f"model.init_from: {folder!r} is not a folder", key="model.init_from")
     try:
         theirs, ours = architecture(load_sizes(folder)), architecture(config)
-    except ValueError as error:
-        raise ValueError(f"model.init_from: {str(error).removeprefix('model.config: ')}") from error
-    differences = [
-        f"{key}: {theirs[key]} there, {ours[key]} in model.config" for key in ours if theirs[key] != ours[key]
-    ]
+    except ModelConfigError as error:
+        message = f"model.init_from: {str(error).removeprefix('model.config: ')}"
+        raise WeightsError(message, code=error.code, key=error.key) from error
+    differences = {
+        key: f"{key}: {theirs[key]} there, {ours[key]} in model.config"
+        for key in ours
+        if theirs[key] != ours[key]
+    }
     if differences:
-        raise ValueError(f"model.init_from: {folder!r} is another model: " + "; ".join(differences))
+        raise WeightsError(
+            f"model.init_from: {folder!r} is another model: " + "; ".join(differences.values()),
+            code="architecture",
+            key=next(iter(differences)),
+        )
     if method := quantization_of(folder).get("quant_method"):
-        raise ValueError(
+        raise WeightsError(
             f"model.init_from: the weights of {folder!r} are quantized ({method}), for serving. Give a folder with "
-            "unquantized weights: a run's hf/, or an export with --format hf"
+            "unquantized weights: a run's hf/, or an export with --format hf",
+            code="quantized",
+            key="model.init_from",
         )
 
 
@@ -150,7 +159,8 @@ def read_hf_folder(
                 files[tensor.file] = safe_open(tensor.file, "pt")
             return files[tensor.file].get_tensor(tensor.name)
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{tensor.file} cannot be read ({error}); {AGAIN}") from error
+            message = f"{tensor.file} cannot be read ({error}); {AGAIN}"
+            raise WeightsError(message, code="unreadable", key=str(tensor.file)) from error
 
     weights: dict[str, Any] = {}
     problems = []
@@ -172,7 +182,8 @@ def read_hf_folder(
     _refuse(folder, problems)
     if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():
         raise WeightsError(
-            f"{folder}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false"
+            f"{folder}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false",
+            key=HEAD,
         )
     return {name: weights[name] for name in weight_shapes(config)}
 
@@ -192,33 +203,39 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             header = opened.read(min(int.from_bytes(start, "little"), size, 10**8))  # longer ones are none
     except PermissionError:
         raise WeightsError(
-            f"{file} may not be read by this user; have it made readable, or give a folder that is"
+            f"{file} may not be read by this user; have it made readable, or give a folder that is",
+            code="permission",
+            key=str(file),
         ) from None
     except OSError as error:
-        raise WeightsError(f"{file} cannot be read ({error.strerror}); {AGAIN}") from error
+        message = f"{file} cannot be read ({error.strerror}); {AGAIN}"
+        raise WeightsError(message, code="unreadable", key=str(file)) from error
     if start == b"version ":
-        raise WeightsError(f"{file} is a Git LFS pointer, not the weights; run git lfs pull in its folder")
+        message = f"{file} is a Git LFS pointer, not the weights; run git lfs pull in its folder"
+        raise WeightsError(message, code="git_lfs_pointer", key=str(file))
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name[:2] != "__"}
         tensors = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         whole = 8 + len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, AttributeError, LookupError, TypeError):
-        raise WeightsError(f"{file} is not a safetensors file, or is cut off; {AGAIN}") from None
+        message = f"{file} is not a safetensors file, or is cut off; {AGAIN}"
+        raise WeightsError(message, code="not_safetensors", key=str(file)) from None
     if size != whole:
-        raise WeightsError(f"{file} has {size:,} bytes, by its own header {whole:,}; {AGAIN}")
+        message = f"{file} has {size:,} bytes, by its own header {whole:,}; {AGAIN}"
+        raise WeightsError(message, code="cut_off", key=str(file))
     return tensors
 
 
 def quantization_of(folder: str | Path) -> dict[str, Any]:
     """Return the quantization_config of a Hugging Face folder, {} where its weights are not quantized.
 
-    Raises ValueError: config.json cannot be read.
+    Raises WeightsError: config.json cannot be read.
     """
     path = Path(folder) / "config.json"
     try:
         return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise WeightsError(f"{path} cannot be read: {error}", code="unreadable", key=str(path)) from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -232,10 +249,13 @@ def _weight_files(folder: Path) -> list[Path]:
     except FileNotFoundError:
         raise WeightsError(
             f"{folder} has no weights: neither model.safetensors nor {index.name}. Only safetensors files are read; "
-            "give a Hugging Face folder that has them, such as a run's hf/"
+            "give a Hugging Face folder that has them, such as a run's hf/",
+            code="no_weights",
+            key=str(folder),
         ) from None
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{index} cannot be read ({error!r}); {AGAIN}") from error
+        message = f"{index} cannot be read ({error!r}); {AGAIN}"
+        raise WeightsError(message, code="unreadable", key=str(index)) from error
 
 
 def _scale_suffix(folder: Path) -> str | None:
@@ -264,7 +284,9 @@ def _scale_suffix(folder: Path) -> str | None:
     raise WeightsError(
         f"{folder}: the weights are quantized as {given}, which is not read here. Allowed is what train/export.py "
         f"--format hf-fp8 writes: compressed-tensors in FP8 with a scale a channel, and quant_method fp8 with blocks "
-        f"of {BLOCK} x {BLOCK}"
+        f"of {BLOCK} x {BLOCK}",
+        code="quantized",
+        key="quantization_config",
     )
 
 
@@ -272,4 +294,7 @@ def _refuse(folder: str | Path, problems: list[str]) -> None:
     """Raise WeightsError if there are problems, and name five of them."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise WeightsError(f"{folder}: unusable weights: {'; '.join(problems[:5])}{more}")
+        raise WeightsError(
+            f"{folder}: unusable weights: {'; '.join(problems[:5])}{more}",
+            key=problems[0].partition(" ")[0],
+        )

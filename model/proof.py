@@ -67,7 +67,7 @@ def prove(
         _probe(model, seed)
     reset_fp8_state(model, precision)
     if problem := gemms.problem():
-        raise ProofError(problem)
+        raise ProofError(problem, code="fp8_gemms")
     lines += gemms.lines()
     if gemms.ran:
         lines.append(f"FP8 GEMMs of the probe: {gemms.forward.total()} forward, {gemms.backward} backward")
@@ -94,7 +94,7 @@ def proving_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iter
     with count_gemms(model, precision) as gemms:
         yield
     if problem := gemms.problem(passes):
-        raise ProofError(problem)
+        raise ProofError(problem, code="fp8_gemms")
 
 
 def backend_of(model: nn.Module, precision: Precision) -> str:
@@ -120,7 +120,9 @@ def check_attention(model: nn.Module, precision: Precision, proven: str) -> None
         raise ProofError(
             f"attention {proven} was proven, and the first step ran {ran}: Transformer Engine chooses by the batch, "
             f"too. Set model.attention_backend to {ran.split()[0]}, which is proven then, or change "
-            "per_device_train_batch_size"
+            "per_device_train_batch_size",
+            code="attention_changed",
+            key="model.attention_backend",
         )
 
 
@@ -130,7 +132,9 @@ def _prove_cudnn() -> str:
         raise ProofError(
             f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two cuDNNs end in a slow attention. Set "
             "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn) and put its lib folder first in "
-            "LD_LIBRARY_PATH, as run_training.sh does"
+            "LD_LIBRARY_PATH, as run_training.sh does",
+            code="two_cudnns",
+            key="CUDNN_HOME",
         )
     return f"cuDNN {theirs}, the same in Transformer Engine and torch"
 
@@ -166,18 +170,23 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str, seq
     if backend == te_backend.NO_ATTENTION_YET:
         raise ProofError(
             "attention ran and Transformer Engine reports no attention: a version that this was not written for; "
-            "pip install -r requirements-gpu.txt"
+            "pip install -r requirements-gpu.txt",
+            code="no_attention",
         )
     if backend == "unfused" and asked_for != "unfused":
         raise ProofError(
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
-            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it"
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it",
+            code="unfused_attention",
+            key="model.attention_backend",
         )
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
         raise ProofError(
             f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} forward, "
-            f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend"
+            f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend",
+            code="wrong_attention",
+            key="model.attention_backend",
         )
     within = " within documents" if model.document_mask else ""
     return (

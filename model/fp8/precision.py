@@ -53,7 +53,12 @@ def check_fp8_gpu() -> None:
     if torch.cuda.is_available() and (
         why := why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
-        raise PrecisionError(why)
+        raise PrecisionError(why, code="gpu_without_fp8")
+
+
+def first_key(problem: str) -> str:
+    """Return the configuration key that one of the `problems` of a section begins with."""
+    return problem.split()[0].rstrip(":")
 
 
 class Precision:
@@ -74,11 +79,12 @@ class Precision:
     ):
         problems = config.problems()
         if problems:
-            raise PrecisionError("; ".join(problems))
+            raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))
         if config.auto:
             raise PrecisionError(
                 "precision.auto: only a training run measures; set it to false, or take the precision section of a "
-                "run's train_config.json, which has the choice in it"
+                "run's train_config.json, which has the choice in it",
+                key="precision.auto",
             )
         self.config = config
         self.dtype = DTYPES[config.compute]
@@ -125,7 +131,7 @@ class Precision:
         try:
             return te_backend.load(self.config.backend)
         except te_backend.BackendError as error:
-            raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
+            raise self._error(error) from error
 
     def require(self, level: str, *instead: str) -> None:
         """Raises PrecisionError unless this machine has `level`, or the recipe of that name. instead: see
@@ -136,7 +142,12 @@ class Precision:
             elif level != "bf16":
                 te_backend.require_fp8(self.te, recipe_of(level), *instead)
         except te_backend.BackendError as error:
-            raise PrecisionError(f"precision.backend {self.config.backend!r}: {error}") from error
+            raise self._error(error) from error
+
+    def _error(self, error: te_backend.BackendError) -> PrecisionError:
+        """Return the error of a backend as one of the configuration."""
+        message = f"precision.backend {self.config.backend!r}: {error}"
+        return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
     def level(self, name: str) -> str:
         """That of the FP8 module `name`: the recipe, or where it is above that, the one of `levels`."""
@@ -229,13 +240,17 @@ class Precision:
             if not fnmatch.filter(names, pattern):
                 examples = ", ".join(names[:3] + names[-1:])
                 raise PrecisionError(
-                    f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}"
+                    f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}",
+                    code="no_such_module",
+                    key="precision.bf16_modules",
                 )
         report = fp8_modules(model, self)
         if not report.planned and TAKEN_OUT not in report.kept.values():
             raise PrecisionError(
                 f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
-                'remove patterns or set precision.compute to "bf16"'
+                'remove patterns or set precision.compute to "bf16"',
+                code="no_fp8_module",
+                key="precision.bf16_modules",
             )
         self._check_features(model, report.planned)
         return report.planned
@@ -251,7 +266,9 @@ class Precision:
         if patterns:
             raise PrecisionError(
                 f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
-                f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules"
+                f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
+                code="fp8_dimensions",
+                key=next(iter(patterns)),
             )
 
 

@@ -77,7 +77,8 @@ class TrainedFP8:
         if not self.names:
             raise PrecisionError(
                 f"no weight of the layers is in FP8 with {self._scales} at this checkpoint: precision.bf16_modules and "
-                "precision.on_trouble have taken all of them elsewhere. Export it with --format hf"
+                "precision.on_trouble have taken all of them elsewhere. Export it with --format hf",
+                code="no_fp8_module",
             )
         if self.blocks:
             self._check_sizes()
@@ -117,7 +118,9 @@ class TrainedFP8:
             raise PrecisionError(
                 f"block scaling has a scale for {te.BLOCK} x {te.BLOCK} weights, and what serves such models needs "
                 f"sizes that {te.BLOCK} divides; this model has {', '.join(uneven[:3])}{more}. Export it with --format "
-                "hf, or train with precision.recipe current or delayed"
+                "hf, or train with precision.recipe current or delayed",
+                code="block_dimensions",
+                key=uneven[0].partition(" ")[0],
             )
 
     def quantize(self, weights: Weights, fp8_state: Weights) -> dict[str, Quantized]:
@@ -220,7 +223,9 @@ def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.isfinite().all():
         raise PrecisionError(
-            f"{name} has values that are not finite: the training had gone wrong by this checkpoint"
+            f"{name} has values that are not finite: the training had gone wrong by this checkpoint",
+            code="not_finite",
+            key=name,
         )
     return tensor
 

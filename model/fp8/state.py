@@ -54,26 +54,32 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
         if precision.level(name) != precision.config.recipe:
             continue
         if name not in modules or not hasattr(modules[name], "fp8_meta"):
-            raise PrecisionError(f"saved FP8 state names {name!r}, which this model does not have")
+            message = f"saved FP8 state names {name!r}, which this model does not have"
+            raise PrecisionError(message, code="fp8_state_unknown", key=name)
         if direction not in COLUMNS or what not in ("scale", "amax_history"):
-            raise PrecisionError(f"saved FP8 state has {key}, which is neither a scale nor an amax_history")
+            message = f"saved FP8 state has {key}, which is neither a scale nor an amax_history"
+            raise PrecisionError(message, code="fp8_state_unknown", key=key)
         meta = modules[name].fp8_meta
         if direction not in meta:
             if (scale := f"{name}.{direction}.scale") not in saved:
-                raise PrecisionError(f"saved FP8 state lacks {scale}, and has {key}")
+                message = f"saved FP8 state lacks {scale}, and has {key}"
+                raise PrecisionError(message, code="fp8_state_missing", key=scale)
             meta["recipe"] = precision.recipe
             meta["num_gemms"] = saved[scale].numel() // COLUMNS[direction]
             modules[name].init_fp8_meta_tensors(precision.recipe)
         target = getattr(meta[direction], what)
         if target.shape != tensor.shape:
             raise PrecisionError(
-                f"saved FP8 state {key}: shape {tuple(tensor.shape)}, this model has {tuple(target.shape)}"
+                f"saved FP8 state {key}: shape {tuple(tensor.shape)}, this model has {tuple(target.shape)}",
+                code="fp8_state_shape",
+                key=key,
             )
         with torch.no_grad():
             target.copy_(tensor)
     missing = fp8_state(model, precision).keys() - saved.keys()
     if missing:
-        raise PrecisionError(f"saved FP8 state lacks {len(missing)} tensors, such as {sorted(missing)[0]}")
+        message = f"saved FP8 state lacks {len(missing)} tensors, such as {min(missing)}"
+        raise PrecisionError(message, code="fp8_state_missing", key=min(missing))
 
 
 def reset_fp8_state(model: nn.Module, precision: Precision) -> None:

@@ -86,7 +86,8 @@ def _load_reference() -> SimpleNamespace:
 def _load_transformer_engine() -> SimpleNamespace:
     if not torch.cuda.is_available():
         raise BackendError(
-            "Transformer Engine needs a CUDA device and there is none; use precision.backend auto or reference"
+            "Transformer Engine needs a CUDA device and there is none; use precision.backend auto or reference",
+            code="no_gpu",
         )
     _prefer_torchs_cudnn()
     try:
@@ -96,7 +97,8 @@ def _load_transformer_engine() -> SimpleNamespace:
     except (ImportError, OSError) as error:
         raise BackendError(
             f"there is a CUDA device, but transformer_engine cannot be imported ({error}); "
-            "pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it"
+            "pip install -r requirements-gpu.txt, or set precision.backend to reference to run slowly without it",
+            code="not_installed",
         ) from error
     return SimpleNamespace(
         name="transformer_engine",
@@ -238,7 +240,9 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
     if (override := os.environ.get("NVTE_BACKWARD_OVERRIDE")) is not None:
         raise BackendError(
             f"the environment variable NVTE_BACKWARD_OVERRIDE ({override}) has Transformer Engine compute gradients "
-            "without FP8; unset it"
+            "without FP8; unset it",
+            code="environment",
+            key="NVTE_BACKWARD_OVERRIDE",
         )
     if te.name == "reference":
         return
@@ -247,7 +251,8 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "use delayed or
         available, reason = quantization.is_fp8_block_scaling_available(return_reason=True)
         if not available:
             name = torch.cuda.get_device_name()
-            raise BackendError(f"recipe block is not available on {name}: {reason}; {instead}")
+            message = f"recipe block is not available on {name}: {reason}; {instead}"
+            raise BackendError(message, code="no_block_scaling")
 
 
 @contextmanager
@@ -331,7 +336,8 @@ def choose_attention_backend(name: str) -> None:
     Raises BackendError: an unknown name.
     """
     if name not in ATTENTION_BACKENDS:
-        raise BackendError(f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}")
+        message = f"attention backend {name!r} is not one of {', '.join(ATTENTION_BACKENDS)}"
+        raise BackendError(message, key="model.attention_backend")
     for variable in ATTENTION_BACKENDS["fused"]:
         before = _attention_environment.setdefault(variable, os.environ.get(variable))
         if before is None:
@@ -409,7 +415,8 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
         raise BackendError(
             f"data.document_mask: attention within documents runs in 16 bits with model.attention_backend flash (a "
             "FlashAttention package: pip install -r requirements-gpu.txt) or, without full_determinism, fused (cuDNN); "
-            f"here with {' or '.join(offered) or 'neither'}, and asked for is {name} with {dtype}"
+            f"here with {' or '.join(offered) or 'neither'}, and asked for is {name} with {dtype}",
+            key="data.document_mask",
         )
     return offered[0] if name == "auto" else name
 

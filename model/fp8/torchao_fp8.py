@@ -42,7 +42,8 @@ def _torchao() -> SimpleNamespace:
         float8: Any = importlib.import_module("torchao.float8")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or choose another model.variant"
+            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or choose another model.variant",
+            code="not_installed",
         ) from error
     return SimpleNamespace(
         config=float8.Float8LinearConfig,
@@ -61,7 +62,8 @@ def require() -> None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         raise BackendError(
             f"torchao needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, and this is {torch.__version__}; update "
-            'torch, or set precision.compute to "bf16" with model.variant hf'
+            'torch, or set precision.compute to "bf16" with model.variant hf',
+            code="old_torch",
         )
     _torchao()
 
@@ -115,7 +117,8 @@ def _quantization() -> SimpleNamespace:
     except (ImportError, OSError) as error:
         raise BackendError(
             f"torchao cannot be imported ({error}); pip install -r requirements.txt, or set precision.optimizer_states "
-            "to bf16_remainder"
+            "to bf16_remainder",
+            code="not_installed",
         ) from error
     return SimpleNamespace(
         numbers=of_int8.create_dynamic_map,

@@ -132,49 +132,6 @@ def test_other_calls_are_launched() -> None:
         )
 
 
-@pytest.mark.parametrize("collecting", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_the_collector_of_garbage_is_as_before(
-    monkeypatch: pytest.MonkeyPatch, collecting: bool, fails: bool
-) -> None:
-    """Off in a capture, also in one that fails; and then the model is launched as ever."""
-    model, inputs, labels = model_and_batches(compute="bf16")
-    during: list[bool] = []
-    launched, real = model.forward, graphs_module._Captured
-
-    def capture(*arguments: object) -> object:
-        during.append(gc.isenabled())
-        if fails:
-            raise RuntimeError("cannot be captured")
-        return real(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(graphs_module, "_Captured", capture)
-    try:
-        if not collecting:
-            gc.disable()
-        if fails:
-            with pytest.raises(RuntimeError, match="cannot be captured"):
-                use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
-            assert model.forward == launched
-        else:
-            use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
-        assert gc.isenabled() == collecting and not any(during)
-    finally:
-        gc.enable()
-
-
-def test_stand_ins_have_the_memory_and_the_buffers_of_the_parameters() -> None:
-    """Into which GEMMs add gradients; a parameter without one has none."""
-    model, inputs, labels = model_and_batches(compute="bf16")
-    model.lm_head.weight.main_grad = torch.zeros(1)
-    passes = graphs_module._Passes(model, inputs[:2], labels[:2], None)
-    stand_ins = passes.stand_ins
-    assert stand_ins.keys() == dict(model.named_parameters()).keys()
-    assert all(stand_ins[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
-    assert stand_ins["lm_head.weight"].main_grad is model.lm_head.weight.main_grad
-    assert [name for name, p in stand_ins.items() if hasattr(p, "main_grad")] == ["lm_head.weight"]
-
-
 def pieces(length: int) -> Documents:
     """2 x 64 tokens in documents of so many."""
     return Documents.of((torch.arange(128) % length).view(2, 64)).to(Precision(PrecisionConfig()).device)
@@ -205,7 +162,7 @@ def test_documents_of_each_batch_are_replayed(monkeypatch: pytest.MonkeyPatch) -
         "model.te_reference.attention._sequence_ends", lambda tokens, bounds, longest: bounds[0]
     )
     few = pieces(64)
-    with pytest.raises(ValueError, match="are captured with documents"):
+    with pytest.raises(ValueError):
         captured(True)
     model, inputs, labels, launched = captured(True, few)
     plain, *_ = model_and_batches(document_mask=True, recipe="current")
@@ -257,18 +214,6 @@ def test_capturing_draws_no_random_numbers(device: str) -> None:
     use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
     hook.remove()
     assert drawn and torch.equal(generator.get_rng_state(), before)
-
-
-def test_graphs_of_gradients_without_fp8_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was captured is what runs, whatever the modules say."""
-    model, inputs, labels = model_and_batches(recipe="current")
-    plain = model.precision.te.autocast(enabled=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(model.precision, "autocast", lambda: plain)
-        use_cuda_graphs(model, model.precision, inputs[:2], labels[:2], True)
-    with count_gemms(model, model.precision) as gemms:
-        model(inputs[:2], labels=labels[:2], is_first_microbatch=True).loss.backward()
-    assert gemms.problem().startswith("FP8 was asked for and no module ran FP8")
 
 
 @on_tapes

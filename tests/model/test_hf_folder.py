@@ -20,7 +20,7 @@ from model.fp8.hf_fp8 import Quantized, flat, quantization_config, quantize_rows
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import BLOCK, WeightsError, find_weights, read_header, read_hf_folder
-from tests.conftest import small_config
+from tests.conftest import numbers, refused, small_config
 from train.evaluation.models import plan
 from train.preflight.check import check_weights
 
@@ -175,8 +175,9 @@ def test_every_program_reads_the_same_weights_or_refuses_the_same_tensor(
     change(folder)
     folder.write()
     if named is not None:
-        with pytest.raises(ValueError, match=named):
+        with pytest.raises(ValueError) as error:
             program(tmp_path)
+        assert named in str(error.value)
         return
     weights = program(tmp_path)
     assert weights.keys() == folder.expected.keys()
@@ -189,8 +190,9 @@ def test_values_that_the_precision_cannot_hold_are_refused(tmp_path: Path) -> No
     large_bfloat16_as_float16(folder)
     folder.write()
     assert plan(tmp_path, None).precision.compute == "bf16"
-    with pytest.raises(WeightsError, match=f"{UP} .*70144"):
+    with refused(WeightsError, key=UP) as error:
         plan(tmp_path, "fp16").build()
+    assert 70144 in numbers(error.value)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +240,7 @@ def test_weights_in_fp8_are_read_for_evaluation_and_the_demo(tmp_path: Path, blo
             expected = expected.dequantize(torch.float32)
         for program in (in_evaluation, in_the_demo):
             assert torch.equal(program(tmp_path)[name], expected), (program, name)
-    with pytest.raises(ValueError, match="quantized"):
+    with refused(WeightsError, code="quantized", key="model.init_from"):
         in_training(tmp_path)
 
 
@@ -275,40 +277,41 @@ def test_fp8_that_is_not_as_exports_write_it_is_refused(tmp_path: Path, change: 
     change(folder)
     folder.write()
     for program in (in_evaluation, in_the_demo):
-        with pytest.raises(WeightsError, match=named):
+        with refused(WeightsError) as error:
             program(tmp_path)
+        assert named in str(error.value)
 
 
 def test_of_many_problems_five_are_named(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.tensors = {name: weight for name, weight in folder.tensors.items() if "mlp" not in name}
     folder.write()
-    with pytest.raises(WeightsError, match="and 1 more") as error:
+    with refused(WeightsError) as error:
         find_weights(tmp_path, small_config())
     assert str(error.value).count("_proj.weight") == 5
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "code"),
     [
-        lambda data: b"",
-        lambda data: data[:4],
-        lambda data: data[:60],
-        lambda data: b"\0" * 200,
-        lambda data: data[:-3],
-        lambda data: data + b"more",
-        lambda data: b"version https://git-lfs.github.com/spec/v1",
-        lambda data: b"\2" + bytes(7) + b"[]",
+        (lambda data: b"", "not_safetensors"),
+        (lambda data: data[:4], "not_safetensors"),
+        (lambda data: data[:60], "not_safetensors"),
+        (lambda data: b"\0" * 200, "not_safetensors"),
+        (lambda data: b"\2" + bytes(7) + b"[]", "not_safetensors"),
+        (lambda data: data[:-3], "cut_off"),
+        (lambda data: data + b"more", "cut_off"),
+        (lambda data: b"version https://git-lfs.github.com/spec/v1", "git_lfs_pointer"),
     ],
 )  # fmt: skip
-def test_files_that_are_not_whole_are_named(tmp_path: Path, change: Callable) -> None:
+def test_files_that_are_not_whole_are_named(tmp_path: Path, change: Callable, code: str) -> None:
     path = tmp_path / "model.safetensors"
-    with pytest.raises(WeightsError, match=str(path)):
+    with refused(WeightsError, code="unreadable", key=str(path)):
         read_header(path)
     save_file({"a": torch.zeros(4), "b": torch.zeros(2)}, path, {"format": "pt"})
     assert read_header(path) == {"a": ("F32", (4,)), "b": ("F32", (2,))}
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(WeightsError, match=str(path)):
+    with refused(WeightsError, code=code, key=str(path)):
         read_header(path)
 
 
@@ -319,7 +322,7 @@ def test_weights_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: pyt
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("model.hf_folder.open", refuse, raising=False)  # root may read all
-    with pytest.raises(WeightsError, match=f"{tmp_path}/a.safetensors may not be read"):
+    with refused(WeightsError, code="permission", key=f"{tmp_path}/a.safetensors"):
         read_header(tmp_path / "a.safetensors")
 
 

@@ -16,7 +16,6 @@ from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.modeling_mistral_fp8_trans import FusedTransformerLayer
-from model.te_reference.rotary import apply_rotary_pos_emb
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config
 
@@ -110,32 +109,6 @@ def test_the_fused_loss_is_not_for_float16(compute: str) -> None:
     assert bool(found) == (compute != "fp16")
 
 
-@pytest.mark.parametrize(
-    ("variant", "speed"), [("te_layer", None), ("te_layer", SpeedConfig.off()), ("te_linear", None)]
-)
-def test_layers_have_their_numbers_and_the_window_of_the_model(
-    variant: str, speed: SpeedConfig | None
-) -> None:
-    """For Transformer Engine, from 1 on; the reference asks for none."""
-    precision = Precision(PrecisionConfig(backend="reference"), torch.device("meta"))
-    given: list[tuple[int, tuple[int, int]]] = []
-
-    def noted(module: type[nn.Module]) -> type[nn.Module]:
-        class Noted(module):  # type: ignore[misc, valid-type]
-            def __init__(self, *arguments: object, **options: object) -> None:
-                given.append((options["layer_number"], options["window_size"]))  # type: ignore[arg-type]
-                super().__init__(*arguments, **options)
-
-        return Noted
-
-    te = vars(precision.te)
-    names = ("DotProductAttention", "TransformerLayer")
-    precision.te = SimpleNamespace(**te | {name: noted(te[name]) for name in names})
-    config = small_config(num_hidden_layers=3, sliding_window=24)
-    make_modules(config, variant, precision, speed or SpeedConfig())
-    assert given == [(number, (23, 0)) for number in (1, 2, 3)]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
 @pytest.mark.parametrize("compute", COMPUTES, ids=lambda c: str(*c.values()))
@@ -154,22 +127,3 @@ def test_each_fusion_computes_the_same_on_the_gpu(switch: str, compute: dict, va
         model(ids[:, :-1], labels=ids[:, 1:].contiguous()).loss.backward()
     products = {"te_layer": 6, "te_linear": 14}[variant]
     assert not gemms.problem() and len(gemms.ran) == (0 if compute.get("compute") == "bf16" else products)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-def test_te_linear_rotates_by_it_where_there_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotated: list[int] = []
-
-    def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        rotated.append(x.shape[2])
-        return apply_rotary_pos_emb(x, freqs, "bshd", fused=True)
-
-    losses, gradients, _ = passes(SpeedConfig(), "te_linear")
-    monkeypatch.setattr(te_backend.load(), "rotate", rotate)
-    others, other_gradients, model = passes(SpeedConfig(), "te_linear")
-    heads = [model.config.num_attention_heads, model.config.num_key_value_heads]
-    assert rotated == heads * model.config.num_hidden_layers * 2 and losses == others
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in other_gradients.items())
-    with torch.no_grad():
-        model(random_ids(model.config, 1, 32))
-    assert len(rotated) == 4 * model.config.num_hidden_layers

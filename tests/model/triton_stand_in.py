@@ -106,7 +106,7 @@ class Kernel:
 
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules that are imported from now on find it in the place of Triton."""
+    """Modules that are imported from now on find the stand-in in the place of Triton."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(language).update(
         constexpr=int, int32=torch.int32, int64=torch.int64, uint8=torch.uint8, float32=torch.float32,
@@ -121,12 +121,3 @@ def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    for module in (
-        "model.fused.qkv_rope",
-        "model.fused.swiglu",
-        "model.fused.swiglu_fp8",
-        "model.fused.embedding",
-        "model.fused.cross_entropy",
-        "model.fused.operand_totals",
-    ):
-        monkeypatch.delitem(sys.modules, module, raising=False)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from model.build import build_model
-from model.fp8 import te_backend
 from model.fp8.gemms import count_gemms, count_replay
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.proof import ProofError, prove
 from model.te_reference import gemm, quantize
-from tests.conftest import random_ids, small_config
+from tests.conftest import numbers, random_ids, refused, small_config
 
 RECIPES = ["delayed", "current", "block"]
 
@@ -52,17 +48,16 @@ def test_gradients_without_fp8_are_no_proof(
 ) -> None:
     model, precision = model_of(recipe=recipe)
     without_fp8(monkeypatch, *layouts)
-    with pytest.raises(
-        ProofError, match=f"the backward of 6 FP8 modules ran {ran} FP8 GEMMs, not 18; look .*NVTE_"
-    ):
+    with refused(ProofError, code="fp8_gemms") as error:
         prove(model, precision)
+    assert numbers(error.value) == [6, ran, 18]
 
 
 def test_a_forward_without_fp8_operands_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules ran under an autocast and say `fp8`."""
     model, precision = model_of()
     without_fp8(monkeypatch, "nt")
-    with pytest.raises(ProofError, match="no module ran FP8"):
+    with refused(ProofError, code="fp8_gemms"):
         prove(model, precision)
 
 
@@ -77,10 +72,9 @@ def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None
         return real(module, call, x, weight, first, gemm=gemm, **options)
 
     monkeypatch.setattr("model.te_reference.linear.fp8_gemm", second_in_bf16)
-    with pytest.raises(
-        ProofError, match=r"2 modules did not run.*layers\.0\.layernorm_mlp \(1 FP8 GEMMs, not 2\)"
-    ):
+    with refused(ProofError, code="fp8_gemms") as error:
         prove(model, precision)
+    assert numbers(error.value) == [2, 1, 2] and "layers.0.layernorm_mlp" in str(error.value)
 
 
 def test_what_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +82,15 @@ def test_what_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, precision = model_of(fp8_head_gradients=False)
     model.lm_head._forward_pre_hooks.clear()
     model.lm_head._forward_hooks.clear()
-    with pytest.raises(ProofError, match=r"1 modules did not run.*lm_head \(1 FP8 GEMMs, not 0\)"):
+    with refused(ProofError, code="fp8_gemms") as error:
         prove(model, precision)
+    assert numbers(error.value) == [1, 1, 0] and "lm_head" in str(error.value)
     model, precision = model_of(compute="bf16")
     fp8 = model_of()[1]
     monkeypatch.setattr(precision, "autocast", fp8.autocast)
-    with pytest.raises(ProofError, match="7 modules did not run"):
+    with refused(ProofError, code="fp8_gemms") as error:
         prove(model, precision)
+    assert numbers(error.value)[0] == 7
 
 
 @pytest.mark.parametrize("variant", ["te_layer", "te_linear"])
@@ -106,7 +102,7 @@ def test_a_recomputation_does_not_count(variant: str) -> None:
             step(model)
             step(model)
         assert not gemms.problem(passes=2)
-        assert "did not run" in gemms.problem(passes=1)
+        assert gemms.problem(passes=1)
         counts.append((gemms.forward, gemms.backward))
     assert counts[0] == counts[1]
 
@@ -121,7 +117,7 @@ def test_a_single_module_is_counted() -> None:
     assert gemms.ran == [""] and gemms.backward == 2 and not gemms.problem()
     with count_gemms(linear, precision) as gemms:
         linear(x).sum().backward()
-    assert gemms.problem().startswith("FP8 was asked for and no module ran FP8")
+    assert gemms.problem() and gemms.ran == []
 
 
 def test_an_inner_count_is_its_own_and_a_replay_counts_again() -> None:
@@ -138,56 +134,11 @@ def test_an_inner_count_is_its_own_and_a_replay_counts_again() -> None:
     assert not outer.problem(passes=2)
 
 
-def test_nothing_stays_behind() -> None:
-    model, precision = model_of()
-    before = quantize.accumulate
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    with pytest.raises(RuntimeError), count_gemms(model, precision):
-        raise RuntimeError
-    assert quantize.accumulate is before
-    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-
-
-def test_transformer_engines_gemms_are_told_by_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for the function that all its GEMMs go through and for the kinds of its FP8 tensors."""
-
-    class Float8TensorStorage: ...
-
-    class Float8BlockwiseQTensorStorage: ...
-
-    def generic_gemm(
-        a: object, transa: bool, b: object, transb: bool, out: object, **others: object
-    ) -> tuple:
-        return a, b, others
-
-    kernels = SimpleNamespace(generic_gemm=generic_gemm)
-    kinds = SimpleNamespace(
-        Float8TensorStorage=Float8TensorStorage, Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage
-    )
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.storage", kinds)
-    noted: list[str] = []
-    per_tensor, blocks, bf16 = Float8TensorStorage(), Float8BlockwiseQTensorStorage(), torch.zeros(1)
-    te = SimpleNamespace(name="transformer_engine")
-    with te_backend.noted_gemms(te, lambda: noted.append("")):
-        for a, b, fp8 in (
-            (per_tensor, per_tensor, True),
-            (blocks, blocks, True),
-            (bf16, per_tensor, False),
-            (per_tensor, bf16, False),
-            (bf16, bf16, False),
-        ):
-            noted.clear()
-            assert kernels.generic_gemm(a, True, b, False, per_tensor, beta=0.0) == (a, b, {"beta": 0.0})
-            assert bool(noted) == fp8
-    assert kernels.generic_gemm is generic_gemm
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_gradients_that_the_environment_takes_out_of_fp8_are_refused(
     monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
-    with pytest.raises(PrecisionError, match=r"NVTE_BACKWARD_OVERRIDE \(high_precision\).*unset it"):
+    with refused(PrecisionError, code="environment", key="NVTE_BACKWARD_OVERRIDE"):
         model_of(recipe=recipe)
     assert model_of(compute="bf16")

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.fp8 import machine, te_backend
+from model.fp8 import te_backend
 from model.fp8.te_backend import NO_ATTENTION_YET, attention_backend_in_use, choose_attention_backend
 from model.variants import ATTENTION_BACKENDS
+from tests.conftest import refused
 
 MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 # what Transformer Engine starts with
@@ -62,11 +63,7 @@ def test_block_scaling_is_refused_where_transformer_engine_lacks_it(
         is_fp8_block_scaling_available=lambda return_reason: (available, "CUDA is too old")
     )
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", asked)
-    with (
-        nullcontext()
-        if allowed
-        else pytest.raises(te_backend.BackendError, match="CUDA is too old; go home$")
-    ):
+    with nullcontext() if allowed else refused(te_backend.BackendError, code="no_block_scaling"):
         te_backend.require_fp8(SimpleNamespace(name="transformer_engine"), recipe, "go home")
     te_backend.require_fp8(SimpleNamespace(name="reference"), recipe)
 
@@ -80,69 +77,8 @@ def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
     monkeypatch.setattr(
         te_backend, "_load_transformer_engine", te_backend._load_transformer_engine.__wrapped__
     )
-    with pytest.raises(te_backend.BackendError, match=r"there is a CUDA device, but .*requirements-gpu\.txt"):
+    with refused(te_backend.BackendError, code="not_installed"):
         te_backend.load("auto")
-
-
-NAMESPACE = {
-    **{name: f"transformer_engine.pytorch.{name}" for name in te_backend.MODULES},
-    "RotaryPositionEmbedding": "transformer_engine.pytorch.attention.rope.RotaryPositionEmbedding",
-    "apply_rotary_pos_emb": "transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb",
-    "cross_entropy": "model.fused.cross_entropy.cross_entropy",
-    "split_and_rotate": "model.fused.qkv_rope.split_and_rotate",
-    "rotate": "model.fused.qkv_rope.rotate",
-    "swiglu": "model.fused.swiglu.swiglu",
-    "embedding": "model.fused.embedding.embedding",
-}
-
-
-def test_where_there_is_a_gpu_all_names_are_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins that say what they are; `backend reference` is the reference there, too."""
-    contents: dict[str, dict[str, object]] = {"transformer_engine": {"__version__": "9.8"}}
-    for place in NAMESPACE.values():
-        module, _, attribute = place.rpartition(".")
-        contents.setdefault(module, {})[attribute] = place
-    contents["transformer_engine.common.recipe"] = {}
-    contents["transformer_engine.pytorch.module.layernorm_mlp"] = {}
-    contents["transformer_engine.pytorch.tensor.float8_blockwise_tensor"] = {}
-    contents["transformer_engine.pytorch.cpp_extensions"] = {"general_gemm": None}
-    contents["transformer_engine_torch"] = {"get_cudnn_version": lambda: 91900}
-    contents["model.fused.cross_entropy"]["loss_and_statistics"] = None
-    for name, attributes in contents.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
-    prepared: list[bool] = []
-    monkeypatch.setattr(te_backend, "_prefer_torchs_cudnn", lambda: prepared.append(True))
-    loader = te_backend._load_transformer_engine.__wrapped__
-    monkeypatch.setattr(te_backend, "_load_transformer_engine", loader)
-    for asked in ("auto", "transformer_engine"):
-        te = te_backend.load(asked)
-        assert (te.name, te.version) == ("transformer_engine", "Transformer Engine 9.8")
-        assert {name: getattr(te, name) for name in NAMESPACE} == NAMESPACE
-        assert te.recipe is sys.modules["transformer_engine.common.recipe"] and te.fused_swiglu == "swiglu"
-        assert te.fp8_cross_entropy is not None
-    assert prepared == [True, True]
-    assert te_backend.cudnn_versions() == (91900, 92000)
-    reference = te_backend.load("reference")
-    assert reference.name == "reference"
-    assert (reference.cross_entropy, reference.rotate, reference.swiglu) == (None, None, None)
-    assert reference.fp8_cross_entropy is None
-
-
-def test_models_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch.quantization", raising=False)
-    te_backend.forget_models()  # of what was never imported there is nothing to forget
-    resets: list[bool] = []
-    manager = SimpleNamespace(reset=lambda: resets.append(True))
-    monkeypatch.setitem(
-        sys.modules, "transformer_engine.pytorch.quantization", SimpleNamespace(FP8GlobalStateManager=manager)
-    )
-    module = SimpleNamespace(_dummy_wgrads={(4, 8, torch.bfloat16): torch.empty(4, 8)})
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", module)
-    te_backend.forget_models()
-    assert resets == [True]
-    assert not module._dummy_wgrads
 
 
 @pytest.mark.parametrize("package", ["flash-attn-4", "flash-attn-3", "flash-attn", None])
@@ -161,77 +97,11 @@ def test_attention_within_documents_by_package_and_determinism(
     assert ("fused" in te_backend.document_backends()) == (deterministic != "torch")
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_forward_without_an_fp8_backward_is_the_only_one_to_transformer_engine(
-    monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
-    """Inside a recomputation; what is behind it, also behind an error, is in it as before."""
-    region = SimpleNamespace(_IN_ACTIVATION_RECOMPUTE_REGION=before)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", region)
-    with te_backend.one_forward(SimpleNamespace(name="reference")):
-        assert region._IN_ACTIVATION_RECOMPUTE_REGION is before
-    with pytest.raises(KeyError), te_backend.one_forward(SimpleNamespace(name="transformer_engine")):
-        assert region._IN_ACTIVATION_RECOMPUTE_REGION is False
-        raise KeyError
-    assert region._IN_ACTIVATION_RECOMPUTE_REGION is before
-
-
 def test_an_attention_of_another_name_is_refused_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: value for name, value in os.environ.items() if name.startswith("NVTE")}
-    with pytest.raises(te_backend.BackendError, match="'cudnn' is not one of auto, fused, flash, unfused"):
+    with refused(te_backend.BackendError, key="model.attention_backend"):
         choose_attention_backend("cudnn")
     assert {name: value for name, value in os.environ.items() if name.startswith("NVTE")} == before
-
-
-def test_a_gpu_is_described_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA X", total_memory=141 * 2**30 // 2, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92003)
-    monkeypatch.setattr(te_backend, "load", lambda name: SimpleNamespace(version="Transformer Engine 9.8"))
-    monkeypatch.setattr(te_backend, "cudnn_versions", lambda: (91900, 92003))
-    asked: list[list[str]] = []
-
-    def nvidia_smi(command: list[str], **options: object) -> SimpleNamespace:
-        asked.append(command)
-        return SimpleNamespace(stdout="580.65.06\n580.65.06\n")
-
-    monkeypatch.setattr(machine.subprocess, "run", nvidia_smi)
-    of_machine, versions = machine.describe()
-    found = {key: value for key, value in of_machine.items() if key not in ("cpu", "torch_threads")}
-    assert found == {
-        "gpu": "NVIDIA X",
-        "gpus": 8,
-        "gpu_memory_gib": 70.5,
-        "compute_capability": "9.0",
-        "fp32_matmul_precision": torch.get_float32_matmul_precision(),
-        "driver": "580.65.06",
-    }
-    assert asked == [["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]]
-    assert [versions[key] for key in ("cuda", "cudnn", "transformer_engine_cudnn", "fp8")] == [
-        "13.0", "9.20.3", "9.19.0", "Transformer Engine 9.8",
-    ]  # fmt: skip
-    line = machine.headline(of_machine, versions)
-    assert line == f"NVIDIA X, torch {torch.__version__}, FP8 by Transformer Engine 9.8"
-
-    def missing(*_: object, **__: object) -> None:
-        raise te_backend.BackendError("Transformer Engine cannot be imported")
-
-    monkeypatch.setattr(te_backend, "load", missing)
-
-    def no_program(*_: object, **__: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(machine.subprocess, "run", no_program)
-    of_machine, versions = machine.describe()
-    assert "driver" not in of_machine and "transformer_engine_cudnn" not in versions
-    assert versions["fp8"] == "none: Transformer Engine cannot be imported"
-
-
-def test_attention_of_the_reference() -> None:
-    assert attention_backend_in_use(SimpleNamespace(name="reference")) == "torch SDPA"
 
 
 def test_a_choice_of_attention_takes_effect_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -15,7 +15,6 @@ from torch import Tensor
 from model.fp8.health import TOTALS, measure
 from model.fp8.quantizers import Source
 from model.te_reference.quantize import dequantize, quantize_blocks
-from tests.model.triton_stand_in import use_stand_in
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -104,7 +103,20 @@ def expected_totals(exact: Tensor, codes: Tensor, scale_inv: Tensor, moments: bo
     ]
 
 
-def check_totals(device: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]) -> None:
+@pytest.fixture
+def totals(fused: Callable, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device on which `measure` takes the kernel."""
+    monkeypatch.setitem(sys.modules, "model.fused.operand_totals", fused("operand_totals"))
+    if device == "cpu":
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+    return device
+
+
+@pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
+def test_the_sums_are_those_of_float64(
+    totals: str, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
+) -> None:
+    device = totals
     for shape, moments in product(SHAPES, (True, False)):
         source, exact = source_and_matrix(kind, rounded, *shape, device)
         codes, scale_inv = quantized(exact, dtype, tiles)
@@ -124,14 +136,6 @@ def check_totals(device: str, kind: str, rounded: bool, dtype: torch.dtype, tile
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
-def test_the_sums_are_those_of_float64_on_the_gpu(
-    kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
-) -> None:
-    check_totals("cuda", kind, rounded, dtype, tiles)
-
-
-@pytest.mark.gpu
 def test_memory_in_another_order_makes_no_difference() -> None:
     """A matrix that is a part of rows, codes that are a transpose, scales that lie by columns."""
     x = torch.randn(160, 512, device="cuda").bfloat16()
@@ -143,7 +147,8 @@ def test_memory_in_another_order_makes_no_difference() -> None:
     assert torch.equal(measure(Source("matrix", (x[:, :256],)), turned, by_columns, True), plain)
 
 
-def check_what_is_not_finite(device: str) -> None:
+def test_what_is_not_finite_is_not_hidden(totals: str) -> None:
+    device = totals
     codes = torch.tensor([[1.0, math.nan, 448.0, 0.0]], device=device).to(E4M3)
     for second, beyond in ((math.nan, math.isnan), (2.0, math.isinf)):
         x = torch.tensor([[1.0, second, math.inf, 0.0]], device=device)
@@ -151,30 +156,3 @@ def check_what_is_not_finite(device: str) -> None:
         of = dict(zip(TOTALS, found.tolist(), strict=True))
         assert [of[what] for what in ("nonzero", "kept", "saturated", "elements")] == [3, 3, 1, 4]
         assert beyond(of["x2"]) and beyond(of["range"]) and math.isnan(of["error2"])
-
-
-@pytest.mark.gpu
-def test_what_is_not_finite_is_not_hidden_on_the_gpu() -> None:
-    check_what_is_not_finite("cuda")
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`measure` takes the kernel, of the stand-in for Triton."""
-    use_stand_in(monkeypatch)
-    module = importlib.import_module("model.fused.operand_totals")
-    monkeypatch.setitem(sys.modules, "model.fused.operand_totals", module)
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize(("kind", "rounded", "dtype", "tiles"), CASES)
-def test_the_arithmetic_of_the_sums(
-    stand_in: None, kind: str, rounded: bool, dtype: torch.dtype, tiles: tuple[int, int]
-) -> None:
-    check_totals("cpu", kind, rounded, dtype, tiles)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-def test_what_is_not_finite_is_not_hidden(stand_in: None) -> None:
-    check_what_is_not_finite("cpu")

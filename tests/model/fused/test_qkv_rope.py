@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from model.fp8 import te_backend
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
 from model.te_reference.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from model.te_reference.rotary import split_and_rotate as reference_split
-from tests.model.triton_stand_in import use_stand_in
 
 
-def check_split_and_rotate(
-    kernel: Callable[..., tuple], heads: int, kv_heads: int, D: int, tokens: int
+@pytest.mark.parametrize(
+    "heads,kv_heads,D,tokens", [(8, 2, 16, 40), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
+)
+def test_split_and_rotate_equals_the_reference(
+    fused: Callable, device: str, heads: int, kv_heads: int, D: int, tokens: int
 ) -> None:
-    device = Precision(PrecisionConfig()).device
+    kernel = fused("qkv_rope").split_and_rotate
     freqs = RotaryPositionEmbedding(D).to(device)(tokens)
     torch.manual_seed(0)
     packed = torch.randn(2, tokens, (heads + 2 * kv_heads) * D, device=device, dtype=torch.bfloat16)
@@ -41,27 +38,9 @@ def check_split_and_rotate(
     assert torch.equal(results[0][2], results[1][2])  # v is only moved
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "heads,kv_heads,D,tokens", [(32, 8, 64, 256), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
-)
-def test_split_and_rotate_equals_the_reference(heads: int, kv_heads: int, D: int, tokens: int) -> None:
-    check_split_and_rotate(te_backend.load().split_and_rotate, heads, kv_heads, D, tokens)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize("heads,kv_heads,D,tokens", [(8, 2, 16, 40), (3, 1, 80, 17), (2, 2, 8, 16)])
-def test_the_arithmetic_of_split_and_rotate(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, D: int, tokens: int
-) -> None:
-    use_stand_in(monkeypatch)
-    kernel = importlib.import_module("model.fused.qkv_rope").split_and_rotate
-    monkeypatch.delitem(sys.modules, "model.fused.qkv_rope")
-    check_split_and_rotate(kernel, heads, kv_heads, D, tokens)
-
-
-def check_rotate(kernel: Callable[..., torch.Tensor], heads: int, D: int, tokens: int) -> None:
-    device = Precision(PrecisionConfig()).device
+@pytest.mark.parametrize("heads,D,tokens", [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)])
+def test_rotate_equals_the_reference(fused: Callable, device: str, heads: int, D: int, tokens: int) -> None:
+    kernel = fused("qkv_rope").rotate
     freqs = RotaryPositionEmbedding(D).to(device)(tokens)
     torch.manual_seed(0)
     # neither x nor the gradient is contiguous
@@ -75,21 +54,3 @@ def check_rotate(kernel: Callable[..., torch.Tensor], heads: int, D: int, tokens
     for a, b in ((ours, theirs), (gradients[0][0], gradients[1][0])):
         torch.testing.assert_close(a, b, rtol=8e-3, atol=1e-2)
         assert float((a == b).float().mean()) > 0.999
-
-
-HEADS = [(32, 64, 256), (8, 32, 33), (3, 80, 17), (1, 8, 16)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads,D,tokens", HEADS)
-def test_rotate_equals_the_reference(heads: int, D: int, tokens: int) -> None:
-    check_rotate(te_backend.load().rotate, heads, D, tokens)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize("heads,D,tokens", HEADS)
-def test_the_arithmetic_of_rotate(monkeypatch: pytest.MonkeyPatch, heads: int, D: int, tokens: int) -> None:
-    use_stand_in(monkeypatch)
-    kernel = importlib.import_module("model.fused.qkv_rope").rotate
-    monkeypatch.delitem(sys.modules, "model.fused.qkv_rope")
-    check_rotate(kernel, heads, D, tokens)

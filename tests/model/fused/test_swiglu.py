@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -17,12 +15,12 @@ from torch import nn
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling
-from tests.model.triton_stand_in import use_stand_in
+from tests.model.conftest import NO_GPU
 
 
-def check_swiglu(kernel: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
-    device = Precision(PrecisionConfig()).device
+@pytest.mark.parametrize("shape", [(2, 33, 80), (1, 1024), (4, 257)])
+def test_swiglu_equals_torch(fused: Callable, device: str, shape: tuple[int, ...]) -> None:
+    kernel = fused("swiglu").swiglu
     torch.manual_seed(0)
     gate, up, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) * 3 for _ in range(3))
     # none is contiguous: another order of dimensions, a part of each row, each second value
@@ -35,24 +33,6 @@ def check_swiglu(kernel: Callable[..., torch.Tensor], shape: tuple[int, ...]) ->
         assert ours.shape == theirs.shape
         # float32 up to the order of its roundings, then one to bf16
         torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-6)
-
-
-SHAPES = [(2, 33, 80), (1, 1024), (4, 257)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES)
-def test_swiglu_equals_torch(shape: tuple[int, ...]) -> None:
-    check_swiglu(te_backend.load().swiglu, shape)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_arithmetic_of_swiglu(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    use_stand_in(monkeypatch)
-    kernel = importlib.import_module("model.fused.swiglu").swiglu
-    monkeypatch.delitem(sys.modules, "model.fused.swiglu")
-    check_swiglu(kernel, shape)
 
 
 def check_fp8_swiglu(
@@ -179,79 +159,25 @@ class StandInQuantizer:
         )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=NO_GPU)], indirect=True)
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
 @pytest.mark.parametrize(("M", "F"), FP8_SWIGLU)
-def test_the_arithmetic_of_swiglu_in_fp8(monkeypatch: pytest.MonkeyPatch, M: int, F: int, name: str) -> None:
-    use_stand_in(monkeypatch)
-    module = importlib.import_module("model.fused.swiglu_fp8")
-    monkeypatch.delitem(sys.modules, "model.fused.swiglu_fp8")
+def test_the_arithmetic_of_swiglu_in_fp8(fused: Callable, M: int, F: int, name: str) -> None:
+    module = fused("swiglu_fp8")
     check_fp8_swiglu(module.swiglu, module.dswiglu, partial(StandInQuantizer, name), M, F)
 
 
-def test_fused_swiglu_is_one_more_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for TE's private table and kernels: its own ways stay, the project's are there for delayed scaling
-    only, and a TE without the table keeps its own SwiGLU, which is said."""
-    table = {"swiglu": ("forward", "backward", None), "gelu": ("f", "b", "c")}
-    name = "transformer_engine.pytorch.module.layernorm_mlp"
-    module = SimpleNamespace(_get_act_func_supported_list=lambda recipe=None: dict(table))
-    kernels = SimpleNamespace(swiglu=lambda: None, dswiglu=lambda *given: given)
-    monkeypatch.setitem(sys.modules, "model.fused.swiglu_fp8", kernels)
-    works = [True]
-    monkeypatch.setattr(te_backend, "_swiglu_in_fp8_works", lambda: works[0])
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    with pytest.warns(UserWarning, match="no table of activations: .*SwiGLU is used, which is slower"):
-        assert te_backend._register_fused_swiglu() == "swiglu"
-    monkeypatch.setitem(sys.modules, name, module)
-    fused = te_backend._register_fused_swiglu()
-    assert fused == te_backend.FUSED_SWIGLU
-    for recipe in (None, Float8CurrentScaling()):
-        assert module._get_act_func_supported_list(recipe) == {**table, fused: table["swiglu"]}
-    found = module._get_act_func_supported_list(DelayedScaling())
-    assert {key: found[key] for key in table} == table
-    forward, backward, cast = found[fused]
-    assert (forward, backward) == (kernels.swiglu, "backward")
-    assert cast("dy", "x", "quantizer") == (None, ("dy", "x", "quantizer"))
-    # whoever looks at operands puts itself in a kernel's place
-    kernels.swiglu, kernels.dswiglu = lambda: None, lambda *given: ("seen", *given)
-    assert module._get_act_func_supported_list(DelayedScaling())[fused][0] is kernels.swiglu
-    assert cast("dy", "x", "quantizer") == (None, ("seen", "dy", "x", "quantizer"))
-    works[0] = False
-    assert module._get_act_func_supported_list(DelayedScaling()) == {**table, fused: table["swiglu"]}
-
-
-@pytest.mark.parametrize("wrong", [None, "E4M3", "E5M2"])
-def test_wrong_kernels_are_found_before_they_are_used(
-    monkeypatch: pytest.MonkeyPatch, wrong: str | None
-) -> None:
-    """With the stand-in for Triton, which in one format writes a wrong byte."""
-    use_stand_in(monkeypatch)
-    module = importlib.import_module("model.fused.swiglu_fp8")
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=NO_GPU)], indirect=True)
+@pytest.mark.parametrize("name", ["E4M3", "E5M2"])
+def test_wrong_kernels_are_found_before_they_are_used(fused: Callable, name: str) -> None:
+    module = fused("swiglu_fp8")
     dswiglu = module.dswiglu
+    assert module.works(StandInQuantizer(name, 16.0))
 
     def miscompiled(above: torch.Tensor, x: torch.Tensor, quantizer: Any) -> Any:
         made = dswiglu(above, x, quantizer)
-        if wrong and quantizer.dtype.name.endswith(wrong):
-            made._transpose[-1, -1] ^= 1
+        made._transpose[-1, -1] ^= 1
         return made
 
-    monkeypatch.setattr(module, "dswiglu", miscompiled)
-    tensors = SimpleNamespace(Float8Quantizer=lambda scale, amax, name: StandInQuantizer(name, float(scale)))
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.tensor.float8_tensor", tensors)
-    formats = SimpleNamespace(kFloat8E4M3="E4M3", kFloat8E5M2="E5M2")
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", SimpleNamespace(DType=formats))
-    full = torch.full
-    monkeypatch.setattr(torch, "full", lambda shape, value, device: full(shape, value))
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **options: zeros(*shape, **options))
-    te_backend._swiglu_in_fp8_works.cache_clear()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert te_backend._swiglu_in_fp8_works() == (wrong is None)
-        assert [("Transformer Engine's SwiGLU is used" in str(w.message)) for w in caught] == [True] * bool(
-            wrong
-        )
-    finally:
-        te_backend._swiglu_in_fp8_works.cache_clear()
-        sys.modules.pop("model.fused.swiglu_fp8", None)
+    module.dswiglu = miscompiled
+    assert not module.works(StandInQuantizer(name, 16.0))

