@@ -108,47 +108,36 @@ def test_how_a_configuration_is_encoded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "zero_stage", "bytes_per_parameter"),
+    ("zero_stage", "options", "bytes_per_parameter"),
     [
-        ("fp32", 0, 4 + 4 + 8),
-        ("fp32", 1, 4 + 4 + 8 / 8),
-        ("fp32", 2, 4 + (4 + 8) / 8),
-        ("fp32", 3, 16 / 8),
-        ("bf16", 0, 2 + 2 + 12),
-        ("bf16", 1, 2 + 4 + 12 / 8),  # gradients accumulate in float32
-        ("bf16", 2, 2 + (4 + 12) / 8),
-        ("bf16", 3, 18 / 8),
-        ("fp8", 1, 2 + 4 + 12 / 8),
+        (0, {"compute": "fp32"}, 4 + 4 + 8),
+        (1, {"compute": "fp32"}, 4 + 4 + 8 / 8),
+        (2, {"compute": "fp32"}, 4 + (4 + 8) / 8),
+        (3, {"compute": "fp32"}, 16 / 8),
+        (0, {"compute": "bf16"}, 2 + 2 + 12),
+        (1, {"compute": "bf16"}, 2 + 4 + 12 / 8),  # gradients accumulate in float32
+        (2, {"compute": "bf16"}, 2 + (4 + 12) / 8),
+        (3, {"compute": "bf16"}, 18 / 8),
+        (1, {"compute": "fp8"}, 2 + 4 + 12 / 8),
+        (1, {"float32_gradients": False}, 2 + 2 + 12 / 8),
+        (2, {"float32_gradients": False}, 2 + (2 + 12) / 8),
+        (1, {"compute": "fp32", "float32_gradients": False}, 4 + 4 + 8 / 8),
+        (1, {"optimizer_bytes": 6.0}, 2 + 4 + 6 / 8),
+        (0, {"optimizer_bytes": 4.0}, 2 + 2 + 4),
     ],
 )
-def test_zero_stages_share_state(compute: str, zero_stage: int, bytes_per_parameter: float) -> None:
-    config = load_config("hare_1.1b")
-    expected = bytes_per_parameter * num_parameters(config) / 2**30
-    assert state_memory_gib(config, zero_stage, 8, compute) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "bytes_per_parameter"),
-    [
-        ({"zero_stage": 1, "float32_gradients": False}, 2 + 2 + 12 / 8),
-        ({"zero_stage": 2, "float32_gradients": False}, 2 + (2 + 12) / 8),
-        ({"zero_stage": 1, "compute": "fp32", "float32_gradients": False}, 4 + 4 + 8 / 8),
-        ({"zero_stage": 1, "optimizer_bytes": 6.0}, 2 + 4 + 6 / 8),
-        ({"zero_stage": 0, "optimizer_bytes": 4.0}, 2 + 2 + 4),
-    ],
-)
-def test_what_the_state_depends_on(options: dict, bytes_per_parameter: float) -> None:
+def test_memory_of_the_state(zero_stage: int, options: dict, bytes_per_parameter: float) -> None:
     """Muon has one moment less of the matrices of the layers: all weights but embedding, head and norms."""
     config = load_config("hare_1.1b")
-    parts = state_parts_gib(config, world_size=8, **options)
+    parts = state_parts_gib(config, zero_stage, 8, **options)
     assert sum(parts.values()) == pytest.approx(bytes_per_parameter * num_parameters(config) / 2**30)
-    muon = state_parts_gib(config, world_size=8, optim="muon", **options)
-    ranks = 8 if options["zero_stage"] else 1
+    muon = state_parts_gib(config, zero_stage, 8, optim="muon", **options)
+    ranks = 8 if zero_stage else 1
     matrices = 22 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632)
     assert parts["optimizer"] - muon["optimizer"] == pytest.approx(4 * matrices / ranks / 2**30)
     assert {**parts, "optimizer": 0.0} == {**muon, "optimizer": 0.0}
     if "float32_gradients" not in options:
-        assert state_memory_gib(config, world_size=8, optim="muon", **options) == sum(muon.values())
+        assert state_memory_gib(config, zero_stage, 8, optim="muon", **options) == sum(muon.values())
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)

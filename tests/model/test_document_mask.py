@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.build import build_model
 from model.config import ModelConfigError
@@ -78,24 +77,6 @@ def test_a_window_that_no_sample_reaches_is_dropped(
     assert windows == [{(-1, 0)}, {(-1, 0)}, {(T - 2, 0)}]
     assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
     assert torch.equal(logits[0][:, : T - 1], logits[2][:, : T - 1])
-
-
-@kinds
-def test_the_fused_loss_is_of_the_same_labels(kind: str) -> None:
-    """With torch in its place."""
-
-    def fused(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
-
-    model = build(kind, None, document_mask=False, **FP32)
-    ids, labels = batch(model.config)
-    plain = model(ids, labels=labels)
-    model.fused_cross_entropy = fused
-    out = model(ids, labels=labels)
-    assert torch.equal(out.loss, plain.loss)
-    assert out.logits is None  # its gradient will overwrite them
-    with torch.no_grad():
-        assert torch.equal(model(ids, labels=labels).logits, plain.logits)
 
 
 @kinds

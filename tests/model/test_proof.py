@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -94,32 +95,43 @@ def test_two_cudnns_are_refused(monkeypatch: pytest.MonkeyPatch, theirs: int, sa
     assert same or numbers(error.value) == [91400, 91900]
 
 
-def attention_that(monkeypatch: pytest.MonkeyPatch, precision: Precision, change: type) -> None:
-    """All that attention returns goes through the autograd function `change`."""
-    right = precision.te.DotProductAttention
+def change_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    *,
+    forward: Callable = torch.clone,
+    backward: Callable = torch.clone,
+    place: str = "output",
+) -> None:
+    """What attention is given as key or value, or returns, goes through `forward`, its gradient through `backward`."""
 
-    class Attention(right):  # type: ignore[misc, valid-type]
-        def forward(self, *qkv: torch.Tensor, **options: object) -> torch.Tensor:
-            return change.apply(super().forward(*qkv, **options))
+    class Change(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
+            return backward(gradient)
+
+    right: Any = precision.te.DotProductAttention
+
+    class Attention(right):
+        def forward(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
+        ) -> torch.Tensor:
+            k, v = (Change.apply(x) if place == name else x for name, x in (("key", k), ("value", v)))
+            out = super().forward(q, k, v, **options)
+            return Change.apply(out) if place == "output" else out
 
     monkeypatch.setattr(precision.te, "DotProductAttention", Attention)
 
 
 def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward is right."""
-
-    class WrongGradient(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
-            return gradient * 1.05
-
     model, precision = model_of()
     right = attention_errors(model.config, precision)
-    attention_that(monkeypatch, precision, WrongGradient)
+    change_attention(monkeypatch, precision, backward=lambda gradient: gradient * 1.05)
     forward, backward = attention_errors(model.config, precision)
     assert forward == right[0] and backward == pytest.approx(0.05, rel=0.1)
     with refused(ProofError, code="wrong_attention") as error:
@@ -145,28 +157,9 @@ def test_how_far_attention_may_be_from_the_truth_is_by_what_it_computes_in(
 @pytest.mark.parametrize("place", ["output", "key", "value"])
 def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Its output, or the gradient of its keys or values alone."""
-
-    class NotANumber(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
-            return x * torch.nan if place == "output" else x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
-            return gradient if place == "output" else gradient * torch.nan
-
     model, precision = model_of(num_hidden_layers=1)
-    right = precision.te.DotProductAttention
-
-    class Attention(right):  # type: ignore[misc, valid-type]
-        def forward(
-            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
-        ) -> torch.Tensor:
-            k, v = (NotANumber.apply(x) if place == name else x for name, x in (("key", k), ("value", v)))
-            out = super().forward(q, k, v, **options)
-            return NotANumber.apply(out) if place == "output" else out
-
-    monkeypatch.setattr(precision.te, "DotProductAttention", Attention)
+    where = "forward" if place == "output" else "backward"
+    change_attention(monkeypatch, precision, place=place, **{where: lambda x: x * torch.nan})  # type: ignore[arg-type]
     with refused(ProofError, code="wrong_attention"):
         prove(model, precision)
 
@@ -192,19 +185,9 @@ def test_the_window_is_proven_as_it_runs(
 @pytest.mark.parametrize("tokens", [256, 300, 520])
 def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A backend that is wrong only beyond 500 tokens, as one that is chosen only there may be."""
-
-    class WrongWhenLong(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def, override]
-            return x * 1.05 if x.shape[1] > 500 else x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def, override]
-            return gradient
-
     model, precision = model_of(sliding_window=128, num_hidden_layers=1)
     assert max(attention_errors(model.config, precision, tokens)) < 1e-2
-    attention_that(monkeypatch, precision, WrongWhenLong)
+    change_attention(monkeypatch, precision, forward=lambda x: x * 1.05 if x.shape[1] > 500 else x.clone())
     with refused(ProofError, code="wrong_attention") if tokens > 500 else nullcontext():
         prove(model, precision, seq_length=tokens)
 

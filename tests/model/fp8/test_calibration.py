@@ -32,7 +32,7 @@ def first_gradients(**precision: object) -> dict[str, torch.Tensor]:
     return {name: p.grad.float() for name, p in model.named_parameters()}
 
 
-def check_first_backward() -> None:
+def test_the_first_backward_is_not_lost(device: str) -> None:
     exact = first_gradients(compute="bf16")
     # of all matrices, those whose gradient is made of gradients that were cast on their way
     names = [name for name, gradient in exact.items() if "layers" in name and gradient.dim() == 2]
@@ -48,16 +48,6 @@ def check_first_backward() -> None:
     assert min(lost) > 0.99
     assert all(a < 1.05 * b for a, b in zip(kept, best, strict=True))
     assert max(kept) < 0.105
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU form of this test runs there")
-def test_the_first_backward_is_not_lost() -> None:
-    check_first_backward()
-
-
-@pytest.mark.gpu
-def test_the_first_backward_is_not_lost_on_the_gpu() -> None:
-    check_first_backward()
 
 
 def test_only_scales_change() -> None:
