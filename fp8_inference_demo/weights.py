@@ -125,10 +125,10 @@ def pack(
     tensors: dict[str, torch.Tensor | Quantized],
     config: MistralConfig,
     precision: str,
-    device: torch.device | str = "cpu",
+    device: torch.device | None = None,
 ) -> Weights:
-    """Pack weights by Hugging Face's names as the engine reads them, on `device`. Takes the tensors out of `tensors` as
-    it goes, so that they are not held twice.
+    """Pack weights by Hugging Face's names as the engine reads them, on `device` or where they are. Takes the tensors
+    out of `tensors` as it goes, so that they are not held twice.
 
     Beside weights that are stored in FP8 the others were meant to stay as they are; a fused matrix with both is bf16.
     Raises ValueError: sizes that no FP8 product takes.

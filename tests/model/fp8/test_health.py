@@ -366,11 +366,11 @@ def test_the_bytes_are_those_that_transformer_engine_multiplies(
     monkeypatch: pytest.MonkeyPatch, variant: str, recipe: str, cached: bool
 ) -> None:
     """Counted on the side: rows of the operands of each GEMM of the forward and of the inputs' gradients."""
-    import transformer_engine_torch as kernels
+    precision = Precision(PrecisionConfig(recipe=recipe, fp8_head_gradients=False))
+    import transformer_engine_torch as kernels  # Transformer Engine makes it importable
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
     from transformer_engine.pytorch.tensor.storage import Float8TensorStorage
 
-    precision = Precision(PrecisionConfig(recipe=recipe, fp8_head_gradients=False))
     config = small_config(head_dim=64, num_hidden_layers=2)
     model = build_model(config, variant, precision, seed=3).train()
     for _ in range(4):  # as calibration does
