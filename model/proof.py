@@ -36,7 +36,7 @@ SCORES_AT_A_TIME = 2**28
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
-class ProofError(UserError):
+class ProofError(UserError, RuntimeError):
     """The run does not do what its configuration says; the message says what was found and what to do."""
 
     code = "proof"

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
+from model.errors import UserError
 
 need("preparing data", "sentencepiece", "transformers")
 need("preparing data", "datatrove", requirements="requirements-prep.txt")
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         from train.prepare.preparation import prepare  # which takes seconds
 
         manifest = prepare(args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (UserError, ValueError, RuntimeError, OSError) as error:
         from train.prepare.output import IDENTITY_NAME, WORK_NAME
 
         kept = isinstance(error, OSError) and (Path(args.output) / WORK_NAME / IDENTITY_NAME).exists()

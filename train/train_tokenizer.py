@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model import need
+from model.errors import UserError
 
 need("training a tokenizer", "sentencepiece", "transformers", "pydantic")
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         from train.prepare.tokenizer import train_tokenizer  # which takes seconds
 
         train_tokenizer(args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (UserError, ValueError, RuntimeError, OSError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:

@@ -36,7 +36,7 @@ HOPPER = 9  # major compute capability
 FUSED_SWIGLU = "fused_swiglu"
 
 
-class BackendError(UserError):
+class BackendError(UserError, RuntimeError):
     """A backend that this machine does not have; the message says what is missing."""
 
     code = "backend"
