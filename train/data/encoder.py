@@ -70,7 +70,9 @@ class TextEncoder:
         if not self.files or self.files[0] not in ("tokenizer.model", "tokenizer.json"):
             raise DataError(
                 f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there; give a folder that has one, or "
-                "train one with train/train_tokenizer.py"
+                "train one with train/train_tokenizer.py",
+                code="no_tokenizer",
+                key=str(folder),
             )
         for name in self.files:
             _check_content(self.folder / name)
@@ -83,7 +85,9 @@ class TextEncoder:
         except DataError:
             raise
         except Exception as error:  # tokenizers raises plain Exception for a broken file
-            raise DataError(f"{path} cannot be read: {error}") from error
+            raise DataError(
+                f"{path} cannot be read: {error}", code="tokenizer_unreadable", key=str(path)
+            ) from error
 
     def sha256(self) -> str:
         """The hash of the defining file as it is now."""
@@ -97,7 +101,9 @@ class TextEncoder:
         if min(self.bos_id, self.eos_id) < 0:
             raise DataError(
                 f"{path} has bos_id {self.bos_id} and eos_id {self.eos_id} (-1: none); documents need both. Train it "
-                "with both, or give a folder with a tokenizer.json alone"
+                "with both, or give a folder with a tokenizer.json alone",
+                code="tokenizer_without_ends",
+                key=str(path),
             )
         self.decode = model.decode
 
@@ -175,7 +181,9 @@ class TextEncoder:
         raise DataError(
             f"{self.folder}: {key} is {named!r} in tokenizer_config.json, and documents need one of the tokenizer's "
             f"tokens. Add {example} to the tokenizer_config.json in a copy of the folder; BOS and EOS may be the same "
-            f"token. Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}"
+            f"token. Its special tokens: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            code="tokenizer_without_ends",
+            key=key,
         )
 
 
@@ -188,15 +196,19 @@ def _check_content(path: Path) -> None:
         is_model and path.with_suffix(".json").is_file()
     )
     if not start.strip():
-        raise DataError(f"{path} is empty; copy it again{unused}")
+        raise DataError(f"{path} is empty; copy it again{unused}", code="tokenizer_empty", key=str(path))
     if start.startswith(b"version https://git-lfs"):
         raise DataError(
-            f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` there{unused}"
+            f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` there{unused}",
+            code="tokenizer_lfs_pointer",
+            key=str(path),
         )
     if is_model and re.match(rb"[A-Za-z0-9+/]+=* \d+\n", start):
         raise DataError(
             f"{path} holds ranks of tiktoken, which are not read; give a folder with the tokenizer.json of the same "
-            f"tokenizer{unused}"
+            f"tokenizer{unused}",
+            code="tokenizer_of_tiktoken",
+            key=str(path),
         )
 
 
@@ -214,18 +226,26 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
     try:
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
-        raise DataError(f"transformers cannot read the tokenizer in {encoder.folder}: {error}") from error
+        raise DataError(
+            f"transformers cannot read the tokenizer in {encoder.folder}: {error}",
+            code="tokenizer_unreadable",
+            key=str(encoder.folder),
+        ) from error
     if beyond := [token for token, i in exported.get_vocab().items() if i >= vocab_size]:
         raise DataError(
             f"{encoder.folder}: the vocabulary has {vocab_size} ids, and transformers finds {len(beyond)} tokens with "
-            f"others: {', '.join(map(repr, beyond[:8]))}. {_remedy(encoder)}"
+            f"others: {', '.join(map(repr, beyond[:8]))}. {_remedy(encoder)}",
+            code="tokenizer_ids_differ",
+            key=str(encoder.folder),
         )
     for key in ("bos", "eos"):
         own, other = getattr(encoder, f"{key}_id"), getattr(exported, f"{key}_token_id")
         if own != other:
             raise DataError(
                 f"{encoder.folder}: the {key.upper()} id is {own} in {encoder.files[0]} and {other} for transformers. "
-                f"{_remedy(encoder)}"
+                f"{_remedy(encoder)}",
+                code="tokenizer_ids_differ",
+                key=str(encoder.folder),
             )
     return exported
 
@@ -244,7 +264,9 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
             raise DataError(
                 f"{encoder.folder}: the text {text!r} yields the special id {min(found)}, and documents could end in "
                 "their middle. Take a tokenizer of the type BPE in which special tokens are special (sentencepiece: "
-                "control symbols, not user-defined ones), such as train/train_tokenizer.py trains"
+                "control symbols, not user-defined ones), such as train/train_tokenizer.py trains",
+                code="special_id_from_text",
+                key=str(encoder.folder),
             )
     texts = [*texts, *around]
     ids = encoder.encode_batch(texts)
@@ -254,7 +276,9 @@ def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> No
             at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), "the end")
             raise DataError(
                 f"{encoder.folder}: {encoder.files[0]} and transformers give other ids for {text[:80]!r}, from token "
-                f"{at} on: {own[:20]} and {other[:20]}. {_remedy(encoder)}"
+                f"{at} on: {own[:20]} and {other[:20]}. {_remedy(encoder)}",
+                code="tokenizer_ids_differ",
+                key=str(encoder.folder),
             )
 
 
@@ -300,7 +324,9 @@ def tokenizer_of(sources: Mapping[str, str], export: Path | None = None) -> Path
             return folder
     nor = f", nor in {export}" if export else ""
     raise DataError(
-        f"there is no tokenizer in {folders[0]}, where the training had its own{nor}; give it as --tokenizer DIR"
+        f"there is no tokenizer in {folders[0]}, where the training had its own{nor}; give it as --tokenizer DIR",
+        code="no_tokenizer",
+        key=str(folders[0]),
     )
 
 

@@ -38,7 +38,7 @@ READ_BYTES = 16 << 20  # read at a time by whatever goes through a whole shard
 
 
 class DataError(UserError, ValueError):
-    """Prepared data (or what was asked of it) cannot be used; the message names the file and the next step."""
+    """Inputs or prepared data cannot be used as asked; the message names the file and the next step."""
 
     code = "data"
 
@@ -152,30 +152,39 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read and check `folder/manifest.json`.
 
     Raises:
-        DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema.
+        DataError: the folder is missing, is empty, has no manifest, or its manifest is not one of this schema; then
+            `key` is the first wrong field.
     """
     folder, path = Path(folder), Path(folder) / MANIFEST_NAME
     command = "python train/prepare_data.py --input PATH... --tokenizer DIR --output"
     remedy = f"prepare it with: {command} {shlex.quote(str(folder))}"
     if not path.is_file():
-        state = "has no manifest.json (unfinished or not prepared data)"
+        code, state = "no_manifest", "has no manifest.json (unfinished or not prepared data)"
         if not folder.exists():
-            state = "does not exist"
+            code, state = "folder_missing", "does not exist"
         elif not folder.is_dir():
-            state, remedy = "is a file, not a folder", f"name a folder that was prepared with: {command} DIR"
+            code, state = "not_a_folder", "is a file, not a folder"
+            remedy = f"name a folder that was prepared with: {command} DIR"
         elif not any(folder.iterdir()):
-            state = "is empty"
+            code, state = "folder_empty", "is empty"
         elif not any(path for kind in ("*.ds", "*.unfinished") for path in folder.glob(kind)):
             # a run's, or one of texts, which is not to be prepared into
-            state = "is not prepared data: it has no manifest.json"
+            code, state = "not_prepared_data", "is not prepared data: it has no manifest.json"
             remedy = f"name a folder that was prepared with: {command} DIR"
-        raise DataError(f"data folder {folder} {state}; {remedy}")
+        raise DataError(f"data folder {folder} {state}; {remedy}", code=code, key=str(folder))
     try:
         return _parse_manifest(path.read_text(encoding="utf-8"))
     except ValueError as error:
         if other := of_something_else(path):
-            raise DataError(f"{other}; name a folder that this version has prepared") from error
-        raise DataError(f"{path} is corrupt: {error}; {remedy} --overwrite") from error
+            raise DataError(
+                f"{other}; name a folder that this version has prepared",
+                code="foreign_manifest",
+                key=str(path),
+            ) from error
+        field = getattr(error, "key", None)
+        raise DataError(
+            f"{path} is corrupt: {error}; {remedy} --overwrite", code="manifest_corrupt", key=field
+        ) from error
 
 
 def of_something_else(path: Path) -> str:
@@ -197,26 +206,37 @@ def _parse_manifest(text: str) -> Manifest:
     try:
         manifest = TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:
-        raise DataError("; ".join(map(_problem, error.errors()[:5]))) from error
+        problems = error.errors()[:5]
+        raise DataError(
+            "; ".join(map(_problem, problems)), key=".".join(map(str, problems[0]["loc"])) or None
+        ) from error
     expected = token_dtype(manifest.vocab_size).name
     if manifest.dtype != expected:
         raise DataError(
-            f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})"
+            f"dtype {manifest.dtype!r} does not fit vocab_size {manifest.vocab_size} ({expected})",
+            key="dtype",
         )
     if not {"in", "out", "dropped"} <= manifest.documents.keys():
         raise DataError(
-            f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason"
+            f"'documents' is {manifest.documents!r}, not the numbers in, out and dropped by reason",
+            key="documents",
         )
     if (documents := sum(shard.documents for shard in manifest.shards)) != manifest.documents["out"]:
-        raise DataError(f"{manifest.documents['out']} documents out, {documents} in the shards")
+        raise DataError(
+            f"{manifest.documents['out']} documents out, {documents} in the shards", key="documents.out"
+        )
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if shard.bytes != shard.tokens * itemsize:
             raise DataError(
-                f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}"
+                f"{shard.name}: {shard.bytes} bytes are not {shard.tokens} tokens of {manifest.dtype}",
+                key=f"{shard.name}.bytes",
             )
         if shard.documents > shard.tokens:
-            raise DataError(f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens")
+            raise DataError(
+                f"{shard.name}: {shard.documents} documents in {shard.tokens} tokens",
+                key=f"{shard.name}.documents",
+            )
     return manifest
 
 
@@ -241,12 +261,16 @@ def check_sizes(folder: str | Path, shard: Shard) -> None:
     for name, size in ((shard.name, shard.bytes), (shard.name + ".index", index_bytes)):
         if not (folder / name).is_file():
             raise DataError(
-                f"{folder / name} is missing but the manifest lists it; prepare or copy the data again"
+                f"{folder / name} is missing but the manifest lists it; prepare or copy the data again",
+                code="file_missing",
+                key=str(folder / name),
             )
         if (found := (folder / name).stat().st_size) != size:
             raise DataError(
                 f"{folder / name} has {found} bytes, the manifest says {size}: truncated or not the file that "
-                "was prepared; prepare or copy the data again"
+                "was prepared; prepare or copy the data again",
+                code="wrong_size",
+                key=str(folder / name),
             )
 
 
@@ -259,13 +283,17 @@ def check_tokenizer(folder: str | Path, manifest: Manifest) -> None:
     path = Path(folder) / TOKENIZER_FOLDER / manifest.tokenizer_files[0]
     if not path.is_file():
         raise DataError(
-            f"{path} is missing: the tokenizer that made the data; prepare or copy the data again"
+            f"{path} is missing: the tokenizer that made the data; prepare or copy the data again",
+            code="file_missing",
+            key=str(path),
         )
     if (found := sha256_file(path)) != manifest.tokenizer_sha256:
         raise DataError(
             f"{path} is not the tokenizer that made the data: its sha256 is {found}, that of "
             f"{Path(folder) / MANIFEST_NAME} is {manifest.tokenizer_sha256}; put the tokenizer back, or prepare the "
-            "data again with the new one"
+            "data again with the new one",
+            code="tokenizer_replaced",
+            key=str(path),
         )
 
 
@@ -287,11 +315,19 @@ def verify_shard(folder: str | Path, manifest: Manifest, shard: Shard) -> None:
     for name, found, sha256 in ((path, digest.hexdigest(), shard.sha256),
                                 (index_path, sha256_file(index_path), shard.index_sha256)):  # fmt: skip
         if found != sha256:
-            raise DataError(f"{name} does not have the sha256 of the manifest: its content changed; "
-                            "prepare or copy the data again")  # fmt: skip
+            raise DataError(
+                f"{name} does not have the sha256 of the manifest: its content changed; "
+                "prepare or copy the data again",
+                code="wrong_sha256",
+                key=str(name),
+            )
     if largest_id >= manifest.vocab_size:
-        raise DataError(f"{path} holds token id {largest_id}, beyond the vocabulary of "
-                        f"{manifest.vocab_size}: prepare the data again")  # fmt: skip
+        raise DataError(
+            f"{path} holds token id {largest_id}, beyond the vocabulary of "
+            f"{manifest.vocab_size}: prepare the data again",
+            code="token_beyond_vocabulary",
+            key=str(path),
+        )
 
 
 def unigram_loss(train_counts: np.ndarray, eval_counts: np.ndarray) -> float | None:

@@ -70,12 +70,18 @@ def read_lengths(folder: str | Path, shard: Shard) -> Lengths:
         wrong = np.flatnonzero(block[1:] <= block[:-1])  # not by differences, which wrap around in uint64
         if len(wrong):
             at = int(wrong[0])
-            raise DataError(f"{name} is not increasing: document {start + at} ends at token {block[at + 1]}, "
-                            f"the one before it at {block[at]}; {remedy}")  # fmt: skip
+            raise DataError(
+                f"{name} is not increasing: document {start + at} ends at token {block[at + 1]}, "
+                f"the one before it at {block[at]}; {remedy}",
+                code="index_not_increasing",
+                key=str(name),
+            )
         total += Lengths.of(np.diff(block).astype(np.int64))
         before = block[-1]
     if int(before) != shard.tokens:
         raise DataError(
-            f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {remedy}"
+            f"{name} ends at token {before}, but {shard.name} has {shard.tokens} tokens; {remedy}",
+            code="index_of_other_length",
+            key=str(name),
         )
     return total

@@ -42,26 +42,26 @@ def describe(folder: Path, manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tuple[Lengths, list[str]]:
+def examine(folder: Path, manifest: Manifest, verify: bool, workers: int) -> tuple[Lengths, list[Exception]]:
     """Check every shard: its size and its index, with `verify` also hashes and token ids. Returns the lengths of the
     documents in the whole ones, and what is wrong with each of the others, in the manifest's order.
     """
 
-    def check(shard: Shard) -> Lengths | str:
+    def check(shard: Shard) -> Lengths | Exception:
         try:
             check_sizes(folder, shard)
             lengths = read_lengths(folder, shard)
             if verify:
                 verify_shard(folder, manifest, shard)
         except (DataError, OSError) as error:
-            return str(error)
+            return error
         return lengths
 
-    total, problems = Lengths.of(np.empty(0, dtype=np.int64)), []
+    total, problems = Lengths.of(np.empty(0, dtype=np.int64)), list[Exception]()
     with ThreadPoolExecutor(workers) as pool:  # hashing, reading and numpy leave Python's lock free
         checked = pool.map(check, manifest.shards)
         for found in tqdm(checked, "checked", len(manifest.shards), unit="shard", disable=None):
-            if isinstance(found, str):
+            if isinstance(found, Exception):
                 problems.append(found)
             else:
                 total += found
@@ -153,11 +153,11 @@ def print_samples(
         print(sample_text(source, encoder, window))
 
 
-def inspect_folder(args: argparse.Namespace) -> list[str]:
+def inspect_folder(args: argparse.Namespace) -> list[Exception]:
     """Print everything about `args.folder`; the fields are inspect_data.py's. Returns what is damaged.
 
     Raises:
-        ValueError: there is nothing to inspect, or samples were asked for that there cannot be (DataError).
+        DataError: there is nothing to inspect, or samples were asked for that there cannot be.
         OSError: the folder cannot be read.
     """
     folder, verify = Path(args.folder), args.verify
@@ -170,7 +170,7 @@ def inspect_folder(args: argparse.Namespace) -> list[str]:
         try:
             check_tokenizer(folder, manifest)
         except (DataError, OSError) as error:
-            problems.append(str(error))
+            problems.append(error)
     if verify and not problems:
         size = sum(shard.bytes for shard in manifest.shards)
         print(f"\nverified: {len(manifest.shards):,} shards, {size / 1e6:,.1f} MB: sizes, hashes, indexes, token ids "

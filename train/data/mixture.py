@@ -86,10 +86,12 @@ def mix(weights: Weights, names: Sequence[str], seq_length: int) -> Mixture:
         if start == stop:
             raise DataError(
                 f"data.weights[{index}] (stage {index + 1} of {len(stages)}): no sample of {seq_length} tokens begins "
-                f"between its start and until_tokens {stages[index].until_tokens}; make it longer, or remove it"
+                f"between its start and until_tokens {stages[index].until_tokens}; make it longer, or remove it",
+                code="stage_without_sample",
+                key=f"data.weights[{index}]",
             )
     shares = [[stage.weights.get(name, 0) for name in names] for stage in stages]
     try:
         return Mixture(shares[0], later=list(zip(starts[1:], shares[1:], strict=True)))
     except ValueError as error:
-        raise DataError(f"data.weights: {error}") from error
+        raise DataError(f"data.weights: {error}", code="weight_too_small", key="data.weights") from error

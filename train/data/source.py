@@ -55,7 +55,9 @@ class TokenSource:
             remedy = "a larger --eval_fraction" if split == "eval" else "more text"
             raise DataError(
                 f"{self.folder}: the {split} split has {self.num_tokens} tokens, one sample needs {seq_length + 1}; "
-                f"prepare it with {remedy}, or lower the sequence length"
+                f"prepare it with {remedy}, or lower the sequence length",
+                code="too_few_tokens",
+                key=str(self.folder),
             )
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._starts = list(itertools.accumulate((shard.tokens for shard in self.shards), initial=0))
@@ -85,7 +87,9 @@ class TokenSource:
             if read_manifest(self.folder) != self.manifest:
                 raise DataError(
                     f"{self.folder} has got other data since it was opened: it was prepared again while it was read; "
-                    "prepare into a folder of its own what a run shall not read"
+                    "prepare into a folder of its own what a run shall not read",
+                    code="data_replaced",
+                    key=str(self.folder),
                 )
             self._manifest_stat = now
 
@@ -99,7 +103,9 @@ class TokenSource:
             now, was = os.fstat(file.fileno()).st_size, self.shards[index].bytes
             raise DataError(
                 f"{file.name} has {now} bytes, the manifest says {was}: it was cut off since it was opened; prepare or "
-                "copy the data again"
+                "copy the data again",
+                code="wrong_size",
+                key=str(file.name),
             )
         return np.frombuffer(data, self._dtype)
 
@@ -159,7 +165,9 @@ class TokenSource:
         return DataError(
             f"{self.folder / self.shards[shard].name}: token {start + first - self._starts[shard]} has the id "
             f"{int(tokens[first])}, beyond the vocabulary of {self.manifest.vocab_size}: the file's content changed; "
-            "prepare or copy the data again"
+            "prepare or copy the data again",
+            code="token_beyond_vocabulary",
+            key=str(self.folder / self.shards[shard].name),
         )
 
 
@@ -171,7 +179,11 @@ def open_sources(folders: Mapping[str, str | Path], split: str, seq_length: int)
             train on, with different eval fractions.
     """
     if not folders:
-        raise DataError("data.sources is empty: name at least one folder that prepare_data.py wrote")
+        raise DataError(
+            "data.sources is empty: name at least one folder that prepare_data.py wrote",
+            code="no_sources",
+            key="data.sources",
+        )
     sources = [TokenSource(name, folders[name], split, seq_length) for name in sorted(folders)]
     for source in sources[1:]:
         check_same_tokenizer(sources[0], source)
@@ -197,7 +209,8 @@ def check_no_leak(train: list[TokenSource], held_out: list[TokenSource]) -> None
             raise DataError(
                 f"data sources {one.name!r} and {other.name!r} were split with different --eval_fraction, "
                 f"{fractions[0]} ({one.folder}) and {fractions[1]} ({other.folder}): a document that is in both would "
-                "be trained on in the first and evaluated on in the second; prepare both with the same --eval_fraction"
+                "be trained on in the first and evaluated on in the second; prepare both with the same --eval_fraction",
+                code="different_eval_fractions",
             )
 
 
@@ -206,7 +219,8 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
     if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
         raise DataError(
             f"data sources {one.name!r} and {other.name!r} were prepared with different tokenizers "
-            f"({one.folder} and {other.folder}); prepare both with the same"
+            f"({one.folder} and {other.folder}); prepare both with the same",
+            code="different_tokenizers",
         )
 
 
@@ -218,10 +232,14 @@ def check_fit(sources: list[TokenSource], vocab_size: int, max_positions: int) -
         raise DataError(
             f"the tokenizer of the data does not fit the model: {first.folder} has a vocabulary of "
             f"{first.manifest.vocab_size}, the model one of {vocab_size}; give the model's JSON (model.config) a "
-            "vocab_size of at least that, or prepare the data with the model's tokenizer"
+            "vocab_size of at least that, or prepare the data with the model's tokenizer",
+            code="vocabulary_too_large",
+            key="model.config",
         )
     if first.seq_length > max_positions:
         raise DataError(
             f"max_seq_length {first.seq_length} exceeds the model's max_position_embeddings {max_positions}; lower the "
-            "one or raise the other"
+            "one or raise the other",
+            code="sequence_too_long",
+            key="max_seq_length",
         )

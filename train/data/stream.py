@@ -93,7 +93,9 @@ def _by_tokens(sources: Sequence[TokenSource]) -> Mixture:
         raise DataError(
             f"source {least.name} has {least.num_tokens:,} of {sum(s.num_tokens for s in sources):,} tokens, less than "
             f"one in {MAX_PERIOD:,}: mixed by tokens it cannot be. Give data.weights, which say how much of each there "
-            "is, or prepare it together with another, or leave it out"
+            "is, or prepare it together with another, or leave it out",
+            code="source_too_small",
+            key=least.name,
         ) from error
 
 
@@ -178,7 +180,10 @@ class SampleStream:
         """
         if start < 0 or count < 1 or (self.split == "eval" and start + count > self.num_samples):
             end = f"of {self.num_samples}" if self.split == "eval" else "of an endless stream"
-            raise DataError(f"samples {start} to {start + count} {end} {self.split} samples were asked for")
+            raise DataError(
+                f"samples {start} to {start + count} {end} {self.split} samples were asked for",
+                code="samples_beyond_end",
+            )
         input_ids = np.empty((count, self.seq_length), dtype=np.int64)
         labels = np.empty_like(input_ids)
         samples = self.sample_ids(start, count)
@@ -203,7 +208,9 @@ class SampleStream:
             source, window = samples[begin[np.argmax(wrong)] // T]
             raise DataError(
                 f"{self.sources[source].folder}: the document ends of sample {window} of the {self.split} split do not "
-                "increase: the content of an index changed; prepare or copy the data again"
+                "increase: the content of an index changed; prepare or copy the data again",
+                code="index_not_increasing",
+                key=str(self.sources[source].folder),
             )
         return separate_documents(labels, after)
 

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from model.keys import NOT_GIVEN, unicode
+from train.data.format import DataError
 from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.readers import (
     BAD_UTF8,
@@ -115,7 +116,7 @@ def list_sources(
     named itself must be of a known kind. What cannot be listed or opened is an error: nobody could tell what is lost.
 
     Raises:
-        ValueError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or
+        DataError: a path does not exist, is of an unknown kind or comes twice, a folder has nothing to read, or
             something that cannot be read, a dataset of several splits without one of them named, or a package that an
             input needs is not installed; or there is no .txt for `split_on`.
         OSError: the system cannot read a folder, for a reason that is not the user's to mend.
@@ -124,40 +125,54 @@ def list_sources(
     beside: dict[str, list[Path]] = {}
     for name in inputs:
         if not name:
-            raise ValueError(f"input {name!r} is {NOT_GIVEN}")
+            raise DataError(f"input {name!r} is {NOT_GIVEN}", code="not_given", key="--input")
         check_name("input", name)
         found, left_out = _readable_files_of(name)
         if not found:
             others = f", but {_in_words(left_out)}" if left_out else ""
-            raise ValueError(f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}")
+            raise DataError(
+                f"input {name} holds nothing to read{others}. Allowed: {ALLOWED}",
+                code="nothing_to_read",
+                key=name,
+            )
         files += found
         beside[name] = left_out
     seen: dict[str, Path] = {}
     for file, _ in files:
         if (first := seen.setdefault(os.path.realpath(file), file)) is not file:
-            raise ValueError(
+            raise DataError(
                 f"{file} is given twice (by itself, a folder or a link), first as {first}; name each input once, and "
-                "take links to others out of a folder"
+                "take links to others out of a folder",
+                code="given_twice",
+                key=str(file),
             )
     for name, of_folder in beside.items():
         left_out = [file for file in of_folder if os.path.realpath(file) not in seen]  # else named by itself
         if left_out and tell:
             tell(f"input {name}: {len(left_out):,} files left out by suffix: {_in_words(left_out)}")
     if split_on is not None and not any(_unpacked(kind) == ".txt" for _, kind in files):
-        raise ValueError("--split_on splits .txt, and there is none among the inputs; leave it out")
+        raise DataError(
+            "--split_on splits .txt, and there is none among the inputs; leave it out",
+            code="nothing_to_split",
+            key="--split_on",
+        )
     return [Source.at(file, kind) for file, kind in files]
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises ValueError: a manifest could not hold the name of this file or folder."""
+    """Raises DataError: a manifest could not hold the name of this file or folder."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} {name!r}: its name is not UTF-8, which a manifest is; rename it") from error
+        raise DataError(
+            f"{what} {name!r}: its name is not UTF-8, which a manifest is; rename it",
+            code="name_not_utf8",
+            key=what,
+        ) from error
 
 
 def _readable_files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """As `_files_of`, with a ValueError for what is missing, or closed to this user."""
+    """As `_files_of`, with a DataError for what is missing, or closed to this user."""
     try:
         if os.path.isdir(name):
             _check_access(name, os.R_OK | os.X_OK)
@@ -169,9 +184,11 @@ def _readable_files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
             raise
         path = str(error.filename)
         link = f", a link to {os.readlink(path)}," if os.path.islink(path) else ""
-        raise ValueError(
+        raise DataError(
             f"input {name}: {path}{link} cannot be read ({error.strerror}); give the user who runs this access to it, "
-            "mend it, or take it out"
+            "mend it, or take it out",
+            code="unreadable",
+            key=path,
         ) from error
     return found, left_out
 
@@ -191,9 +208,11 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
     if path.is_dir():
         if (path / SAVED_SPLITS).is_file():
             splits = json.loads((path / SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
-            raise ValueError(
+            raise DataError(
                 f"input {name} is a saved dataset with the splits {', '.join(splits)}; name one of them: "
-                f"{path / splits[0]}"
+                f"{path / splits[0]}",
+                code="several_splits",
+                key=name,
             )
         if (path / SAVED_DATASET).is_file():
             return _saved_files(path), []
@@ -206,8 +225,10 @@ def _files_of(name: str) -> tuple[list[tuple[Path, str]], list[Path]]:
                 left_out.append(file)
         return read, left_out
     if not path.is_file():
-        raise ValueError(
-            f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}"
+        raise DataError(
+            f"input {name} does not exist; give files or folders, {HUB}NAME, or the word {STDLIB}",
+            code="file_missing",
+            key=name,
         )
     return ([(path, kind)], []) if (kind := _kind(path)) else ([], [path])
 
@@ -231,13 +252,17 @@ def _saved_files(folder: Path) -> list[tuple[Path, str]]:
         state = json.loads((folder / SAVED_DATASET).read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again"
+        raise DataError(
+            f"{folder / SAVED_DATASET} is not the state of a saved dataset ({error}); save the dataset again",
+            code="not_a_saved_dataset",
+            key=str(folder),
         ) from error
     for file in files:
         if not file.is_file():
-            raise ValueError(
-                f"{file} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again"
+            raise DataError(
+                f"{file} is missing, and {SAVED_DATASET} beside it lists it; save the dataset again",
+                code="file_missing",
+                key=str(file),
             )
     return [(file, ".arrow") for file in files]
 
@@ -245,25 +270,31 @@ def _saved_files(folder: Path) -> list[tuple[Path, str]]:
 def _hub_files(name: str) -> list[tuple[Path, str]]:
     """The files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
     if importlib.util.find_spec("datasets") is None:
-        raise ValueError(
-            f"input {name} needs the package datasets, which is not installed; pip install datasets"
+        raise DataError(
+            f"input {name} needs the package datasets, which is not installed; pip install datasets",
+            code="package_missing",
+            key="datasets",
         )
     import datasets
 
     dataset, _, rest = name.removeprefix(HUB).partition(":")
     config, _, split = rest.partition(":")
     if "[" in split:
-        raise ValueError(
+        raise DataError(
             f"input {name}: the files of a split hold all of it, not the part {split[split.index('[') :]}. Name the "
             "split alone, of which --eval_fraction holds a part out, or save the part with datasets' save_to_disk and "
-            "name that folder"
+            "name that folder",
+            code="part_of_split",
+            key=name,
         )
     try:
         loaded = datasets.load_dataset(dataset, config or None, split=split or "train")
     except Exception as error:  # datasets raises many kinds: no such set, configuration or split, no network
-        raise ValueError(
+        raise DataError(
             f"input {name}: datasets cannot load it: {error}. Check the name, {HUB}NAME[:CONFIG[:SPLIT]] "
-            "(the split train unless given), and the network; or download it and give its files"
+            "(the split train unless given), and the network; or download it and give its files",
+            code="dataset_unavailable",
+            key=name,
         ) from error
     return [(Path(entry["filename"]), ".arrow") for entry in loaded.cache_files]
 
@@ -271,7 +302,7 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
 def read_documents(inputs: Iterable[str], text_key: str = "text", split_on: str | None = None) -> Items:
     """Read every document of `inputs` in order, with a `Dropped` or `Damaged` in the place of what cannot be read.
 
-    Raises ValueError as `list_sources` does, before anything is read.
+    Raises DataError as `list_sources` does, before anything is read.
     """
     return read_share(list_sources(inputs, split_on), text_key, 0, 1, split_on)
 
@@ -350,7 +381,7 @@ def _unpacked(name: str) -> str:
 def _walk(folder: Path) -> list[Path]:
     """All files but hidden ones, and those of a preparation whose --output lies in the folder.
 
-    Raises OSError for a folder that cannot be listed, ValueError for links to nothing.
+    Raises OSError for a folder that cannot be listed, DataError for links to nothing.
     """
     files, visited = [], set()
     for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
@@ -363,7 +394,7 @@ def _walk(folder: Path) -> list[Path]:
     # a link to nothing may stand for a folder, too; of another suffix it would be left out whatever it led to
     broken = sorted(f for f in files if (_kind(f) or not f.suffix) and not f.is_file())
     if broken:
-        raise ValueError(_broken(broken))
+        raise DataError(_broken(broken), code="unreadable", key=str(broken[0]))
     return sorted(files)
 
 

@@ -79,7 +79,8 @@ def watch(data: Iterable[Document], record: Path, check: bool) -> Iterator[Docum
     elif (before := json.loads(record.read_text(encoding="utf-8"))) != seen:
         raise DataError(
             f"the {count} documents of task {record.stem} are not the {before['documents']} among which duplicates "
-            f"were searched: the input or the packages have changed meanwhile; {AGAIN}"
+            f"were searched: the input or the packages have changed meanwhile; {AGAIN}",
+            code="documents_changed",
         )
 
 
@@ -90,8 +91,12 @@ def record_of(folder: Path, rank: int) -> Path:
 def require(folder: Path, pattern: str, count: int, what: str) -> None:
     """Raise unless a stage before left `count` files: datatrove takes what it finds."""
     if (found := sum(1 for _ in folder.glob(pattern))) != count:
-        raise DataError(f"{folder} has {found} of {count} {what}: an earlier stage has not ended, or its files were "
-                        f"removed; {AGAIN}")  # fmt: skip
+        raise DataError(
+            f"{folder} has {found} of {count} {what}: an earlier stage has not ended, or its files were "
+            f"removed; {AGAIN}",
+            code="stage_unfinished",
+            key=str(folder),
+        )
 
 
 def allow_open_files(count: int) -> None:
@@ -102,7 +107,9 @@ def allow_open_files(count: int) -> None:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise DataError(
                 f"--dedup needs {wanted} open files at once, the limit here is {hard}: raise it (ulimit -Hn), or give "
-                "fewer --tasks"
+                "fewer --tasks",
+                code="too_few_open_files",
+                key="--tasks",
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -28,12 +28,20 @@ from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 
+from model.errors import UserError
 from train.data.format import DataError
 from train.prepare.tally import Stage
 
 TAKEN_APART = re.compile(r"[\s\"'\\$`&;|<>()]")  # by the shell
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_S = 5.0
+
+
+class PreparationError(UserError, RuntimeError):
+    """Tasks did not end; the same command again may complete them."""
+
+    code = "preparation"
+    may_pass = True
 
 
 _executor: LocalPipelineExecutor
@@ -81,7 +89,7 @@ def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[
     one). `watch` is called first and every few seconds, with the stage (from 0) and the number of its completed tasks.
 
     Raises:
-        RuntimeError: a worker died.
+        PreparationError: a worker died.
         Exception: what a task raised; the others that had begun are completed first.
     """
     for number, stage in enumerate(stages):
@@ -95,10 +103,11 @@ def run_local(stages: list[Stage], folder: Path, workers: int, watch: Callable[[
                 _run_in_pool(executor, ranks, partial(watch, number))
             except BrokenProcessPool as error:
                 left = len(executor.get_incomplete_ranks())
-                raise RuntimeError(
+                raise PreparationError(
                     f"a worker process died (killed, or out of memory) in stage {stage.name}: {stage.tasks - left} of "
                     f"{stage.tasks} tasks are done and kept. Run the same command again to go on, with fewer --workers "
-                    "if memory was short"
+                    "if memory was short",
+                    code="worker_died",
                 ) from error
         elif ranks:
             _run_here(executor, ranks, partial(watch, number))
@@ -153,13 +162,15 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
 
     Raises:
         DataError: ray is not installed.
-        RuntimeError: tasks failed.
+        PreparationError: tasks failed.
     """
     try:
         import ray
     except ImportError as error:
         raise DataError(
-            "--executor ray needs the package ray, which is not installed: pip install ray"
+            "--executor ray needs the package ray, which is not installed: pip install ray",
+            code="package_missing",
+            key="ray",
         ) from error
     logger.remove()  # datatrove's lines about itself
     started = not ray.is_initialized()
@@ -172,9 +183,11 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
             )
             executor.run()
             if left := executor.get_incomplete_ranks():
-                raise RuntimeError(
+                raise PreparationError(
                     f"{len(left)} of {stage.tasks} tasks of stage {stage.name} failed, the first is {left[0]}: see its "
-                    f"log in {folder / stage.name / 'logs'}, or Ray's. Run the same command again to go on"
+                    f"log in {folder / stage.name / 'logs'}, or Ray's. Run the same command again to go on",
+                    code="tasks_failed",
+                    key=stage.name,
                 )
     finally:
         if started:
@@ -190,12 +203,16 @@ def need_slurm(output: Path) -> None:
     if found := TAKEN_APART.search(str(output)):
         raise DataError(
             f"--executor slurm: datatrove's job scripts do not quote paths, and the shell would take {output} apart at "
-            f"{found[0]!r}; choose an --output without it"
+            f"{found[0]!r}; choose an --output without it",
+            code="shell_characters",
+            key="--output",
         )
     for command in ("sbatch", "squeue"):
         if shutil.which(command) is None:
             raise DataError(
-                f"--executor slurm: there is no {command} on the PATH; run this on a login node of the cluster"
+                f"--executor slurm: there is no {command} on the PATH; run this on a login node of the cluster",
+                code="command_missing",
+                key=command,
             )
 
 
@@ -240,7 +257,9 @@ def submit_slurm(
         except (OSError, subprocess.CalledProcessError) as error:
             raise DataError(
                 f"sbatch refused stage {stage.name} ({error}); its script is "
-                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args{_queued(ids)}"
+                f"{folder / 'launch_script.slurm'}. See --slurm_partition, --slurm_time, --slurm_args{_queued(ids)}",
+                code="sbatch_refused",
+                key=stage.name,
             ) from error
         if executor.job_id != -1:  # -1: all its tasks are completed
             jobs.append(str(executor.job_id))
@@ -268,7 +287,7 @@ def running_slurm(jobs: list[str]) -> list[str]:
     """Which of the jobs still wait or run; none where Slurm does not know them any more.
 
     Raises:
-        RuntimeError: squeue fails, so that nobody knows.
+        PreparationError: squeue fails, so that nobody knows.
     """
     if not jobs or shutil.which("squeue") is None:
         return []
@@ -278,9 +297,10 @@ def running_slurm(jobs: list[str]) -> list[str]:
     # an id is invalid to it when its job ended long ago
     if listed.returncode and "Invalid job id" not in listed.stderr:
         said = listed.stderr.strip() or f"it ended with status {listed.returncode}"
-        raise RuntimeError(
+        raise PreparationError(
             f"squeue does not tell whether the jobs {', '.join(jobs)} of an earlier call still wait or run: {said}. "
-            "Nothing was changed or submitted; try again when Slurm answers"
+            "Nothing was changed or submitted; try again when Slurm answers",
+            code="squeue_failed",
         )
     return sorted(set(listed.stdout.split()) & set(jobs))
 

@@ -70,28 +70,44 @@ def language_model(languages: list[str], given: str | None) -> str:
     try:
         LanguageFilter(languages)
     except ImportError as error:
-        raise DataError(f"--languages: {error}") from error
+        raise DataError(f"--languages: {error}", code="package_missing", key="--languages") from error
     url = FT176LID.MODEL_URL
     try:
         file = given or cached_asset_path_or_download(url, namespace="lid", subfolder="ft176", progress=False)
     except Exception as error:  # fsspec raises many kinds
-        raise DataError(f"--languages: cannot download {url} ({error}); fetch it where there is a network and give it "
-                        "as --language_model FILE") from error  # fmt: skip
+        raise DataError(
+            f"--languages: cannot download {url} ({error}); fetch it where there is a network and give it "
+            "as --language_model FILE",
+            code="download_failed",
+            key="--language_model",
+        ) from error
     if not Path(file).is_file():
-        raise DataError(f"--language_model {file} does not exist; {url} is the usual one")
+        raise DataError(
+            f"--language_model {file} does not exist; {url} is the usual one",
+            code="file_missing",
+            key="--language_model",
+        )
     try:
         model = FileLanguages([], str(file)).model
     except ValueError as error:
-        raise DataError(f"--language_model {file} is no fastText model: {error}") from error
+        raise DataError(
+            f"--language_model {file} is no fastText model: {error}",
+            code="not_a_language_model",
+            key="--language_model",
+        ) from error
     known = {label.removeprefix(LABEL) for label in model.get_labels() if label.startswith(LABEL)}
     if unknown := [language for language in languages if language not in known]:
         some = ", ".join(sorted(known)[:200])
         raise DataError(
-            f"--languages {' '.join(unknown)}: {file} does not know them; it knows {some or 'no language'}"
+            f"--languages {' '.join(unknown)}: {file} does not know them; it knows {some or 'no language'}",
+            code="unknown_language",
+            key="--languages",
         )
     if not model.predict("")[0]:
         raise DataError(
-            f"--language_model {file} gives texts of unknown words no language; train it with line ends"
+            f"--language_model {file} gives texts of unknown words no language; train it with line ends",
+            code="not_a_language_model",
+            key="--language_model",
         )
     return str(Path(file).absolute())
 
@@ -120,5 +136,7 @@ def check_splitter(language: str) -> None:
     except (ImportError, ValueError, LookupError, OSError) as error:
         raise DataError(
             f"--quality with --quality_language {language}: {error}. The rules for en, de, fr and most other European "
-            "languages need no more than `pip install spacy`; datatrove's tokenizer_assignment.csv lists all"
+            "languages need no more than `pip install spacy`; datatrove's tokenizer_assignment.csv lists all",
+            code="no_word_splitter",
+            key="--quality_language",
         ) from error

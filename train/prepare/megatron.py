@@ -81,13 +81,17 @@ def open_dataset(prefix: str) -> IndexedDataset:
             name = Path(prefix)
             hint = f"give the prefix of both, {name.with_suffix('')}" if name.suffix in (".idx", ".bin") else (
                 "a dataset is PREFIX.idx and PREFIX.bin, and --input takes its PREFIX")  # fmt: skip
-            raise DataError(f"{path} does not exist; {hint}")
+            raise DataError(f"{path} does not exist; {hint}", code="file_missing", key=str(path))
     dtype, sequences, documents = _read_header(idx)
     kinds = ("<i4", sequences), ("<i8", sequences), ("<i8", documents + 1), ("<i1", sequences)
     ends = np.cumsum([HEADER.size, *(np.dtype(kind).itemsize * count for kind, count in kinds)], dtype=object)
     if (size := idx.stat().st_size) not in ends[3:]:
-        raise DataError(f"{idx} has {size} bytes; with the {sequences} sequences and {documents} documents of its "
-                        f"header it has {ends[3]} ({ends[4]} if multimodal): {REMEDY}")  # fmt: skip
+        raise DataError(
+            f"{idx} has {size} bytes; with the {sequences} sequences and {documents} documents of its "
+            f"header it has {ends[3]} ({ends[4]} if multimodal): {REMEDY}",
+            code="wrong_size",
+            key=str(idx),
+        )
     content = np.memmap(idx, mode="r")
     lengths, pointers, bounds, modes = (
         np.asarray(content[start:end]).view(kind)
@@ -95,19 +99,31 @@ def open_dataset(prefix: str) -> IndexedDataset:
     )
     tokens = _check_sequences(idx, lengths, pointers, dtype.itemsize)
     if bounds[0] != 0 or bounds[-1] != sequences or any((b[1:] < b[:-1]).any() for b in _blocks(bounds, 1)):
-        raise DataError(f"{idx}: its document indices do not go from 0 to {sequences}, the number of sequences, "
-                        f"without a decrease: {REMEDY}")  # fmt: skip
+        raise DataError(
+            f"{idx}: its document indices do not go from 0 to {sequences}, the number of sequences, "
+            f"without a decrease: {REMEDY}",
+            code="bad_document_indices",
+            key=str(idx),
+        )
     if any(block.any() for block in _blocks(modes)):
         raise DataError(
-            f"{idx} is of multimodal data, of which only text (mode 0) can be imported; leave it out"
+            f"{idx} is of multimodal data, of which only text (mode 0) can be imported; leave it out",
+            code="multimodal",
+            key=str(idx),
         )
     if (size := bin_path.stat().st_size) != tokens * dtype.itemsize:
         what = "truncated" if size < tokens * dtype.itemsize else "not the file of this index"
-        raise DataError(f"{bin_path} has {size} bytes, its index says {tokens * dtype.itemsize} ({tokens} tokens of "
-                        f"{dtype.name}): {what}; copy both files again, or make the dataset again")  # fmt: skip
+        raise DataError(
+            f"{bin_path} has {size} bytes, its index says {tokens * dtype.itemsize} ({tokens} tokens of "
+            f"{dtype.name}): {what}; copy both files again, or make the dataset again",
+            code="wrong_size",
+            key=str(bin_path),
+        )
     if not tokens or not documents:
         raise DataError(
-            f"{idx} is of an empty dataset ({documents} documents, {tokens} tokens); leave it out"
+            f"{idx} is of an empty dataset ({documents} documents, {tokens} tokens); leave it out",
+            code="empty_dataset",
+            key=str(idx),
         )
     return IndexedDataset(bin_path, dtype, tokens, pointers, bounds)
 
@@ -117,19 +133,39 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     with open(idx, "rb") as file:
         content = file.read(HEADER.size)
     if content[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}: not the index of a Megatron "
-                        "indexed dataset; give the PREFIX of one")  # fmt: skip
+        raise DataError(
+            f"{idx} begins with {content[: len(MAGIC)]!r}, not with {MAGIC!r}: not the index of a Megatron "
+            "indexed dataset; give the PREFIX of one",
+            code="not_an_index",
+            key=str(idx),
+        )
     if len(content) < HEADER.size:
-        raise DataError(f"{idx} has {len(content)} bytes, the header alone has {HEADER.size}: {REMEDY}")
+        raise DataError(
+            f"{idx} has {len(content)} bytes, the header alone has {HEADER.size}: {REMEDY}",
+            code="wrong_size",
+            key=str(idx),
+        )
     _, version, code, sequences, indices = HEADER.unpack(content)
     if version != VERSION:
-        raise DataError(f"{idx} is of version {version}, this program reads {VERSION}; make the dataset again with a "
-                        "Megatron-LM that writes that")  # fmt: skip
+        raise DataError(
+            f"{idx} is of version {version}, this program reads {VERSION}; make the dataset again with a "
+            "Megatron-LM that writes that",
+            code="unknown_version",
+            key=str(idx),
+        )
     if code not in INTEGER_TYPES:
         allowed = ", ".join(f"{code} {np.dtype(name).name}" for code, name in sorted(INTEGER_TYPES.items()))
-        raise DataError(f"{idx} has ids of type {code}; token ids are integers: {allowed}; {REMEDY}")
+        raise DataError(
+            f"{idx} has ids of type {code}; token ids are integers: {allowed}; {REMEDY}",
+            code="not_token_ids",
+            key=str(idx),
+        )
     if indices < 1:
-        raise DataError(f"{idx} has 0 document indices, there is one at least: {REMEDY}")
+        raise DataError(
+            f"{idx} has 0 document indices, there is one at least: {REMEDY}",
+            code="bad_document_indices",
+            key=str(idx),
+        )
     return np.dtype(INTEGER_TYPES[code]), sequences, indices - 1
 
 
@@ -145,7 +181,11 @@ def _check_sequences(idx: Path, lengths: np.ndarray, pointers: np.ndarray, items
     for part, begins in zip(_blocks(lengths), _blocks(pointers), strict=True):
         expected = (np.cumsum(part, dtype=np.int64) - part + tokens) * itemsize
         if (part < 0).any() or (begins != expected).any():
-            raise DataError(f"{idx}: its sequences do not stand one behind the other: {REMEDY}")
+            raise DataError(
+                f"{idx}: its sequences do not stand one behind the other: {REMEDY}",
+                code="bad_sequences",
+                key=str(idx),
+            )
         tokens += int(part.sum(dtype=np.int64))
     return tokens
 
@@ -168,8 +208,12 @@ def read_documents(dataset: IndexedDataset) -> Iterator[tuple[np.ndarray, np.nda
                 now = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, side="right")), done + 1)
                 tokens = np.fromfile(file, dataset.dtype, int(ends[now - 1]) - begin)
                 if len(tokens) != ends[now - 1] - begin:
-                    raise DataError(f"{dataset.bin} became shorter while it was read: something else writes to it; "
-                                    "import it when that has ended")  # fmt: skip
+                    raise DataError(
+                        f"{dataset.bin} became shorter while it was read: something else writes to it; "
+                        "import it when that has ended",
+                        code="file_shrank",
+                        key=str(dataset.bin),
+                    )
                 yield tokens, ends[done:now] - begin
                 done, begin = now, int(ends[now - 1])
 
@@ -233,7 +277,9 @@ class Framing:
                 )
                 raise DataError(
                     f"{bin_path} has the id {found}, which is not in the vocabulary of {self.encoder.folder}, 0 to "
-                    f"{vocab_size - 1}; import the dataset with the tokenizer that made it{remedy}, or make it again"
+                    f"{vocab_size - 1}; import the dataset with the tokenizer that made it{remedy}, or make it again",
+                    code="token_beyond_vocabulary",
+                    key=str(bin_path),
                 )
         return tokens
 
@@ -280,7 +326,11 @@ def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
     for prefix in prefixes:
         dataset = open_dataset(prefix)
         if (real := os.path.realpath(dataset.bin)) in datasets:
-            raise DataError(f"{dataset.bin} is given twice (by itself or a link); name each dataset once")
+            raise DataError(
+                f"{dataset.bin} is given twice (by itself or a link); name each dataset once",
+                code="given_twice",
+                key=str(dataset.bin),
+            )
         datasets[real] = dataset
         print(f"{prefix}: {dataset.documents:,} documents, {len(dataset.pointers):,} sequences, {dataset.tokens:,} "
               f"tokens of {dataset.dtype.name}", file=sys.stderr, flush=True)  # fmt: skip

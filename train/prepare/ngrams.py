@@ -92,7 +92,9 @@ def evaluation_texts(file: str, key: str) -> list[str]:
         for item in read_share([source], key, 0, 1):
             if not isinstance(item, Text):
                 raise DataError(
-                    f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key"
+                    f"--decontaminate: {item}; mend it, or name the key of the texts with --decontaminate_key",
+                    code="evaluation_text_unreadable",
+                    key=file,
                 )
             texts += (
                 [line for line in item.text.splitlines() if line.strip()] if source.is_text else [item.text]
@@ -115,9 +117,13 @@ def build_index(files: tuple[str, ...], key: str, n: int, folder: Path) -> None:
         ngrams = np.unique(np.concatenate([np.empty(0, dtype=np.uint64), *found]))
         too_short = sum(not len(text_hashes) for text_hashes in found)
         if not len(ngrams):
-            raise DataError(f"--decontaminate: none of the {len(texts)} texts of {file} has {n} words, so nothing of "
-                            "it would be found; give longer texts (questions with their answers) or a smaller "
-                            "--decontaminate_ngram")  # fmt: skip
+            raise DataError(
+                f"--decontaminate: none of the {len(texts)} texts of {file} has {n} words, so nothing of "
+                "it would be found; give longer texts (questions with their answers) or a smaller "
+                "--decontaminate_ngram",
+                code="evaluation_texts_too_short",
+                key=file,
+            )
         hashes.append(ngrams)
         owners.append(np.full(len(ngrams), owner, dtype=np.uint32))
         report.append({"file": file, "texts": len(texts), "too_short": too_short, "ngrams": len(ngrams)})

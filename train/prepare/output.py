@@ -167,7 +167,7 @@ def take_lock(path: Path) -> TextIO:
         DataError: another process has it, or the folder is a file or somebody else's.
     """
     if why := why_not_written(path.parent):
-        raise DataError(f"--output {path.parent} {why}")
+        raise DataError(f"--output {path.parent} {why}", code="cannot_write", key=str(path.parent))
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open(path, "a")
     try:
@@ -177,7 +177,9 @@ def take_lock(path: Path) -> TextIO:
         is_ours = False
     if not is_ours:
         lock.close()
-        raise DataError(f"another process is writing to {path.parent}; wait for it")
+        raise DataError(
+            f"another process is writing to {path.parent}; wait for it", code="locked", key=str(path.parent)
+        )
     return lock
 
 
@@ -215,7 +217,7 @@ class OutputFolder:
         if problem := self._problem(is_begun):
             self._keep = is_begun
             self.__exit__()
-            raise DataError(problem)
+            raise problem
         if not (self.resumable and is_begun):
             self.begin_anew()
         return self
@@ -225,23 +227,38 @@ class OutputFolder:
         self._clear()
         self.new.mkdir(parents=True)
 
-    def _problem(self, is_begun: bool) -> str | None:
-        """Why there cannot be new data in the folder."""
+    def _problem(self, is_begun: bool) -> DataError | None:
+        """Return why there cannot be new data in the folder."""
         remedy = "choose another --output, or --overwrite it"
         if is_begun and not (self.resumable or self.overwrite):
-            return f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be lost; {remedy}"
+            return DataError(
+                f"{self.folder} holds an unfinished preparation of prepare_data.py, which would be lost; {remedy}",
+                code="unfinished_preparation",
+                key=str(self.folder),
+            )
         if (manifest := self.folder / MANIFEST_NAME).exists():
             if other := of_something_else(manifest):
-                return f"{other}; choose another --output"
-            replaces = is_begun or self.overwrite
-            return None if replaces else f"{self.folder} already holds prepared data; {remedy}"
+                return DataError(
+                    f"{other}; choose another --output", code="foreign_manifest", key=str(manifest)
+                )
+            if is_begun or self.overwrite:
+                return None
+            return DataError(
+                f"{self.folder} already holds prepared data; {remedy}",
+                code="already_there",
+                key=str(self.folder),
+            )
         foreign = [(path, "there is no manifest that lists it") for path in self._shard_files()]
         for name in TOKENIZER_FILES:
             path, ours = self.folder / TOKENIZER_FOLDER / name, self.encoder.folder / name
             if path.exists() and not (ours.exists() and filecmp.cmp(path, ours, shallow=False)):
                 foreign.append((path, "it is not that of --tokenizer"))
         for path, why in foreign:
-            return f"{path} may belong to something else: {why}; move it or choose another --output"
+            return DataError(
+                f"{path} may belong to something else: {why}; move it or choose another --output",
+                code="foreign_file",
+                key=str(path),
+            )
         return None
 
     def __exit__(self, *exception: object) -> None:
@@ -269,7 +286,9 @@ class OutputFolder:
                 raise DataError(
                     f"no document for the {split} split, which training needs: prepare again with --overwrite and a "
                     f"{remedy} --eval_fraction, with more documents (--split_on makes many of a .txt), or with "
-                    "--eval_by position, for which one is enough"
+                    "--eval_by position, for which one is enough",
+                    code="empty_split",
+                    key=split,
                 )
         manifest = Manifest(
             schema=SCHEMA,

@@ -108,13 +108,15 @@ class Preparation:
             DataError: the tokenizer was replaced meanwhile.
         """
         if _what_is(encoder) != self.tokenizer_is:
-            raise DataError(self._tokenizer_replaced())
+            raise self._tokenizer_replaced()
 
-    def _tokenizer_replaced(self) -> str:
-        return (
+    def _tokenizer_replaced(self) -> DataError:
+        return DataError(
             f"the tokenizer in {self.tokenizer} was replaced since this preparation was begun, and ids of two must not "
             "be mixed: put the former one back and run the same command again to go on, or prepare with the new one "
-            "into another --output"
+            "into another --output",
+            code="tokenizer_replaced",
+            key=str(self.tokenizer),
         )
 
     def _unusual(self) -> dict[str, Any]:
@@ -145,7 +147,9 @@ class Preparation:
                 raise DataError(
                     f"{self.output} holds an unfinished preparation of another kind:\n  "
                     + "\n  ".join(changed)
-                    + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew"
+                    + "\nGive the former inputs and options to go on with it, or --overwrite to begin anew",
+                    code="other_preparation",
+                    key=changed[0].partition(":")[0],
                 )
             if changed:
                 output.begin_anew()
@@ -181,22 +185,25 @@ class Preparation:
         encoder = output.encoder
         self.check_tokenizer(encoder)
         if encoder.sha256() != encoder.loaded_sha256:  # the file goes with the data
-            raise DataError(self._tokenizer_replaced())
+            raise self._tokenizer_replaced()
         if changed := [source.path for source in self.sources if source.is_changed()]:
             raise DataError(
                 f"{len(changed)} input files changed while they were read, the first is {changed[0]}; prepare them "
-                "with --overwrite when they are what they shall be"
+                "with --overwrite when they are what they shall be",
+                code="input_changed",
+                key=changed[0],
             )
         tally, shards, counts = read_results(self.work("results"), self.tasks, encoder.vocab_size)
         documents = tally.documents()
         if tally.dropped or tally.by_step or tally.damaged:
             _tell(tally.table())
-        if problem := tally.refusal(max_dropped, max_damaged_files, " and run it again with --overwrite"):
-            raise DataError(problem)
+        tally.check(max_dropped, max_damaged_files, " and run it again with --overwrite")
         if not tally.read and self.max_bytes is not None:
             raise DataError(
                 f"--max_bytes {self.max_bytes} leaves no document: the first of each task is longer; raise it and "
-                "--overwrite, or give a .txt --split_on"
+                "--overwrite, or give a .txt --split_on",
+                code="no_documents",
+                key="--max_bytes",
             )
         return output.commit(
             shards,
@@ -226,9 +233,9 @@ def prepare(args: argparse.Namespace) -> Manifest | None:
     """Prepare `args.input` into `args.output`; see prepare_data.py's --help for the fields. None: Slurm will.
 
     Raises:
-        ValueError: bad inputs, tokenizer, output folder (DataError); more documents dropped, or files damaged, than
+        DataError: bad inputs, tokenizer or output folder; more documents dropped, or files damaged, than
             allowed.
-        RuntimeError: a worker died, tasks failed, or Slurm does not tell whether it is at work.
+        PreparationError: a worker died, tasks failed, or Slurm does not tell whether it is at work.
     """
     preparation = Preparation.of(args)
     if _is_on_its_way(preparation):

@@ -93,8 +93,8 @@ def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = No
     """The steps that the command line asks for, with everything found that they need. `tell`: see list_sources.
 
     Raises:
-        DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had.
-        ValueError: a file's name that is not UTF-8.
+        DataError: a bad value, a missing file, a package that is not installed, a model that cannot be had, a
+            file's name that is not UTF-8.
     """
     _check_values(args)
     from train.prepare.filters import check_splitter, language_model
@@ -114,19 +114,21 @@ def options_of(args: argparse.Namespace, tell: Callable[[str], None] | None = No
 
 def _check_values(args: argparse.Namespace) -> None:
     """All that is wrong with the values, raised at once."""
-    problems = []
+    problems: dict[str, str] = {}
     for name in ("languages", "quality", "decontaminate"):
         values = getattr(args, name)
         if twice := sorted({value for value in values if values.count(value) > 1}):
-            problems.append(f"--{name} has {', '.join(twice)} more than once; name each once")
+            problems[f"--{name}"] = f"--{name} has {', '.join(twice)} more than once; name each once"
     for name, low, high in (("language_threshold", 0, 1), ("decontaminate_ngram", 1, 100),
                             ("minhash_seed", 0, 2**32 - 1)):  # fmt: skip
         if not low <= getattr(args, name) <= high:
-            problems.append(f"--{name} {getattr(args, name)}: allowed is {low} to {high}")
+            problems[f"--{name}"] = f"--{name} {getattr(args, name)}: allowed is {low} to {high}"
     if args.language_model and not args.languages:
-        problems.append("--language_model without --languages has no effect; name the languages to keep")
+        problems["--language_model"] = (
+            "--language_model without --languages has no effect; name the languages to keep"
+        )
     if problems:
-        raise DataError("; ".join(problems))
+        raise DataError("; ".join(problems.values()), code="bad_values", key=next(iter(problems)))
 
 
 # ---------------------------------------------------------------- what the launcher and the tasks call
@@ -171,7 +173,11 @@ def passes(options: StepOptions, folder: Path, tasks: int, reader: PipelineStep)
     if options.dedup is None:
         return []
     if tasks > MOST_TASKS:
-        raise DataError(f"--tasks {tasks} with --dedup: at most {MOST_TASKS} are possible; give fewer")
+        raise DataError(
+            f"--tasks {tasks} with --dedup: at most {MOST_TASKS} are possible; give fewer",
+            code="too_many_tasks",
+            key="--tasks",
+        )
     documents = [reader, *filters(options, folder, Tally())]  # the last stage counts what is removed here
     if options.dedup == "exact":
         return exact_stages(documents, folder / DEDUP_FOLDER, tasks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from train.data.format import DataError
 from train.prepare.corpus import text_key_option
 from train.prepare.readers import Damaged, Dropped
 
@@ -127,17 +128,20 @@ class Tally:
             lines += [f"{'':>13}  {example}" for example in self.examples[path]]
         return "\n".join(lines)
 
-    def refusal(
+    def check(
         self, max_dropped: int, max_damaged_files: int, again: str = "", is_all_read: bool = True
-    ) -> str:
-        """Return why the inputs that the table names are refused, with what to do, or "".
+    ) -> None:
+        """Check that no more was lost than allowed, and that something is left.
+
+        Raises:
+            DataError: it is not so; the message says what to do. `key` is --max_dropped or --max_damaged_files.
 
         again: what else to do after a repair. is_all_read: the counts are final, so they can be accepted.
         """
         dropped, damaged = self.dropped.total(), len(self.damaged)
         is_empty = bool(dropped or damaged) and not self.read
         if dropped <= max_dropped and damaged <= max_damaged_files and not is_empty:
-            return ""
+            return
         found = f"dropped documents: {dropped} (--max_dropped is {max_dropped}), damaged files: {damaged} "
         found += (
             f"(--max_damaged_files is {max_damaged_files}){', and no document is left' if is_empty else ''}"
@@ -149,7 +153,11 @@ class Tally:
             limits = {"--max_dropped": dropped, "--max_damaged_files": damaged}
             options = " ".join(f"{name} {count}" for name, count in limits.items() if count)
             ways.append(f"accept the loss: run it again with {options}")
-        return f"{found}. Nothing was written. Either {', or '.join(ways)}"
+        raise DataError(
+            f"{found}. Nothing was written. Either {', or '.join(ways)}",
+            code="nothing_left" if is_empty else "too_much_lost",
+            key="--max_dropped" if dropped > max_dropped else "--max_damaged_files",
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

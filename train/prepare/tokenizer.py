@@ -29,6 +29,7 @@ from train.data.encoder import (
     has_chat_template,
     load_exported,
 )
+from train.data.format import DataError
 from train.files import naming
 from train.prepare.corpus import Source, list_sources, read_share
 from train.prepare.output import take_lock
@@ -67,7 +68,7 @@ def sample_texts(
     The sample is spread over the whole corpus, the same in every run, and needs no more memory than it fills.
 
     Raises:
-        ValueError: more documents than `max_dropped` cannot be read, or more than `max_damaged_files` files, or there
+        DataError: more documents than `max_dropped` cannot be read, or more than `max_damaged_files` files, or there
             is no text. Where documents lack the key of the text, the rest of the inputs is not read.
     """
     tally, is_all_read = Tally(), True
@@ -93,10 +94,9 @@ def sample_texts(
             kept_bytes -= heapq.heappop(kept)[2]
     if tally.dropped or tally.damaged:
         _tell(tally.table())
-    if problem := tally.refusal(max_dropped, max_damaged_files, is_all_read=is_all_read):
-        raise ValueError(problem)
+    tally.check(max_dropped, max_damaged_files, is_all_read=is_all_read)
     if not kept:
-        raise ValueError("the inputs hold no text; a tokenizer needs some")
+        raise DataError("the inputs hold no text; a tokenizer needs some", code="no_text")
     return [text for _, _, _, text in sorted(kept, key=lambda entry: -entry[1])]
 
 
@@ -123,7 +123,7 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
     """Train and return the bytes of a sentencepiece model.
 
     Raises:
-        ValueError: the text does not yield `vocab_size` pieces, or has more characters than fit in it.
+        DataError: the text does not yield `vocab_size` pieces, or has more characters than fit in it.
     """
     model = io.BytesIO()
     try:
@@ -150,7 +150,7 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
             **required,
         )
     except RuntimeError as error:
-        raise ValueError(_training_problem(str(error), vocab_size)) from error
+        raise _training_problem(str(error), vocab_size) from error
     data = model.getvalue()
     # Without a piece for the space before each text, every text begins with three byte pieces that do not decode to it.
     # In text without spaces, such as DNA, this space is too rare for character_coverage.
@@ -160,14 +160,22 @@ def train_model(texts: Collection[str], vocab_size: int, character_coverage: flo
     return data
 
 
-def _training_problem(message: str, vocab_size: int) -> str:
+def _training_problem(message: str, vocab_size: int) -> DataError:
     if found := re.search(r"value <= (\d+)", message):
-        return (f"--vocab_size {vocab_size} is too large for this corpus: at most {found[1]} is possible with it; "
-                "lower it, give more text or raise --max_bytes")  # fmt: skip
+        return DataError(
+            f"--vocab_size {vocab_size} is too large for this corpus: at most {found[1]} is possible with it; "
+            "lower it, give more text or raise --max_bytes",
+            code="vocab_size_too_large",
+            key="--vocab_size",
+        )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return (f"--vocab_size {vocab_size} is too small: bytes, special ids and the corpus' characters alone need "
-                f"{found[1]}; raise it, or lower --character_coverage")  # fmt: skip
-    return f"sentencepiece could not train on this text: {message}"
+        return DataError(
+            f"--vocab_size {vocab_size} is too small: bytes, special ids and the corpus' characters alone need "
+            f"{found[1]}; raise it, or lower --character_coverage",
+            code="vocab_size_too_small",
+            key="--vocab_size",
+        )
+    return DataError(f"sentencepiece could not train on this text: {message}", code="training_failed")
 
 
 def write_fast_tokenizer(model: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
@@ -364,7 +372,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
     """Train a tokenizer, check it and write its folder; the fields are train_tokenizer.py's.
 
     Raises:
-        ValueError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer or is written to
+        DataError: bad inputs, an impossible vocabulary size, an output folder that holds a tokenizer or is written to
             by another process, or ids that differ in transformers. Nothing was written.
     """
     output = Path(args.output)
@@ -372,13 +380,17 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
     def check() -> None:
         if why := why_not_written(output):
-            raise ValueError(f"--output {output} {why}")
+            raise DataError(f"--output {output} {why}", code="cannot_write", key=str(output))
         # of one whose exchange was interrupted the model is gone, and what is left is nobody's
         is_left = work.exists() and not (output / MODEL_NAME).exists()
         has_tokenizer = any((output / name).exists() for name in TOKENIZER_FILES)
         if has_tokenizer and not (args.overwrite or is_left):
-            raise ValueError(f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
-                             "prepared with the old one will not fit the new one)")  # fmt: skip
+            raise DataError(
+                f"{output} already holds a tokenizer; choose another --output, or --overwrite it (data "
+                "prepared with the old one will not fit the new one)",
+                code="already_there",
+                key=str(output),
+            )
 
     check()
     start = time.monotonic()
