@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fp8_inference_demo.engine import Engine, EngineError, Generation
+from fp8_inference_demo.engine import Engine, Generation
+from fp8_inference_demo.errors import EngineError
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.text import StopStrings, TextStream, eos_tokens
 
@@ -91,8 +92,10 @@ def complete(
     try:
         _read(run, completions, grown)
     except EngineError as error:
-        name = "" if error.row is None else f"{requests[error.row].name}: "
-        raise EngineError(f"{name}{error}") from error
+        if error.row is None:
+            raise
+        name = requests[error.row].name
+        raise EngineError(f"{name}: {error}", code=error.code, key=name) from error
     return completions, run
 
 

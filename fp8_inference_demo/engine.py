@@ -20,23 +20,15 @@ from typing import Self
 import torch
 
 from fp8_inference_demo import reference
+from fp8_inference_demo.errors import EngineError
 from fp8_inference_demo.forward import PREFILL_TOKENS, Cache, Forward
 from fp8_inference_demo.sampling import Sampler, Sampling
 from fp8_inference_demo.weights import Weights, load_weights
 from model.config import load_config
-from model.errors import UserError
 from model.fp8.precision import check_fp8_gpu
 
 # Steps that the device is ahead of the host, and so that may be computed in vain when a row ends.
 AHEAD = 8
-
-
-class EngineError(UserError, ValueError):
-    """What was asked for cannot be computed; the message says why and what to do. row: of which row, if of one."""
-
-    code = "engine"
-
-    row: int | None = None
 
 
 @dataclass
@@ -170,7 +162,8 @@ class Generation:
     def _read(self, tokens: list[int], index: int) -> list[int | None]:
         if self.engine.current is not self:
             raise EngineError(
-                "another generation has begun on this engine, which has one cache; read one at a time"
+                "another generation has begun on this engine, which has one cache; read one at a time",
+                code="superseded",
             )
         out = [None if self._done(row, index) else token for row, token in enumerate(tokens)]
         if -1 in out:
@@ -179,7 +172,8 @@ class Generation:
             )
             error = EngineError(
                 f"the logits of row {out.index(-1)} are not finite at new token {index}: the weights are damaged or "
-                f"the model diverged; try {instead}"
+                f"the model diverged; try {instead}",
+                code="not_finite",
             )
             error.row = out.index(-1)
             raise error
@@ -229,7 +223,9 @@ class Engine:
         if max_length > self.config.max_position_embeddings:
             raise EngineError(
                 f"max_length {max_length} exceeds the model's max_position_embeddings "
-                f"{self.config.max_position_embeddings}; lower it"
+                f"{self.config.max_position_embeddings}; lower it",
+                code="max_length",
+                key="max_length",
             )
         self.cache = Cache(weights, batch_size, max_length)
         self.forward = Forward(weights, self.cache)
@@ -261,12 +257,18 @@ class Engine:
         Raises EngineError: no rows or more than batch_size, an empty row, one that fills max_length.
         """
         if not 0 < len(rows) <= self.batch_size:
-            raise EngineError(f"{len(rows)} rows were given, 1 to {self.batch_size} (batch_size) are allowed")
+            raise EngineError(
+                f"{len(rows)} rows were given, 1 to {self.batch_size} (batch_size) are allowed",
+                code="row_count",
+                key="batch_size",
+            )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
                 raise EngineError(
                     f"row {index} has {len(ids)} tokens, 1 to {self.max_length - 1} are allowed: max_length is "
-                    f"{self.max_length}, with what is generated"
+                    f"{self.max_length}, with what is generated",
+                    code="row_length",
+                    key=f"row {index}",
                 )
         return Generation(self, rows, sampling, seeds, max_new_tokens)
 

@@ -42,6 +42,8 @@ from model import need
 
 need("decoding", "pydantic", "torch", "transformers")
 
+from fp8_inference_demo.errors import InferenceError
+from model.errors import UserError
 from model.keys import between, why_no_file
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
@@ -50,19 +52,24 @@ EXPORTED_FROM = "exported_from.json"  # in an export: which checkpoint it was ma
 
 
 def find_model_folder(given: Path) -> Path:
-    """The Hugging Face folder that `given` is, or that the run `given` exported.
+    """Return the Hugging Face folder that `given` is, or that the run `given` exported.
 
-    Raises ValueError: neither; it says what to do.
+    Raises InferenceError: it is neither.
     """
     if not given.is_dir():
-        raise ValueError(f"--model {given}: no such folder; give a Hugging Face folder or a run's output_dir")
+        message = (
+            f"--model {given}: no such folder; give a Hugging Face folder or a run's output_dir"
+        )
+        raise InferenceError(message, code="not_found", key=str(given))
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():
             return folder
     if _step(given):
         if not (given / MANIFEST).is_file():
-            raise ValueError(
-                f"--model {given}: no {MANIFEST} in it: this checkpoint was never finished; give the run's output_dir"
+            raise InferenceError(
+                f"--model {given}: no {MANIFEST} in it: this checkpoint was never finished; give the run's output_dir",
+                code="unfinished_checkpoint",
+                key=str(given),
             )
         newest: Path | None = given
         out = given.with_name(f"{given.name}-hf")
@@ -73,11 +80,15 @@ def find_model_folder(given: Path) -> Path:
     if newest is not None:
         is_there = (of_run / "config.json").is_file()
         there = f"the run's exported model is {of_run}" if is_there else "no exported model yet"
-        raise ValueError(
-            f"--model {given}: checkpoints, and {there}; export the one you want: {export_command(newest, out)}"
+        raise InferenceError(
+            f"--model {given}: checkpoints, and {there}; export the one you want: {export_command(newest, out)}",
+            code="not_exported",
+            key=str(given),
         )
-    raise ValueError(
-        f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir"
+    raise InferenceError(
+        f"--model {given}: no config.json there nor in hf/; give a Hugging Face folder or a run's output_dir",
+        code="no_config_json",
+        key=str(given),
     )
 
 
@@ -159,7 +170,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         shown = "" if default is None or default == [] else f"; default: {default}"
         group.add_argument(name, help=help + shown, **options)  # type: ignore[arg-type]
 
-    add(parser, "--model", "Hugging Face Mistral folder, or a run's output_dir", type=Path, required=True)
+    add(
+        parser,
+        "--model",
+        "Hugging Face Mistral folder, or a run's output_dir",
+        type=Path,
+        required=True,
+    )
     task = parser.add_argument_group(
         "what to do; without any of these: --interactive on a terminal, else a prompt a line"
     )
@@ -251,14 +268,17 @@ def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return ""
 
 
-def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Do what is asked for; the exit status. Raises ValueError, OSError."""
+def run(arguments: argparse.Namespace) -> int:
+    """Do what is asked for and return the exit status. Raises UserError, ValueError, OSError."""
     from fp8_inference_demo.text import read_text
 
     prompt = arguments.prompt
     name = "--prompt" if arguments.prompt_file is None else f"--prompt_file {arguments.prompt_file}"
     if arguments.prompt_file is not None:  # before the imports, which take seconds
         prompt = read_text(arguments.prompt_file, name)
+    folder = find_model_folder(arguments.model)
+    if note := older_than_its_run(arguments.model, folder):
+        print(note, file=sys.stderr)
     import torch
 
     from fp8_inference_demo.interactive import answer_lines, converse
@@ -284,7 +304,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         if not known and "allocate memory" not in str(error):  # torch's words on a CPU
             raise
         what = str(error).split("\n")[0] or "no memory left"
-        raise ValueError(f"{what}; give a smaller --batch_size or --max_length") from error
+        message = f"{what}; give a smaller --batch_size or --max_length"
+        raise InferenceError(message, code="out_of_memory", key="--batch_size") from error
     return int(failed > 0)
 
 
@@ -293,14 +314,11 @@ def main() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not UTF-8 shows what it can
         sys.stdout.reconfigure(errors="replace")
     try:
-        folder = find_model_folder(arguments.model)
-        if note := older_than_its_run(arguments.model, folder):
-            print(note, file=sys.stderr)
-        return run(arguments, folder)
+        return run(arguments)
     except BrokenPipeError:  # who read standard output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except (UserError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

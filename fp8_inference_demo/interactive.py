@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import decoded
 
@@ -17,13 +18,13 @@ PROMPT = "> "
 SURROGATES = range(0xDC80, 0xDD00)
 
 
-def piped_prompts() -> Iterator[str | ValueError]:
+def piped_prompts() -> Iterator[str | InferenceError]:
     """The lines of standard input that are not blank, as they come; in the place of one that is not UTF-8 the error
     that names it."""
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
             text = decoded(line, f"standard input, line {number}").rstrip("\r\n")
-        except ValueError as error:
+        except InferenceError as error:
             yield error
             continue
         text = text.removeprefix("\ufeff") if number == 1 else text
@@ -31,7 +32,7 @@ def piped_prompts() -> Iterator[str | ValueError]:
             yield text
 
 
-def typed_prompts() -> Iterator[str | ValueError]:
+def typed_prompts() -> Iterator[str | InferenceError]:
     """What is typed, line by line, with editing and history, to Ctrl-D or an empty line; Ctrl-C drops a line, and one
     that is not text is asked for again. From a pipe: `piped_prompts`."""
     if not sys.stdin.isatty():
@@ -113,7 +114,7 @@ def answer_lines(session: Session) -> int:
     for number, line in enumerate(piped_prompts()):
         name = f"prompt {number + 1}"
         try:
-            if isinstance(line, ValueError):
+            if isinstance(line, InferenceError):
                 raise line
             ids = session.encode(line, name)
             session.check_length(ids, name, session.engine.max_length)
@@ -134,7 +135,7 @@ def converse(session: Session) -> int:
     most = max(length - session.options.max_new_tokens, length // 2)  # tokens of a prompt
     text, interruption, failed = "", Interruption(), 0
     for number, line in enumerate(typed_prompts()):
-        if isinstance(line, ValueError):
+        if isinstance(line, InferenceError):
             failed += 1
             print(f"error: {line}", file=sys.stderr)
             continue

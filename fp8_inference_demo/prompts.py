@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 
 from fp8_inference_demo.completions import Completion, Request
+from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.session import Session
 from fp8_inference_demo.text import decoded
 
@@ -51,13 +52,17 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(text, parse_constant=_no_json)
         json.dumps(record, ensure_ascii=False, allow_nan=False).encode()  # 1e999 is infinite
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has half of a surrogate pair, which is no character") from error
+        message = f"{where} has half of a surrogate pair, which is no character"
+        raise InferenceError(message, code="surrogate", key=where) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'{where} is not JSON ({error}); allowed is {{"prompt": "..."}}') from error
+        message = f'{where} is not JSON ({error}); allowed is {{"prompt": "..."}}'
+        raise InferenceError(message, code="not_json", key=where) from error
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise ValueError(f'{where}: allowed is an object with a text "prompt": {{"prompt": "..."}}')
+        message = f'{where}: allowed is an object with a text "prompt": {{"prompt": "..."}}'
+        raise InferenceError(message, code="no_prompt", key=where)
     if ADDED in record:
-        raise ValueError(f"{where} has the field {ADDED!r}, which the output adds; rename it")
+        message = f"{where} has the field {ADDED!r}, which the output adds; rename it"
+        raise InferenceError(message, code="reserved_field", key=where)
     return record
 
 
@@ -120,15 +125,17 @@ def open_output(path: Path, prompts: Path, settings: dict[str, Any]) -> Iterator
     which), or its lines are not those of the prompts.
     """
     if path.exists() and not path.is_file():
-        raise ValueError(f"--output {path}: allowed is a file")
+        raise InferenceError(f"--output {path}: allowed is a file", code="not_a_file", key="--output")
     if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        raise ValueError(f"--output {path} is not this user's to go on with; give another one")
+        message = f"--output {path} is not this user's to go on with; give another one"
+        raise InferenceError(message, code="permission", key="--output")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"--output {path}: another process writes it") from error
+            message = f"--output {path}: another process writes it"
+            raise InferenceError(message, code="locked", key="--output") from error
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -153,13 +160,16 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
         if not isinstance(made, dict):
             raise ValueError("no settings")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--output {path} is there and {beside.name}, which says how it was made, cannot be read; {again}"
+        raise InferenceError(
+            f"--output {path} is there and {beside.name}, which says how it was made, cannot be read; {again}",
+            code="unreadable_settings",
+            key="--output",
         ) from error
     keys = [key for key in {**made, **settings} if made.get(key) != settings.get(key)]
     if keys:
         differences = ", ".join(f"{key} {made.get(key)!r} (now {settings.get(key)!r})" for key in keys)
-        raise ValueError(f"--output {path} was made with {differences}; {again}")
+        message = f"--output {path} was made with {differences}; {again}"
+        raise InferenceError(message, code="other_settings", key=keys[0])
 
 
 def _check_lines(path: Path, prompts: Path, file: BinaryIO) -> int:
@@ -175,9 +185,11 @@ def _check_lines(path: Path, prompts: Path, file: BinaryIO) -> int:
         except (ValueError, TypeError, KeyError):
             made = None
         if made is None or (found := next(records, None)) is None or made != found[1]:
-            raise ValueError(
+            raise InferenceError(
                 f"--output {path}: line {done + 1} is not the completion of its prompt in {prompts}; give another "
-                f"--output, or remove {path} to begin anew"
+                f"--output, or remove {path} to begin anew",
+                code="other_prompts",
+                key=f"--output {path}: line {done + 1}",
             )
         end, done = end + len(line), done + 1
     file.truncate(end)
@@ -191,7 +203,8 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     logits that are not finite; torch.OutOfMemoryError: too little memory. What is written by then stays.
     """
     if not prompts.is_file():
-        raise ValueError(f"--prompts {prompts}: allowed is a file, which is read several times, no pipe")
+        message = f"--prompts {prompts}: allowed is a file, which is read several times, no pipe"
+        raise InferenceError(message, code="not_a_file", key="--prompts")
     lengths = [0]
     for number, record in read_prompts(prompts):
         name = f"--prompts {prompts}: line {number}"
@@ -200,7 +213,8 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
         lengths.append(len(ids))
     count, longest = len(lengths) - 1, max(lengths)
     if not count:
-        raise ValueError(f'--prompts {prompts}: no prompts in it; a line is {{"prompt": "..."}}')
+        message = f'--prompts {prompts}: no prompts in it; a line is {{"prompt": "..."}}'
+        raise InferenceError(message, code="no_prompts", key="--prompts")
     settings = {
         "prompts": _sha256(prompts),
         "model": sha256_sampled(*model_files(session.folder)),

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from fp8_inference_demo.engine import Engine, EngineError
+from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.errors import EngineError, InferenceError
 from fp8_inference_demo.prompts import write_json
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.session import Session
@@ -64,7 +65,11 @@ class Comparison:
         logs = {}
         for precision, logits in zip(PRECISIONS, (bf16_TV, fp8_TV), strict=True):
             if not logits.isfinite().all():
-                raise ValueError(f"--report: logits in {precision} are not finite (NaN or infinite)")
+                raise InferenceError(
+                    f"--report: logits in {precision} are not finite (NaN or infinite)",
+                    code="not_finite",
+                    key=precision,
+                )
             logs[precision] = logits.float().log_softmax(-1)
             self.nll[precision] -= float(logs[precision].gather(-1, next_T[:, None]).double().sum())
         p, q = logs["bf16"], logs["fp8"]
@@ -139,7 +144,11 @@ def write_report(session: Session, text: Path, output: Path | None) -> None:
     content = read_text(text, f"--report {text}")[: max(compared.values()) * CHARACTERS]
     ids = session.encode(content, f"--report {text}")
     if len(ids) < 3:
-        raise ValueError(f"--report {text}: {len(ids)} tokens; give a text of some thousand")
+        raise InferenceError(
+            f"--report {text}: {len(ids)} tokens; give a text of some thousand",
+            code="short_text",
+            key=f"--report {text}",
+        )
     stored = "FP8" if quantization_of(folder) else stored_compute(find_weights(folder, session.config))
     if stored == "FP8":
         print("note: the weights are stored in FP8; bf16 is these, multiplied out", file=sys.stderr)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8_inference_demo.errors import InferenceError
+
 # Probabilities relative to the likeliest token's, in units of 2**-32. Sums of integers do not depend on their order,
 # and those of 2**21 tokens are exact in float64.
 WEIGHT_ONE = 2.0**32
@@ -69,7 +71,11 @@ class Sampler:
         self, sampling: Sampling, rows: int, steps: int, vocab_size: int, device: torch.device | str
     ):
         if vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}")
+            raise InferenceError(
+                f"a vocabulary of {vocab_size} tokens: sampling is exact up to {MAX_VOCAB_SIZE}",
+                code="vocabulary",
+                key="vocab_size",
+            )
         self.sampling = sampling
         # [steps, rows]: all random numbers beforehand, for their dozen small kernels are dear in each step
         drawing = steps if sampling.temperature > 0 else 0

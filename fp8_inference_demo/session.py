@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fp8_inference_demo.completions import Completion, Options, Request, complete
 from fp8_inference_demo.engine import Engine, Generation, Timing
+from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.sampling import Sampling, row_seed
 from fp8_inference_demo.text import encode, load_tokenizer
 from model.config import load_config, trained_length
@@ -45,17 +46,19 @@ class Session:
         )
         positions = self.config.max_position_embeddings
         if arguments.max_length and arguments.max_length > positions:
-            raise ValueError(
+            raise InferenceError(
                 f"--max_length {arguments.max_length}: allowed is at most max_position_embeddings of the model, "
-                f"{positions}"
+                f"{positions}",
+                code="max_length",
+                key="--max_length",
             )
 
     def encode(self, prompt: str, name: str) -> list[int]:
         """Token ids of a prompt. Raises ValueError: it names the prompt that is none."""
         try:
             return encode(self.tokenizer, prompt, self.config.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except InferenceError as error:
+            raise InferenceError(f"{name}: {error}", code=error.code, key=name) from error
 
     def max_length(self, longest: int | None) -> int:
         """Return the tokens of the context: as given, or what the longest prompt (in tokens; None: not known) and its
@@ -69,9 +72,11 @@ class Session:
         longest there may be."""
         most = most or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= most:
-            raise ValueError(
+            raise InferenceError(
                 f"{name} has {len(ids)} tokens and the context {most} (--max_length, up to max_position_embeddings "
-                f"{self.config.max_position_embeddings}); give a shorter one"
+                f"{self.config.max_position_embeddings}); give a shorter one",
+                code="prompt_too_long",
+                key=name,
             )
 
     def load(self, longest: int | None, rows: int) -> None:

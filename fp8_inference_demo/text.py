@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8_inference_demo.errors import InferenceError
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -16,15 +18,17 @@ def decoded(text: bytes, where: str) -> str:
         return text.decode()
     except UnicodeDecodeError as error:
         byte = text[error.start]
-        raise ValueError(
-            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; convert it (iconv -t UTF-8)"
+        raise InferenceError(
+            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8; convert it (iconv -t UTF-8)",
+            code="not_utf8",
+            key=where,
         ) from error
 
 
 def read_text(path: Path, name: str) -> str:
     """A file in UTF-8, without a byte order mark. Raises ValueError: a folder; a byte that is not, which it names."""
     if path.is_dir():
-        raise ValueError(f"{name} is a folder; give a file with the text")
+        raise InferenceError(f"{name} is a folder; give a file with the text", code="not_a_file", key=name)
     return decoded(path.read_bytes(), name).removeprefix("\ufeff")
 
 
@@ -33,13 +37,19 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(
-            f"--model {folder}: no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's into it"
+        raise InferenceError(
+            f"--model {folder}: no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy the model's into it",
+            code="no_tokenizer",
+            key=str(folder),
         )
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exception for a broken file
-        raise ValueError(f"--model {folder}: its tokenizer cannot be read: {error}") from error
+        raise InferenceError(
+            f"--model {folder}: its tokenizer cannot be read: {error}",
+            code="unreadable_tokenizer",
+            key=str(folder),
+        ) from error
 
 
 def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
@@ -52,13 +62,15 @@ def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
     ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     ids = ([] if bos is None else [bos]) + list(ids)
     if not ids:
-        raise ValueError(
-            "the prompt is empty and the tokenizer has no BOS token to begin with; give some text"
+        raise InferenceError(
+            "the prompt is empty and the tokenizer has no BOS token to begin with; give some text",
+            code="empty_prompt",
         )
     if max(ids) >= vocab_size:
-        raise ValueError(
+        raise InferenceError(
             f"the tokenizer gives the id {max(ids)} and the model has {vocab_size} tokens; "
-            "they do not belong together"
+            "they do not belong together",
+            code="wrong_tokenizer",
         )
     return ids
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers import MistralConfig
 
+from fp8_inference_demo.errors import InferenceError
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import DTYPES
 from model.fp8.recipes import FP8_FEATURE_MULTIPLE
@@ -154,14 +155,18 @@ def pack(
         if precision != "fp8":
             return Matrix(tensor.dequantize(dtype))
         if odd := [size for size in tensor.codes.shape if size % FP8_FEATURE_MULTIPLE]:
-            raise ValueError(
+            raise InferenceError(
                 f"{name} has shape {tuple(tensor.codes.shape)}: an FP8 product needs dimensions divisible by "
-                f"{FP8_FEATURE_MULTIPLE}, {odd[0]} is not; use --precision bf16"
+                f"{FP8_FEATURE_MULTIPLE}, {odd[0]} is not; use --precision bf16",
+                code="fp8_dimensions",
+                key=name,
             )
         if not tensor.by_row and tensor.codes.shape[1] % BLOCK:
-            raise ValueError(
+            raise InferenceError(
                 f"{name} has {tensor.codes.shape[1]} columns, which blocks of {BLOCK} do not divide; use "
-                "--precision bf16"
+                "--precision bf16",
+                code="block_dimensions",
+                key=name,
             )
         scale = tensor.scale if tensor.by_row else tensor.scale.repeat_interleave(BLOCK, 0)
         return Matrix(tensor.codes, scale[: len(tensor.codes)])

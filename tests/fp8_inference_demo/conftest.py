@@ -13,9 +13,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import MistralForCausalLM, PreTrainedTokenizerFast
 
 from fp8_inference_demo import fp8_inference
-from tests.conftest import small_config
+from model.errors import UserError
+from tests.conftest import refused, small_config
 
 Demo = Callable[..., int]
+
+
+def refuse(*arguments: object, code: str, key: str | None = None) -> UserError:
+    """Check that the command with these arguments raises an error of this code and key, and return it."""
+    with refused(UserError, code=code, key=key) as caught:
+        fp8_inference.run(fp8_inference.parse_arguments([*map(str, arguments)]))
+    return caught.value
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +19,12 @@ from transformers import MistralForCausalLM
 
 from fp8_inference_demo import engine, report
 from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.errors import InferenceError
 from fp8_inference_demo.weights import Weights
 from model.fp8 import hf_fp8
 from model.fp8.hf_fp8 import Quantized
-from tests.fp8_inference_demo.conftest import Demo
+from tests.conftest import numbers, refused
+from tests.fp8_inference_demo.conftest import Demo, refuse
 
 
 def test_figures_are_what_they_are_called() -> None:
@@ -47,7 +50,7 @@ def test_figures_are_what_they_are_called() -> None:
 def test_logits_that_are_not_finite_are_no_figure() -> None:
     bad = torch.zeros(2, 3)
     bad[1, 2] = torch.nan
-    with pytest.raises(ValueError, match="logits in fp8 are not finite"):
+    with refused(InferenceError, code="not_finite", key="fp8"):
         report.Comparison().add(torch.zeros(2, 3), bad, torch.zeros(2, dtype=torch.int64))
 
 
@@ -132,43 +135,39 @@ def test_a_report_in_table_json_and_plot(
     monkeypatch.setattr(Engine, "__init__", no_room_for_four_rows)
     arguments = ("--model", folder.parent, "--report", text, "--output", output, "--max_length", 24)
     assert demo(*arguments) == 0
-    table, log = capfd.readouterr()
+    shown = numbers(capfd.readouterr().out.replace(",", ""))
     results = json.loads(output.read_text(encoding="utf-8"))
     assert [(q["path"], q["tokens"]) for q in results["quality"]] == [("many rows", 60), ("few rows", 20)]
     for q in results["quality"]:
         assert (
             q["perplexity_bf16"] > 1 and 0 < q["kl_mean_nats"] < 2 and 20 < q["equal_greedy_percent"] <= 100
         )
-        assert f"{q['perplexity_fp8']:,.4f}" in table and f"{q['kl_mean_nats']:.5f} nats" in table
+        assert {round(q["perplexity_fp8"], 4), round(q["kl_mean_nats"], 5)} <= set(shown)
     gib = results["weights_gib"]
     assert gib["fp8"] < gib["bf16"] == 2 * results["model"]["parameters"] / 2**30
-    shown = next(line for line in table.splitlines() if line.startswith("weights, GiB")).split()[-3:]
-    assert shown == [f"{gib['bf16']:.3f}", f"{gib['fp8']:.3f}", f"{gib['fp8'] / gib['bf16']:.3f}"]
+    assert {round(gib["bf16"], 3), round(gib["fp8"], 3)} <= set(shown)
     assert results["window_tokens"] == 24
     assert results["text"] == {"name": "text.txt", "sha256": hashlib.sha256(text.read_bytes()).hexdigest()}
     rows = {(s["precision"], s["batch_size"]): s for s in results["speed"]}
     assert list(rows) == [("bf16", 1), ("fp8", 1), ("bf16", 4), ("fp8", 4)]
-    assert "batch 4      bf16: Tried to allocate 9 GiB\n" in table
-    assert f"{rows['fp8', 1]['decode_tokens_per_s']:,.1f}" in table
+    assert "reason" in rows["bf16", 4] and round(rows["fp8", 1]["decode_tokens_per_s"], 1) in shown
     assert results["command"] == (
         f"python fp8_inference_demo/fp8_inference.py --model {folder.parent.name} --report text.txt --max_length 24"
     )
     assert {"cpu", "torch_threads"} <= results["machine"].keys() and "torch" in results["versions"]
     assert results["model"]["name"] == f"{folder.parent.name}/{folder.name}"
-    assert results["model"]["weights"] == "fp32" and "stored in fp32; bf16 is these, rounded" in log
+    assert results["model"]["weights"] == "fp32"
     assert str(tmp_path) not in output.read_text(encoding="utf-8")
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_a_folder_in_fp8_is_read_as_it_is_and_said(
-    folder: Path, tmp_path: Path, blocks: bool, small: None, demo: Demo, capfd: pytest.CaptureFixture[str]
+def test_a_folder_in_fp8_is_read_as_it_is(
+    folder: Path, tmp_path: Path, blocks: bool, small: None, demo: Demo
 ) -> None:
     """The codes of the engine are those of the folder, and bf16 is these, multiplied out."""
-    fp8, text = tmp_path / "hf-fp8", tmp_path / "text.txt"
-    fp8.mkdir()
-    for file in folder.iterdir():
-        (fp8 / file.name).write_bytes(file.read_bytes())
+    fp8, text, output = tmp_path / "hf-fp8", tmp_path / "text.txt", tmp_path / "report.json"
+    shutil.copytree(folder, fp8)
     tensors: dict[str, Any] = load_file(folder / "model.safetensors")
     for name, weight in tensors.items():
         if "proj" in name:
@@ -184,42 +183,14 @@ def test_a_folder_in_fp8_is_read_as_it_is_and_said(
     assert loaded["fp8"].values.view(torch.uint8).equal(stored.codes.view(torch.uint8))
     assert loaded["bf16"].values.equal(stored.dequantize(torch.bfloat16))
     text.write_text("def main(): return the value of the thing", encoding="utf-8")
-    assert demo("--model", fp8, "--report", text, "--max_length", 24, "--batch_size", 1) == 0
-    assert "the weights are stored in FP8; bf16 is these, multiplied out" in capfd.readouterr().err
-
-
-def test_weights_in_bf16_are_not_rounded(
-    folder: Path, tmp_path: Path, small: None, demo: Demo, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "report.json"
-    text.write_text("def main(): return the value of the thing", encoding="utf-8")
-    bf16 = tmp_path / "hf"
-    bf16.mkdir()
-    for file in folder.iterdir():
-        (bf16 / file.name).write_bytes(file.read_bytes())
-    tensors = {name: weight.bfloat16() for name, weight in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, bf16 / "model.safetensors", {"format": "pt"})
-    config = json.loads((bf16 / "config.json").read_text())
-    (bf16 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert (
-        demo("--model", bf16, "--report", text, "--output", output, "--max_length", 24, "--batch_size", 1)
-        == 0
-    )
+    options = ("--max_length", 24, "--batch_size", 1)
+    assert demo("--model", fp8, "--report", text, "--output", output, *options) == 0
     results = json.loads(output.read_text())
-    assert results["model"]["weights"] == "bf16"
-    assert [row["batch_size"] for row in results["speed"]] == [1, 1]
-    assert results["command"].endswith(" --batch_size 1 --max_length 24")
-    assert "stored in" not in capfd.readouterr().err
+    assert results["model"]["weights"] == "FP8" and [row["batch_size"] for row in results["speed"]] == [1, 1]
 
 
-def test_texts_that_will_not_do(
-    folder: Path, tmp_path: Path, demo: Demo, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("content", "code"), [(b"", "short_text"), (b"abc\xff", "not_utf8")])
+def test_texts_that_will_not_do(folder: Path, tmp_path: Path, content: bytes, code: str) -> None:
     text = tmp_path / "text.txt"
-    for content, words in ((b"", "1 tokens; give a text"), (b"abc\xff", "byte 4 (0xff) is not UTF-8")):
-        text.write_bytes(content)
-        assert demo("--model", folder, "--report", text) == 2
-        assert words in capfd.readouterr().err
-    with pytest.raises(SystemExit):
-        demo("--model", folder, "--report", text, "--precision", "bf16", "--stop", "x")
-    assert "leave out --stop --precision" in capfd.readouterr().err
+    text.write_bytes(content)
+    refuse("--model", folder, "--report", text, code=code, key=f"--report {text}")

@@ -15,9 +15,11 @@ import torch
 
 from fp8_inference_demo import fp8_inference, prompts
 from fp8_inference_demo.completions import Options, Request
-from fp8_inference_demo.engine import Engine, EngineError
+from fp8_inference_demo.engine import Engine
+from fp8_inference_demo.errors import EngineError, InferenceError
 from fp8_inference_demo.sampling import Sampler, Sampling, row_seed
 from fp8_inference_demo.session import Printer, Session
+from tests.conftest import refused
 
 
 def session_of(folder: Path, *options: object) -> Session:
@@ -49,9 +51,7 @@ def test_the_context_is_what_prompts_need_within_the_models_positions(folder: Pa
     assert session.max_length(None) == 4096
     given = session_of(folder, "--max_length", 512)
     assert [given.max_length(longest) for longest in (1, 600, None)] == [512] * 3
-    with pytest.raises(
-        ValueError, match="--max_length 513: allowed is at most max_position_embeddings of the model, 512"
-    ):
+    with refused(InferenceError, code="max_length", key="--max_length"):
         session_of(folder, "--max_length", 513)
 
 
@@ -117,14 +117,15 @@ def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
         return tokens
 
     monkeypatch.setattr(Sampler, "draw", with_eos)
-    session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 7)
-    session.load(3, 2)
-    completions, _ = session.complete([Request("", [1, 5, 6], seed) for seed in (0, 1)])
-    assert [(c.tokens, c.finish_reason) for c in completions] == [(4, "stop"), (7, "length")]
+    for options, first in (((), (4, "stop")), (("--ignore_eos",), (7, "length"))):
+        session = session_of(folder, "--precision", "fp32", "--max_new_tokens", 7, *options)
+        session.load(3, 2)
+        completions, _ = session.complete([Request("", [1, 5, 6], seed) for seed in (0, 1)])
+        assert [(c.tokens, c.finish_reason) for c in completions] == [first, (7, "length")]
 
 
 def test_of_several_prompts_the_one_whose_logits_are_not_finite_is_named(folder: Path) -> None:
-    session, error = session_of(folder), EngineError("the logits are not finite")
+    session, error = session_of(folder), EngineError("the logits are not finite", code="not_finite")
     error.row = 1
 
     def breaks(*_: object) -> Iterator[list[int]]:
@@ -132,20 +133,17 @@ def test_of_several_prompts_the_one_whose_logits_are_not_finite_is_named(folder:
         raise error
 
     session.engine = SimpleNamespace(config=session.config, generate=breaks)  # type: ignore[assignment]
-    with pytest.raises(EngineError, match="^--prompts in.jsonl: line 4: the logits are not finite"):
+    with refused(EngineError, code="not_finite", key="--prompts in.jsonl: line 4"):
         session.complete([Request(f"--prompts in.jsonl: line {n}", [1], 0) for n in (3, 4, 5)])
 
 
 def test_a_prompt_needs_room_for_a_token(folder: Path) -> None:
     for session, most in ((session_of(folder), 512), (session_of(folder, "--max_length", 40), 40)):
         session.check_length([1] * (most - 1), "this")
-        with pytest.raises(
-            ValueError, match=f"^this has {most} tokens and the context {most} .*give a shorter one"
-        ):
-            session.check_length([1] * most, "this")
         session.check_length([1] * 9, "this", 10)
-        with pytest.raises(ValueError, match="this has 10 tokens and the context 10"):
-            session.check_length([1] * 10, "this", 10)
+        for ids, given in (([1] * most, None), ([1] * 10, 10)):
+            with refused(InferenceError, code="prompt_too_long", key="this"):
+                session.check_length(ids, "this", given)
 
 
 def test_the_engine_is_loaded_as_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
