@@ -8,9 +8,10 @@
     python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # a prompt a line; blank lines are none
     python fp8_inference_demo/fp8_inference.py --model FOLDER --report TEXT --output REPORT.json
 
-FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), or the output folder of a
-run. Text goes to standard output as it comes, everything else to standard error. A terminal also gets the prompt, and
-control characters are escaped there (\\x1b); a pipe or a file gets the continuation alone, unchanged.
+FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), the output folder of a run,
+or org/name, a model of the Hugging Face Hub. Text goes to standard output as it comes, everything else to standard
+error. A terminal also gets the prompt, and control characters are escaped there (\\x1b); a pipe or a file gets the
+continuation alone, unchanged.
 
 --prompts: a line is {"prompt": "..."} with any other fields; the same line with "choices" goes to --output: for each
 sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens. Stopped, the same command goes on
@@ -44,6 +45,7 @@ need("decoding", "pydantic", "torch", "transformers")
 
 from fp8_inference_demo.errors import InferenceError
 from model.errors import UserError
+from model.hub import local_folder
 from model.keys import between, why_no_file
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
@@ -58,7 +60,7 @@ def find_model_folder(given: Path) -> Path:
     """
     if not given.is_dir():
         message = (
-            f"--model {given}: no such folder; give a Hugging Face folder or a run's output_dir"
+            f"--model {given}: no such folder; give a Hugging Face folder, a run's output_dir or a hub id"
         )
         raise InferenceError(message, code="not_found", key=str(given))
     for folder in (given, given / "hf"):
@@ -173,7 +175,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         parser,
         "--model",
-        "Hugging Face Mistral folder, or a run's output_dir",
+        "Hugging Face Mistral folder, a run's output_dir, or org/name on the Hub",
         type=Path,
         required=True,
     )
@@ -276,7 +278,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = "--prompt" if arguments.prompt_file is None else f"--prompt_file {arguments.prompt_file}"
     if arguments.prompt_file is not None:  # before the imports, which take seconds
         prompt = read_text(arguments.prompt_file, name)
-    folder = find_model_folder(arguments.model)
+    folder = find_model_folder(Path(local_folder(str(arguments.model))))
     if note := older_than_its_run(arguments.model, folder):
         print(note, file=sys.stderr)
     import torch

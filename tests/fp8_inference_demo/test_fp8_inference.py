@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -103,6 +104,19 @@ def test_errors_of_a_user_end_with_status_2_and_no_traceback(
     assert say() == 2
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == "error: bad" and not captured.out
+
+
+def test_an_id_of_the_hub_is_a_model(
+    folder: Path, tmp_path: Path, demo: Demo, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    download = Mock(return_value=str(folder))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    options = ("--prompt", "def main", "--precision", "fp32", "--max_new_tokens", 3, "--ignore_eos")
+    assert demo("--model", "org/name", *options) == 0 and capsys.readouterr().out.strip()
+    assert download.call_args.args == ("org/name",)
+    download.side_effect = OSError("no network")
+    refuse("--model", "org/name", *options, code="hub", key="org/name")
 
 
 def test_folders_that_will_not_do(tmp_path: Path) -> None:
