@@ -26,7 +26,6 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from model.autotune.choice import Record
 from model.build import build_model, choose_attention
 from model.config import (
     flops_per_token,
@@ -58,7 +57,7 @@ from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
 from train.engine.step import MicroStep, build_engine, without_prints
-from train.files import discarded_name, note, size_text, tell, write_durably
+from train.files import discarded_name, note, size_text, tell
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.sizes import disk_plan
@@ -371,14 +370,13 @@ def rehearse(
 def open_folder(
     args: TrainingArguments,
     ds_config: dict[str, Any],
-    tuned: Record | None,
     state: RunState,
     resume_from: Path | None,
 ) -> MetricsLogger:
     """From here on the run writes: whatever could refuse it has had its say. First what makes room; then what this
     start has otherwise than the checkpoint that it goes on from.
 
-    tuned: what precision.auto chose. Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger."""
+    Raises OSError, ValueError: output_dir cannot be written; as MetricsLogger."""
     main, folder = dist.get_rank() == 0, RunFolder(args.output_dir)
     if main:
         aside = set_aside(folder.checkpoints, state.step)
@@ -392,8 +390,6 @@ def open_folder(
         folder.stopped.unlink(missing_ok=True)
         for path, content in ((folder.train_config, args.to_dict()), (folder.ds_config, ds_config)):
             path.write_text(json.dumps(content, indent=2) + "\n")
-        if tuned is not None:
-            write_durably(folder.autotune, tuned.to_json())
     changed = [change for change in state.changes if change["step"] == state.step]
     notes: dict[str, Any] = {"changes": changed} if changed else {}
     if resume_from is not None and not is_of(resume_from, folder.checkpoints):

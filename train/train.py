@@ -253,7 +253,7 @@ def _begin(
         check_alike(args, setup.say)
     setup.seed(args)
     watchdog.meet("waits for what precision.auto measures" if args.precision.auto else "opens the data")
-    args, tuned = resolve_auto(args, world, setup.say)
+    args = resolve_auto(args, world, setup.say)
     config = load_config(args.model.config)
     train_stream, eval_streams = setup.streams_for(args, config)
     unigram_loss = unigram_loss_of(train_stream, eval_streams["eval_loss"])
@@ -288,7 +288,7 @@ def _begin(
     if args.dry_run:
         setup.rehearse(args, train_stream, eval_streams, ds_config, state)
         return None
-    metrics = setup.open_folder(args, ds_config, tuned, state, resume_from)
+    metrics = setup.open_folder(args, ds_config, state, resume_from)
     start = setup.start_of(args, model, proven, train_stream, state, resume_from)
     log.open()
     if main and world > 1:

@@ -1,8 +1,6 @@
-"""precision.auto: what is fastest for this model, batch and GPU, by measurement in at most a minute.
+"""precision.auto: time the candidates on this GPU with this model and batch, and choose the fastest.
 
-    attention backends, checked, then timed  ->  whole steps: FP8, bf16 and FP8 again, for the GPU gets warmer, each
-    launched normally and as CUDA graphs  ->  the fastest step
-
-`task` says what is measured and for what, `measure` measures it, `choice` has the rules and the record of it. It builds
-models with build.py and imports nothing of train/, whose planning/autotune.py gives it a task.
+A candidate is an attention backend, FP8 or bf16, and launched kernels or CUDA graphs. `task` says what to measure,
+`measure` measures it, `choice` has the rule. Nothing here imports train/; train/planning/autotune.py makes the task of
+a run.
 """

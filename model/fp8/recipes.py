@@ -229,10 +229,10 @@ class PrecisionConfig(PrecisionSettings):
         min_length=1,
         example=[{"until_step": 500, "compute": "bf16"}, {"until_share": 0.9}, {"compute": "bf16"}],
     )
-    # free, as what it chooses is compared
-    auto: bool | Annotated[str, Field(min_length=1)] = option(
-        "te_linear, te_layer with compute fp8: true measures at start, at most a minute, and chooses FP8 or "
-        "bf16, CUDA graphs and attention backend; a path: such a choice saved by an earlier run (autotune.json)",
+    # free, as its choice is compared
+    auto: bool = option(
+        "te_linear, te_layer with compute fp8: times FP8 and bf16, CUDA graphs and attention backends at the start, "
+        "about a minute, and uses the fastest; a resumed run keeps the choice of its checkpoint",
         False,
         resume="free",
     )

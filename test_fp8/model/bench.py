@@ -6,7 +6,6 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,16 @@ class Bench:
         if not series.settings[setting].precision.auto:
             return
         free_memory()
-        arguments, record = resolve_auto(series.settings[setting], 1, print)
+        arguments = resolve_auto(series.settings[setting], 1, print)
+        choice = {
+            "compute": arguments.precision.compute,
+            "cuda_graphs": arguments.speed.cuda_graphs,
+            "attention_backend": arguments.model.attention_backend,
+        }
         for one in self.series:
             if one.row == series.row:
                 one.settings[setting] = arguments
-                one.choices[setting] = asdict(record.choice) | {"why": record.why} if record else {}
+                one.choices[setting] = choice
 
     def results(self) -> list[Result]:
         results = results_of(self.series, self.optimizer_ms, self.flops)

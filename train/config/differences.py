@@ -48,7 +48,7 @@ def differences(old: Any, new: Any, what: str = "") -> list[Difference]:
 def resume_differences(old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
     """What a resume has otherwise and not every one may have, by key. Both are `to_dict()` of resolved arguments; of a
     key that one of them lacks, which another version wrote, the default counts, or what that version did
-    (`before_new_keys`)."""
+    (`_of_new_keys`)."""
     rules = {"free", "content"}
     unread_keys = unread_by_either(old, new)
     if not (_depends_on_its_length(old) or _depends_on_its_length(new)):
@@ -102,16 +102,6 @@ def same_precision(one: dict[str, Any], other: dict[str, Any], keys: Iterable[st
     not read."""
     compared = {*one, *other} if keys is None else {*keys}
     return all(one.get(key) == other.get(key) for key in compared - unread(one) - unread(other))
-
-
-def before_new_keys(precision: dict[str, Any]) -> dict[str, Any]:
-    """The section "precision" of another version's run with the keys that it lacks, as that version ran."""
-    new = (
-        (key.removeprefix("precision."), value)
-        for key, value in _of_new_keys(precision).items()
-        if key.startswith("precision.")
-    )
-    return {**precision, **{name: value for name, value in new if name not in precision}}
 
 
 def _of_new_keys(precision: dict[str, Any]) -> dict[str, Any]:

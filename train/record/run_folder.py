@@ -25,7 +25,6 @@ class RunFolder:
         self.path = path = Path(path or "output")
         self.train_config = path / "train_config.json"  # what the run was started with, resolved
         self.ds_config = path / "ds_config.json"  # what DeepSpeed was given
-        self.autotune = path / "autotune.json"  # what precision.auto measured and chose
         self.run = path / "run.json"  # each start: what was proved, and on what (train/record/provenance.py)
         self.log = (
             path / "train.log"

@@ -100,7 +100,7 @@ def test_defaults_follow_the_documented_names():
             {"hang_timeout_s": float("inf")},
             ["hang_timeout_s: Infinity is given, a finite number between 0 and"],
         ),
-        ({"precision__auto": ""}, ['precision.auto: ""', "true or false or a string that is not empty"]),
+        ({"precision__auto": "autotune.json"}, ["precision.auto"]),
         ({"deepspeed": ""}, ['deepspeed: "" is given, a string that is not empty or an object']),
         ({"model__init_from": ""}, ['model.init_from: "" is given, a string that is not empty or null']),
         ({"data__sources": {"a": 5}}, ["data.sources.a: 5 is given, a string is expected"]),
@@ -307,8 +307,7 @@ def test_what_is_true_or_false_may_stand_alone(tmp_path):
             ["--model.variant", "hf", "--precision.compute=bf16", "--model.compile", word, path]
         )
         assert a.model.compile is value
-    with pytest.raises(ConfigurationError, match="--precision.auto needs a value"):
-        load_arguments([path, "--precision.auto"])  # which may be a path
+    assert load_arguments([path, "--precision.auto"]).precision.auto is True
 
 
 def test_a_string_may_begin_like_json(tmp_path):
