@@ -30,8 +30,9 @@ from model.keys import why_no_file
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config
 from train.files import reason, tell, write_durably
-from train.planning.plan import PlanError, gpu_called, lines, parse_tokens, plan
+from train.planning.plan import PlanError, lines, parse_tokens, plan
 from train.planning.setting import Setting
+from train.planning.speed import GPUS
 
 OF_A_MODEL = "train_config_fp8.json"  # what a model without a training configuration is trained with
 MOST_GPUS = 65536
@@ -47,9 +48,7 @@ def main(argv: list[str]) -> int:
         type=int,
         help="how many GPUs, of one job (default: 8, or fewer if they do not divide the batch)",
     )
-    parser.add_argument(
-        "--gpu", default="h100", help="h100, h200 or h800: the SXM parts (default %(default)s)"
-    )
+    parser.add_argument("--gpu", default="h100", choices=GPUS, help="the SXM part (default %(default)s)")
     parser.add_argument(
         "--tokens", help="tokens of the whole run, such as 600B; default: max_steps of the configuration"
     )
@@ -59,7 +58,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="a .json for all of it")
     options, others = parser.parse_known_args(argv)
     try:
-        gpu = gpu_called(options.gpu)
         tokens = options.tokens and parse_tokens(options.tokens)
         if options.gpus is not None and not 1 <= options.gpus <= MOST_GPUS:
             raise PlanError(f"--gpus {options.gpus}: 1 to {MOST_GPUS} are expected")
@@ -81,7 +79,7 @@ def main(argv: list[str]) -> int:
         tokens = tokens or arguments.max_steps * step_tokens
         ds_config, steps = resolve_ds_config(arguments, gpus), max(1, round(tokens / step_tokens))
         setting = Setting.of(resolved, ds_config, sizes, gpus, steps)
-        planned = plan(Path(arguments.model.config).name, setting, gpu, tokens, options.network)
+        planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
         tell(*lines(planned))
         if options.output:
             write_durably(options.output, json.dumps(planned.to_json(), indent=1) + "\n")

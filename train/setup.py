@@ -299,7 +299,7 @@ def planned_for(
         if not evaluates:
             setting = replace(setting, eval_batch=0)
         prediction = Prediction.of(setting, torch.cuda.get_device_name())
-        say(prediction.told())
+        say(prediction.line())
     except Exception as error:
         say(f"warning: no plan of this run: {type(error).__name__}: {error}")
         return None

@@ -387,7 +387,7 @@ def beside_the_plan(run: Run, planned: Prediction, record: dict[str, Any]) -> It
             speed = typical_speed(run.speeds)
             peak = torch.cuda.max_memory_allocated() / GIB
             record["measured"] = {"peak_gib": peak, "tokens_per_second": speed}
-            run.metrics.message(planned.beside(peak, speed))
+            run.metrics.message(planned.compare(peak, speed))
         except Exception as error:
             run.metrics.message(f"warning: nothing measured beside the plan: {type(error).__name__}: {error}")
 

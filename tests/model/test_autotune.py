@@ -144,7 +144,7 @@ FAULTS: dict[str, Callable[[nn.Parameter, bool], object]] = {
     "none": lambda weight, first: None,
     "lost": lambda weight, first: weight.grad.zero_(),  # type: ignore[union-attr]
     "in later passes": lambda weight, first: first or weight.grad.mul_(1.01),  # type: ignore[union-attr]
-    "in the buffer": lambda weight, first: weight.main_grad.add_(1e-6),  # type: ignore[attr-defined]
+    "in the buffer": lambda weight, first: weight.main_grad.add_(1.0),  # type: ignore[attr-defined]
 }
 
 

@@ -4,11 +4,12 @@ variant saves for its backward, and what a step has besides.
 Bytes of a token are counted by walking through the modules: Transformer Engine 2.20.2 (LayerNormLinear, LayerNormMLP,
 Linear, their `prepare_for_saving`), transformers' Mistral and DeepSpeed 0.19.8. Letters: H hidden, I intermediate, q
 and kv widths of all query and key heads, V vocabulary, e bytes of a 16- or 32-bit activation. tests/train/planning
-compares with the peaks in test_fp8/results/ that the rates are of (train/planning/rates.py, STEPS).
+compares with the committed peaks in test_fp8/results/.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,8 +155,8 @@ def _in_the_step(s: Setting) -> float:
 
 
 def memory_of(s: Setting) -> Memory:
-    """The peak of the stage of precision.schedule that takes most; without one of the run."""
-    return max((_memory_of(its) for _, its in s.in_each_stage), key=lambda memory: memory.peak_gib)
+    """The peak of the phase of precision.schedule that takes most."""
+    return max((_memory_of(its) for _, its in s.phases), key=lambda memory: memory.peak_gib)
 
 
 def _memory_of(s: Setting) -> Memory:
@@ -218,19 +219,12 @@ def _memory_of(s: Setting) -> Memory:
 
 
 def largest_micro_batch(s: Setting, device_gib: float) -> int:
-    """Samples that fit into a GPU; 0 where not even the fewest do that FP8 takes, one as a rule."""
+    """The largest micro-batch that fits into a GPU, samples; 0 if not even the smallest does."""
 
-    def fits(units: int) -> bool:
-        return memory_of(replace(s, micro_batch=units * unit)).needed_gib(s.ranks) <= device_gib
+    def exceeds(units: int) -> bool:
+        return memory_of(replace(s, micro_batch=units * s.micro_batch_unit)).needed_gib(s.ranks) > device_gib
 
-    unit = s.micro_batch_unit
-    if not fits(1):
-        return 0
-    low, high = 1, MOST_MICRO_BATCH // unit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * unit
+    return bisect_left(range(1, MOST_MICRO_BATCH), True, key=exceeds) * s.micro_batch_unit
 
 
 def least_memory_gib(s: Setting) -> float:

@@ -23,13 +23,7 @@ from train.engine.step import MicroStep
 from train.planning.plan import Prediction
 from train.preflight.as_before import as_before
 from train.preflight.check import PreflightError
-from train.preflight.gradients import (
-    Comparison,
-    Sample,
-    compare_gradients,
-    more_than_a_step_gib,
-    problems,
-)
+from train.preflight.gradients import compare_gradients, extra_gib
 from train.preflight.machine import out_of_memory
 from train.preflight.ranks import check_ranks, unequal
 from train.preflight.sizes import shortened, what_takes_less
@@ -56,7 +50,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (socket.gethostname(), mine))
     where = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
-    if found := unequal([its for _, its in every], where):
+    if found := unequal([its for _, its in every], where, "use the same"):
         told = (
             "the ranks were started with different configurations; start all with the same command and file:"
         )
@@ -108,8 +102,7 @@ def check_gradients(
             found = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
     except Exception as error:
         if line := out_of_memory(error):
-            more = more_than_a_step_gib(engine, micro_step, accumulation)
-            raise PreflightError(no_memory(line, args, more)) from error
+            raise PreflightError(no_memory(line, args, extra_gib(engine, micro_step))) from error
         raise
     if found is None:
         return say(
@@ -120,20 +113,19 @@ def check_gradients(
     every: list[Any] = [None] * world
     dist.all_gather_object(every, (mine, peak_bytes))
     where, stage = hosts_of_ranks(), engine.zero_optimization_stage()
-    what = f"{accumulation} micro-batch{'es' * (accumulation > 1)} x {world} rank{'s' * (world > 1)} at ZeRO {stage}"
-    stride = Sample.of(engine, accumulation).stride
+    what = f"{accumulation} micro-batches x {world} ranks at ZeRO {stage}"
     for kind, of_ranks in enumerate(zip(*(comparisons for comparisons, _ in every), strict=True)):
-        how = ", with speed.main_grad and speed.cuda_graphs as they will run" if kind else ""
-        if wrong := problems(list(of_ranks), where, accumulation):
+        how = ", with speed.main_grad and speed.cuda_graphs" if kind else ""
+        wrong = [f"{where[rank]}: {text}" for rank, its in enumerate(of_ranks) for text in its.problems]
+        if wrong:
             lines = "\n  ".join(
-                [f"preflight: {what}{how}: DeepSpeed does not give the optimizer the gradients:", *wrong]
+                [f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly:", *wrong]
             )
             raise PreflightError(f"{lines}\n{advice(stage, bool(kind))}")
-        worst: Comparison = max(of_ranks, key=lambda its: its.error)
+        largest = max(its.error for its in of_ranks)
         say(
-            f"preflight: gradients of {what}{how}: those that the optimizer is given are a plain all-reduce of the "
-            f"micro-batches' within {worst.error:.1e} (allowed {worst.allowed:.1e})"
-            + (f", at every {stride}th element" if stride > 1 else "")
+            f"preflight: gradients of {what}{how} match a plain all-reduce within {largest:.1e} "
+            f"(allowed {of_ranks[0].allowed:.1e})"
         )
     if torch.cuda.is_available():
         tell_memory([peak for _, peak in every], where, planned, say)
@@ -165,7 +157,7 @@ def tell_memory(peaks: list[int], where: list[str], planned: Prediction | None, 
     say(f"preflight: memory of a step: {most / GIB:,.2f} GiB at the peak, the most on {at}")
     if planned is None:
         return
-    say(f"preflight: {planned.beside(most / GIB, None)}")
+    say(f"preflight: {planned.compare(most / GIB, None)}")
     expected = planned.memory.measured_as_gib
     if most > MORE_MEMORY * expected * GIB:
         assumed = ", which is an assumption for several GPUs" if len(where) > 1 else ""

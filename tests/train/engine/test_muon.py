@@ -25,7 +25,7 @@ from train.checkpoint.files import CheckpointError
 from train.engine.optimizer import parameter_groups
 from train.engine.zero import base_optimizer
 from train.loop import Loop
-from train.planning.rates import _newton_schulz
+from train.planning.speed import newton_schulz
 
 # Of a step: float32 against float64, and float16, DeepSpeed's choice where there is one, for a gradient of few tokens,
 # whose smallest singular values are rounding. Two matrices that are orthogonalized as one are off by 0.3.
@@ -113,7 +113,7 @@ def test_the_plan_counts_the_products_of_a_step() -> None:
         for name, shape in weight_shapes(sizes).items():
             if ".layers.0." in name and len(shape) == 2:
                 zeropower_via_gram_newtonschulz(torch.empty(shape, device="meta"), 5)
-    assert _newton_schulz(sizes)[1] == pytest.approx(sizes.num_hidden_layers * counter.get_total_flops())
+    assert newton_schulz(sizes)[1] == pytest.approx(sizes.num_hidden_layers * counter.get_total_flops())
 
 
 # ---------------------------------------------------------------- whole runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +21,7 @@ from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
-from train.preflight.devices import CLOCK, ECC, MAX_CLOCK, SLOWDOWNS, Health, Speed
-from train.preflight.together import check_alike, check_gradients
+from train.preflight.together import check_gradients
 
 ACCUMULATION, SAMPLES, TOKENS = 3, 2, 16
 
@@ -119,43 +117,31 @@ def gradients(
     }
 
 
-def otherwise(fault: str) -> dict[str, Any]:
-    """What the second rank has with it, of ranks.Rank."""
-    right = GPUS_ALIKE
-    match fault:
-        case "gemm":
-            return {"speed": Speed(500.0, 2800.0)}
-        case "copy":
-            return {"speed": Speed(700.0, 1400.0)}
-        case "clocks":
-            return {
-                "health": Health(right["health"].fields | {CLOCK: "345", next(iter(SLOWDOWNS)): "Active"})
-            }
-        case "ecc":
-            return {"health": Health(right["health"].fields | {ECC: "3"})}
-        case "gpu":
-            return {"machine": {"gpu": "NVIDIA A100", "driver": "1.2.3"}}
-        case "no_fp8":
-            return {"capability": (8, 0)}
-        case "torch" | "cudnn":
-            return {"versions": {fault: "1.0"}}
-    return {}
-
-
-GPUS_ALIKE: dict[str, Any] = {
+GPU: dict[str, Any] = {
     "machine": {"gpu": "NVIDIA H200", "driver": "2.3.4"},
     "capability": (9, 0),
-    "speed": Speed(700.0, 2800.0),
-    "health": Health({CLOCK: "1980", MAX_CLOCK: "1980", ECC: "0"} | dict.fromkeys(SLOWDOWNS, "Not Active")),
+    "gemm_tflops": 700.0,
+}
+# What the second rank has instead, of ranks.Rank.
+FAULTS: dict[str, dict[str, Any]] = {
+    "gemm": {"gemm_tflops": 500.0},
+    "gpu": {"machine": {"gpu": "NVIDIA A100", "driver": "2.3.4"}},
+    "no_fp8": {"capability": (8, 0)},
+    "torch": {"versions": {"torch": "1.0"}},
+    "cudnn": {"versions": {"cudnn": "1.0"}},
 }
 
 
 def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[str, Any]:
-    """What the check of the ranks says, the second of which is otherwise; `folder`: an empty one. gpus: the ranks have
-    some, by a stand-in."""
+    """Run `check_ranks` with a fault on the second rank.
+
+    Args:
+        folder: an empty folder.
+        gpus: let the ranks report a GPU.
+    """
     args, rank = TrainingArguments.from_dict(settings), dist.get_rank()
-    right, right_existing, right_exchange = ranks.this_rank, ranks.existing, dist.batch_isend_irecv
-    right_sources = ranks.sources_sha256
+    right, right_existing, right_sources = ranks.this_rank, ranks.existing, ranks.sources_sha256
+    ranks.SEEN_WITHIN_S = 0.3
     if rank == 1 and fault == "sources":
         ranks.sources_sha256 = lambda *_: "0123456789abcdef"
     if rank == 1 and fault == "no_data":
@@ -164,30 +150,15 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
         args.seed += 1
     if rank == 1 and fault == "other_folder":
         ranks.existing = lambda path: Path(folder)
-    ranks.SEEN_WITHIN_S = 0.3
 
-    def this_rank(*values: Any, **named: Any) -> ranks.Rank:
-        found = replace(right(*values, **named), **(GPUS_ALIKE if gpus else {}))
-        if rank != 1:
-            return found
-        changed = otherwise(fault)
+    def this_rank(*values: Any) -> ranks.Rank:
+        found = replace(right(*values), **(GPU if gpus else {}))
+        changed = FAULTS.get(fault, {}) if rank == 1 else {}
         return replace(found, **changed | {"versions": found.versions | changed.get("versions", {})})
 
-    def slow_exchange(operations: list[Any]) -> Any:
-        if rank + operations[0].peer == 1 + 2:
-            time.sleep(0.05)
-        return right_exchange(operations)
-
     ranks.this_rank = this_rank
-    if fault == "link":
-        dist.batch_isend_irecv = slow_exchange
-    said: list[str] = []
-    error, begun = None, time.monotonic()
     try:
-        check_alike(args, lambda *lines: said.extend(lines))
-    except PreflightError as found:
-        error = str(found)
+        found = ranks.check_ranks(args)
     finally:
-        ranks.this_rank, ranks.existing, dist.batch_isend_irecv = right, right_existing, right_exchange
-        ranks.sources_sha256 = right_sources
-    return {"error": error, "said": said, "seconds": time.monotonic() - begun}
+        ranks.this_rank, ranks.existing, ranks.sources_sha256 = right, right_existing, right_sources
+    return {"problems": found.problems, "warnings": found.warnings, "lines": found.lines}

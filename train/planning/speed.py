@@ -1,0 +1,191 @@
+"""Predict the time of a step: work divided by fitted rates, corrected by measured steps.
+
+The rates and corrections are of whole steps on one H200 (test_fp8/results/hare_*_step.json). Other GPUs and the links
+between GPUs follow from data sheets. tests/train/planning compares predictions with the committed measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from model.config import attention_pairs
+from train.planning.memory import head_bytes, saved_by_layer
+from train.planning.setting import Setting, widths_of
+
+GPUS_OF_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory_gib: as torch reports it. memory_tb_s, nvlink_gb_s (per direction): data sheet of the SXM part."""
+
+    name: str
+    memory_gib: float
+    memory_tb_s: float
+    nvlink_gb_s: float
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100 SXM", 79.1, 3.35, 450),
+    "h200": Gpu("NVIDIA H200", 139.8, 4.8, 450),
+    "h800": Gpu("NVIDIA H800 SXM", 79.1, 3.35, 200),
+}
+MEASURED_ON = GPUS["h200"]
+
+# Rates fitted to steps of te_layer: FLOP/s of matrix products and of causal attention, and bytes/s of saved
+# activations, each of which is written and read several times.
+BF16_FLOPS, FP8_FLOPS, ATTENTION_FLOPS, SAVED_BYTES = 700e12, 1300e12, 350e12, 0.5e12
+# Bytes moved per parameter and micro-batch, without main_grad and to quantize a weight in addition; and their rate.
+EACH_BYTES, GRADIENT_BYTES, QUANTIZE_BYTES, COPIED_BYTES = 28, 24, 4, 4e12
+ADAMW_S = 1.5e-11  # per parameter
+PACKING_S = {"bf16_remainder": 2.8e-11, "fp8": 5.8e-11, "int8": 8.9e-11}  # in addition
+MUON_MATRIX_S, MUON_FLOP_S = 9.2e-4, 3.95e-15
+RECIPE_FACTOR = {"delayed": 1.0, "current": 1.047, "block": 1.116}
+LINK_SHARE = 0.5  # share of a link's bandwidth that a collective gets: an assumption
+
+# Measured over modelled time of a step by kind of model, for hare_0.4b, hare_1.1b and hare_2.0b.
+SIZES = (88.6e6, 1.123e9, 1.749e9)
+CORRECTION = {
+    "te_layer fp8": (0.926, 0.940, 1.019),
+    "te_layer bf16": (0.954, 0.916, 1.002),
+    "te_linear fp8": (0.972, 0.987, 1.033),
+    "te_linear bf16": (1.020, 0.927, 1.024),
+    "hf": (1.175, 1.172, 1.146),
+    "hf compiled": (0.917, 0.929, 0.991),
+    "torchao": (1.107, 1.141, 1.082),
+}
+# Host time to launch a micro-batch, ms per layer.
+LAUNCH_MS = {
+    "te_layer fp8": 3.6,
+    "te_layer bf16": 3.1,
+    "te_linear fp8": 6.7,
+    "te_linear bf16": 5.3,
+    "hf": 3.2,
+    "hf compiled": 3.3,
+    "torchao": 5.2,
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted speed of all ranks. within: relative uncertainty. basis: what the prediction is derived from."""
+
+    step_s: float
+    tokens_per_second: float
+    basis: str
+    within: float
+
+
+def estimate(s: Setting, gpu: Gpu, network_gbit_s: float = 400) -> Estimate:
+    """Predict the speed of a run, averaged over the phases of precision.schedule.
+
+    Args:
+        network_gbit_s: bandwidth per GPU between nodes, Gbit/s.
+    """
+    step_s = sum(share * _step_s(phase, gpu, network_gbit_s) for share, phase in s.phases)
+    basis, within = _uncertainty(s, gpu)
+    return Estimate(step_s, s.step_tokens / step_s, basis, within)
+
+
+def _uncertainty(s: Setting, gpu: Gpu) -> tuple[str, float]:
+    near = min(abs(math.log(s.parameters / size)) for size in SIZES)
+    reasons = [
+        ("steps measured on an H200", 0.06, True),
+        ("no model of this size", 0.06, near > 0.1),
+        ("no model as small", 0.5, s.parameters < SIZES[0] / 2),
+        (f"{gpu.name} by its data sheet", 0.08, gpu is not MEASURED_ON),
+        ("links between GPUs by data sheet", 0.04, s.ranks > 1),
+        ("network between nodes not measured", 0.15, s.ranks > GPUS_OF_A_NODE),
+        ("ZeRO 3 measured on up to 4 GPUs", 0.1, s.zero_stage == 3),
+    ]
+    found = [(text, share) for text, share, holds in reasons if holds]
+    return "; ".join(text for text, _ in found), round(sum(share for _, share in found), 2)
+
+
+def _step_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
+    computing = s.accumulation * _micro_batch_s(s, gpu) + _optimizer_s(s, gpu)
+    return computing * _correction(s) + _communication_s(s, gpu, network_gbit_s)
+
+
+def _kind(s: Setting) -> str:
+    if s.te:
+        return f"{s.variant} {'fp8' if s.fp8 else 'bf16'}"
+    return "torchao" if s.fp8 else "hf compiled" if s.compiled else "hf"
+
+
+def _correction(s: Setting) -> float:
+    return float(np.interp(math.log(s.parameters), np.log(SIZES), CORRECTION[_kind(s)]))
+
+
+def _micro_batch_s(s: Setting, gpu: Gpu) -> float:
+    """Forward and backward of a micro-batch on one GPU."""
+    H, _, q, _, V = s.widths
+    layers = s.sizes.num_hidden_layers
+    faster = math.sqrt(
+        gpu.memory_tb_s / MEASURED_ON.memory_tb_s
+    )  # half of this time waits for memory: an assumption
+    products = 6 * s.layer_matrices
+    of_layers = products * (s.fp8_layers / FP8_FLOPS + (layers - s.fp8_layers) / BF16_FLOPS)
+    of_layers += 12 * layers * q * attention_pairs(s.sizes, s.seq_length) / ATTENTION_FLOPS
+    saved = s.fp8_layers * saved_by_layer(s, True) + (layers - s.fp8_layers) * saved_by_layer(s, False)
+    of_layers += saved / (SAVED_BYTES * faster)
+    forward, gradients = (
+        FP8_FLOPS if fp8 else BF16_FLOPS for fp8 in (s.fp8_head, s.fp8_head or s.fp8_head_gradients)
+    )
+    head = 2 * H * V / forward + 4 * H * V / gradients + head_bytes(s) / (SAVED_BYTES * faster)
+    if s.compute == "fp32":
+        of_layers, head = 16 * of_layers, 16 * head  # no tensor cores
+    recomputed = 4 / 3 if s.recompute else 1
+    of_layers *= recomputed * (RECIPE_FACTOR[s.recipe] if s.fp8 and s.te else 1)
+    copied = (EACH_BYTES + (0 if s.main_grad else GRADIENT_BYTES)) * s.parameters
+    if s.te and s.fp8 and not s.keeps_fp8_weights:
+        copied += QUANTIZE_BYTES * s.parameters
+    launch_s = 0.0 if s.cuda_graphs else LAUNCH_MS[_kind(s)] / 1e3 * layers * recomputed
+    return max(s.tokens * (of_layers + head) + copied / (COPIED_BYTES * faster), launch_s)
+
+
+def _optimizer_s(s: Setting, gpu: Gpu) -> float:
+    """AdamW or Muon with clipping, shared between the ranks with ZeRO."""
+    each = ADAMW_S + (PACKING_S[s.optimizer_states] if s.packs else 0)
+    seconds = each * s.parameters * MEASURED_ON.memory_tb_s / gpu.memory_tb_s
+    if s.optim == "muon":
+        matrices, flops = newton_schulz(s.sizes)
+        seconds += matrices * MUON_MATRIX_S + flops * MUON_FLOP_S
+    return seconds / (s.ranks if s.zero_stage else 1)
+
+
+def newton_schulz(sizes: Any) -> tuple[int, float]:
+    """Matrices and FLOPs of Muon's step. For m x n with m <= n, DeepSpeed 0.19.8 (zeropower_via_gram_newtonschulz)
+    multiplies 14 times m x m by m x m and 4 times with m x n, or 15 times if m = n."""
+    H, I, q, kv, _ = widths_of(sizes)  # noqa: E741
+    flops = 0.0
+    for rows, count in ((q, 2), (kv, 2), (I, 3)):
+        m, n = sorted((rows, H))
+        flops += count * (30 * m**3 if m == n else 28 * m**3 + 8 * m * m * n)
+    return 7 * sizes.num_hidden_layers, sizes.num_hidden_layers * flops
+
+
+def _communication_s(s: Setting, gpu: Gpu, network_gbit_s: float) -> float:
+    """Collectives of a step, none of it hidden behind computation. Rings: the slowest link counts, NVLink within a
+    node, one network card per GPU between nodes."""
+    if s.ranks == 1:
+        return 0
+    link = gpu.nvlink_gb_s * 1e9
+    if s.ranks > GPUS_OF_A_NODE:
+        link = min(link, GPUS_OF_A_NODE * network_gbit_s / 8 * 1e9)
+    passes = (s.ranks - 1) / s.ranks * s.parameters / (link * LINK_SHARE)  # of one byte a parameter
+    e = s.element
+    g = (
+        4 if s.reduces_in_float32 else e
+    )  # gradients are reduced in the weights' type unless configured otherwise
+    if s.zero_stage == 3:
+        # transformers' own recomputation gathers the weights once more
+        return s.accumulation * passes * (g + e * (3 if s.recompute and not s.te else 2))
+    if s.zero_stage == 2:
+        # each bucket is all-reduced, although a rank keeps only its share
+        return s.accumulation * passes * 2 * g + passes * e
+    return passes * (2 * g + (e if s.zero_stage else 0))
