@@ -1,31 +1,24 @@
 #!/usr/bin/env python3
-"""How does a training scale over the GPUs of one host? Whole steps of bench_model.py on 1, 2, 4, ... of them, at each
-ZeRO stage, in bf16 and FP8, beside what train/plan.py expects of each.
+"""How a training scales over the GPUs of one host: whole steps of bench_model.py on 1, 2, 4, ... of them, at each ZeRO
+stage, in bf16 and FP8, compared with the predictions of train/plan.py.
 
     python test_fp8/bench_scaling.py --config hare_1.1b --output FILE.json
-    python test_fp8/bench_scaling.py --stages 1 --step_tokens 2097152          (a step of one size, however many GPUs)
     python test_fp8/bench_scaling.py --config mistral_7b --seq_length 4096 --gpus 8 --micro_batch 2 --stages 1 2
-    python test_fp8/bench_scaling.py --work_dir FOLDER --time_limit_s 400      (again, and it goes on in the folder)
 
-What is planned of each is told before the first is measured. One GPU is measured on each of those that are used, all at
-the same time, since GPUs of one host differ and are a little slower beside others at work: the share is of what these
-GPUs make each for itself, in the same run. A step has --accumulation micro-batches on any number of GPUs, or with
---step_tokens as many as that takes. Each round visits all numbers of GPUs, every second one in reverse.
+Predictions are printed before the first measurement. One GPU is measured on each of those that are used, all at the
+same time, since GPUs of one host differ: the share is of what these GPUs do alone, in the same run. Every second
+round runs in reverse.
 
-Each row is checked as in bench_model.py, which takes the time: the same model, FP8 and attention as they are named.
-More rows by --row, in keys of the training configuration.
-
-Exit status: 0; 1 when a row could not be measured; 2 when nothing can be (too few GPUs, a step of other tokens, a
-folder of another run, or one that a run is at work in); 3 when time ran out before the last launch; 130 after Ctrl-C
-and 143 after SIGTERM, which end what was started.
-"""
+Each case is a process of bench_model.py, which checks it: the same model, FP8 and attention as they are named. --row
+adds cases, in keys of the training configuration. Exit status: 1 if a case could not be measured."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
+import statistics
 import sys
-import time
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,201 +26,197 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.config import load_sizes
-from model.fp8.machine import describe, headline
 from model.variants import ATTENTION_BACKENDS, VARIANTS
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, model_config, positive, seconds
-from test_fp8.common.processes import noted_signals
+from test_fp8.common.cases import Case, CaseError, parse_cases
+from test_fp8.common.launch import Program, run_together
+from test_fp8.common.options import ByMachine, Options, positive
 from test_fp8.common.report import Result
-from test_fp8.common.rows import Row, parse_rows
-from test_fp8.common.work_dir import work_dir
-from test_fp8.model.rows import ROW_KEYS, arguments_of
-from test_fp8.scaling.launches import Launch, run_together
-from test_fp8.scaling.results import COLUMNS, farthest, plot, results_of
+from test_fp8.model.cases import CASE_KEYS, arguments_of
 from train.config.ds_config import resolve_ds_config
-from train.files import reason
+from train.planning.memory import WORKSPACES_GIB
 from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.machine import cuda_devices
-from train.record.provenance import sources_sha256
-
-PRECISIONS = ("bf16", "fp8")
-SOURCES = ("model", "train", "test_fp8/common", "test_fp8/model", "test_fp8/scaling")
-CPU_RANKS = [1, 2]
 
 OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--config", ByMachine("hare_1.1b", "tiny"), "the model", type=model_config)
 OPTIONS.add("--gpus", None, "numbers of them; default: 1, 2, 4, ... of the host's", type=positive, nargs="+")
-OPTIONS.add("--stages", [0, 1, 2, 3], "of ZeRO", type=int, nargs="*", choices=range(4))
+OPTIONS.add("--stages", ByMachine([0, 1, 2, 3], [1]), "of ZeRO", type=int, nargs="*", choices=range(4))
 OPTIONS.add("--variant", "te_layer", "of the model", choices=[v.name for v in VARIANTS.values() if v.te])
-OPTIONS.add("--precisions", list(PRECISIONS), "to compute in", nargs="+", choices=PRECISIONS)
-OPTIONS.add_rows()
-OPTIONS.add("--micro_batch", ByMachine(16, 2), "samples of a micro-batch", type=positive)
-OPTIONS.add("--seq_length", ByMachine(2048, 64), "tokens of a sample", type=positive)
-OPTIONS.add("--accumulation", ByMachine(8, 2), "micro-batches of a step", type=positive)
-OPTIONS.add("--step_tokens", None, "tokens of a step, in place of --accumulation", type=positive)
+OPTIONS.add("--precisions", ["bf16", "fp8"], "to compute in", nargs="+", choices=("bf16", "fp8"))
 OPTIONS.add("--attention", "auto", "of Transformer Engine", choices=list(ATTENTION_BACKENDS))
-OPTIONS.add("--rounds", ByMachine(2, 1), "visits to each", type=positive)
-OPTIONS.add("--steps", ByMachine(5, 1), "timed a visit, at least", type=positive)
-OPTIONS.add("--seconds", ByMachine(1.0, 0.0), "timed a visit, at least --steps steps", type=seconds)
-OPTIONS.add_flag("--deterministic", "deterministic kernels, as train.py's default")
-OPTIONS.add("--seed", 42, "of weights and tokens", type=int)
-OPTIONS.add("--work_dir", None, "keeps what is measured here, and takes what is; else removed", type=Path)
-OPTIONS.add("--time_limit_s", None, "after which no launch begins; needs --work_dir", type=positive)
-OPTIONS.add_output("JSON and a plot")
+OPTIONS.add_shared(
+    config=ByMachine("hare_1.1b", "tiny"),
+    row=[],
+    micro_batch=ByMachine(16, 2),
+    seq_length=ByMachine(2048, 64),
+    accumulation=ByMachine(8, 2),
+    rounds=ByMachine(2, 1),
+    steps=ByMachine(5, 1),
+    seconds=ByMachine(1.0, 0.0),
+    deterministic=False,
+    seed=42,
+)
+OPTIONS.add_output()
+
+COLUMNS: report.Columns = {
+    "row": ("row", "<"),
+    "GPUs": ("ranks", "d"),
+    "tokens a step": ("step_tokens", ",d"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "of each alone": ("share_of_alone", ".3f"),
+    "planned": ("planned_tokens_per_second", ",.0f"),
+    "error": (lambda r: plan_error(r, "tokens_per_second"), "+.1%"),
+    "GiB": ("peak_gib", ".1f"),
+    "planned GiB": ("planned_peak_gib", ".1f"),
+    "GiB error": (lambda r: plan_error(r, "peak_gib"), "+.1%"),
+}
 
 
-def rows_of(options: argparse.Namespace) -> dict[str, Row]:
-    """Those of --stages and --precisions, and of --row. Raises RowError: a bad --row, or none at all."""
-    rows = {}
+def plan_error(r: Result, key: str) -> float | None:
+    """How far the prediction is above the measurement, as a share; None: one of them is unknown."""
+    planned, found = r.get(f"planned_{key}"), r.get(key)
+    return planned / found - 1 if planned and found else None
+
+
+def cases_of(options: argparse.Namespace) -> dict[str, Case]:
+    """The cases of --stages, --precisions and --row. Raises CaseError."""
+    cases = {}
     for stage in options.stages:
         for precision in options.precisions:
-            name = f"zero_{stage}_{precision}"
             how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
-            rows[name] = Row(name, {"model.variant": options.variant, **how})
-    added = parse_rows(options.row, rows, ROW_KEYS, "another model or batch")
-    rows |= {row.name: row for row in added}
-    if not rows:
-        OPTIONS.error("--stages and --row name no row; there is nothing to measure")
-    return rows
+            name = f"zero_{stage}_{precision}"
+            cases[name] = Case(name, {"model.variant": options.variant, **how})
+    cases |= parse_cases(options.row, cases, CASE_KEYS)
+    if not cases:
+        raise CaseError("there is nothing to measure; name --stages or add a case with --row")
+    return cases
 
 
-def accumulation_on(options: argparse.Namespace, ranks: int) -> int:
-    """Micro-batches of a step. Raises ValueError: --step_tokens are not so many."""
-    if options.step_tokens is None:
-        return options.accumulation
-    tokens = options.micro_batch * options.seq_length * ranks
-    if options.step_tokens % tokens:
-        raise ValueError(
-            f"--step_tokens {options.step_tokens:,}: {ranks} GPUs take {tokens:,} tokens at a time (--micro_batch "
-            f"{options.micro_batch} x --seq_length {options.seq_length} each); a multiple of that is expected"
-        )
-    return options.step_tokens // tokens
+def planned(options: argparse.Namespace, case: Case, ranks: int, gpu: str) -> Result:
+    """What the report says of a case on `ranks` GPUs before it is measured, with the prediction."""
+    arguments = arguments_of(case, options, options.attention, options.micro_batch, ranks)
+    ds_config = resolve_ds_config(arguments, ranks)
+    result: Result = {
+        "row": case.name,
+        "ranks": ranks,
+        "stage": ds_config["zero_optimization"]["stage"],
+        "compute": arguments.precision.compute,
+        "configuration": dict(case.overrides),
+        "accumulation": options.accumulation,
+        "step_tokens": arguments.train_batch_size_tokens,
+    }
+    if gpu:
+        setting = Setting.of(arguments, ds_config, load_sizes(options.config), ranks)
+        prediction = Prediction.of(replace(setting, eval_batch=0), gpu).to_json()
+        keys = ("peak_gib", "tokens_per_second", "basis")
+        result |= {f"planned_{key}": prediction.get(key) for key in keys}
+    return result
 
 
-def cells_of(options: argparse.Namespace, rows: dict[str, Row]) -> list[Result]:
-    """Each row on each number of ranks, with what is planned of it. Raises ValueError: a configuration that is not
-    allowed."""
+def program_of(
+    options: argparse.Namespace, case: Case, ranks: int, gpus: Sequence[int] | None, stem: Path
+) -> Program:
+    """bench_model.py for one case, with its report and log beside `stem`."""
+    words: list[object] = ["--measure", "step", "--rows", "--step_rows", "--rounds", 1]
+    for key in "config micro_batch seq_length accumulation attention steps seconds seed".split():
+        words += [f"--{key}", getattr(options, key)]
+    words += ["--deterministic"] * options.deterministic
+    words += ["--output", stem.with_suffix(".json")]
+    words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]
+    return Program("test_fp8/bench_model.py", words, stem.with_suffix(".log"), ranks, gpus)
+
+
+def measure_case(
+    options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
+) -> list[Result]:
+    """Return bench_model.py's results of one round: of each GPU alone, or of all ranks together."""
+    alone = ranks == 1 and gpus > 0
+    places = (
+        [[place] for place in range(max(options.gpus))] if alone else [list(range(ranks)) if gpus else None]
+    )
+    programs = [program_of(options, case, ranks, own, folder / f"{n}") for n, own in enumerate(places)]
+    results = []
+    for program, status in zip(programs, run_together(programs), strict=True):
+        written = program.log.with_suffix(".json")
+        if written.is_file():
+            results += json.loads(written.read_text(encoding="utf-8"))["results"]
+        else:
+            results.append({"reason": f"bench_model.py ended with status {status}: {program.last_lines()}"})
+    return results
+
+
+def figures(rounds: Sequence[Sequence[Result]], ranks: int, alone: list[float] | None) -> Result:
+    """The figures of all `rounds` of a case, of each the results of GPUs that were measured at the same time. alone:
+    the speed of each GPU."""
+    found = [r for results in rounds for r in results]
+    if reason := next((r["reason"] for r in found if "reason" in r), None):
+        return {"reason": reason}
+    each = [[r["tokens_per_second"] for r in of_gpu] for of_gpu in zip(*rounds, strict=True)]
+    speeds = [statistics.median(speeds) for speeds in each]
+    # without what was allocated before the model was built
+    peaks = [
+        r["allocated_gib"] - max(0.0, r["before_gib"] - WORKSPACES_GIB) for r in found if r["allocated_gib"]
+    ]
+    result: Result = {
+        "tokens_per_second": statistics.fmean(speeds),
+        "rounds": each,
+        "peak_gib": max(peaks, default=None),
+        "attention": found[0]["attention"],
+        "notes": found[0]["proof"],
+    }
+    if ranks == 1:
+        return result | {"alone": speeds}
+    if alone:
+        used = (alone * ranks)[:ranks] if len(alone) == 1 else alone[:ranks]
+        result["share_of_alone"] = result["tokens_per_second"] / sum(used)
+    return result
+
+
+def measure(options: argparse.Namespace) -> report.Outcome:
     import torch
 
-    cells, sizes = [], load_sizes(options.config)
-    for ranks in options.gpus:
-        accumulation = accumulation_on(options, ranks)
-        own = argparse.Namespace(**vars(options) | {"accumulation": accumulation})
-        for row in rows.values():
-            arguments = arguments_of(row, own, options.attention, options.micro_batch, ranks)
-            ds_config = resolve_ds_config(arguments, ranks)
-            cell: Result = {
-                "row": row.name,
-                "ranks": ranks,
-                "stage": ds_config["zero_optimization"]["stage"],
-                "compute": arguments.precision.compute,
-                "configuration": dict(row.settings),
-                "accumulation": accumulation,
-                "step_tokens": arguments.train_batch_size_tokens,
-            }
-            if torch.cuda.is_available():
-                setting = replace(Setting.of(arguments, ds_config, sizes, ranks), eval_batch=0)
-                planned = Prediction.of(setting, torch.cuda.get_device_name()).to_json()
-                cell |= {
-                    f"planned_{key}": planned.get(key) for key in ("peak_gib", "tokens_per_second", "basis")
-                }
-            cells.append(cell)
-    return cells
-
-
-def launches_of(
-    options: argparse.Namespace, rows: dict[str, Row], folder: Path, gpus: int
-) -> list[list[Launch]]:
-    """Those of each round, in groups that run at the same time."""
-    groups = []
+    gpus = len(cuda_devices() or [])
+    counts = [2**n for n in range(gpus.bit_length())] if gpus else [1, 2]
+    options.gpus = sorted(set(options.gpus or counts))
+    if gpus and max(options.gpus) > gpus:
+        raise ValueError(f"--gpus {max(options.gpus)}: this host has {gpus}")
+    gpu = torch.cuda.get_device_name() if gpus else ""
+    cases = cases_of(options)
+    results = [planned(options, case, ranks, gpu) for ranks in options.gpus for case in cases.values()]
+    print(
+        report.table(results, {k: v for k, v in COLUMNS.items() if "planned" in k or k in ("row", "GPUs")}),
+        flush=True,
+    )
+    rounds: dict[tuple[str, int], list[list[Result]]] = {}
     for turn in range(options.rounds):
-        for ranks in options.gpus if turn % 2 == 0 else reversed(options.gpus):
-            accumulation = accumulation_on(options, ranks)
-            if ranks == 1 and gpus:
-                each: list[tuple[str, list[int] | None]]
-                each = [(f"gpu_{place}", [place]) for place in range(max(options.gpus))]
-            else:
-                each = [(f"gpus_{ranks}", list(range(ranks)) if gpus else None)]
-            groups.append(
-                [
-                    Launch(f"{name}_round_{turn}", folder, ranks, places, accumulation, rows)
-                    for name, places in each
-                ]
-            )
-    return groups
+        for r in results if turn % 2 == 0 else reversed(results):
+            print(f"round {turn + 1}: {r['row']} on {r['ranks']} GPUs", flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure_case(options, cases[r["row"]], r["ranks"], gpus, Path(folder))
+            rounds.setdefault((r["row"], r["ranks"]), []).append(found)
+    alone: dict[str, list[float]] = {}
+    for r in results:
+        r |= figures(rounds[r["row"], r["ranks"]], r["ranks"], alone.get(r["row"]))
+        alone[r["row"]] = r.get("alone", alone.get(r["row"], []))
+    more = {key: getattr(options, key) for key in ("micro_batch", "seq_length", "rounds", "steps")}
+    failures = [f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r]
+    return report.Outcome(results, {"model": Path(options.config).name, **more}, failures=failures)
+
+
+def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
+    results = report.measured(outcome.results)
+    each = [
+        r | {"each": r["tokens_per_second"] / r["ranks"], "share": r.get("share_of_alone", 1.0)}
+        for r in results
+    ]
+    titles = {"each": "tokens/s of a GPU", "share": "share of what each does alone"}
+    panels = {title: report.curves(each, "row", "ranks", key) for key, title in titles.items()}
+    report.plot(output, f"{outcome.more['model']} on {machine}", panels, "GPUs", "log")
 
 
 def main(argv: Sequence[str]) -> int:
-    options = OPTIONS.parse_args(argv)
-    if options.time_limit_s and options.work_dir is None:
-        OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
-    until = time.monotonic() + options.time_limit_s if options.time_limit_s else float("inf")
-    devices = cuda_devices()
-    gpus = len(devices or [])
-    options.gpus = sorted(
-        set(options.gpus or ([2**n for n in range(gpus.bit_length())] if gpus else CPU_RANKS))
-    )
-    if gpus and max(options.gpus) > gpus:
-        print(f"error: --gpus {max(options.gpus)}: {gpus} are here", file=sys.stderr)
-        return 2
-    OPTIONS.settle(options)
-    try:
-        rows = rows_of(options)
-        cells = cells_of(options, rows)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    machine, versions = describe()
-    print(headline(machine, versions))
-    print(
-        report.table(
-            cells, {k: COLUMNS[k] for k in ("row", "GPUs", "tokens a step", "planned", "planned GiB")}
-        )
-    )
-    if not gpus:
-        print("No GPU: a small model and the CPU reference; these speeds mean nothing.")
-    sys.stdout.flush()
-    with contextlib.ExitStack() as stack:
-        stops = stack.enter_context(noted_signals())
-        own: Result = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
-        own |= {"command": OPTIONS.command(options), "planned": cells}
-        try:
-            folder = stack.enter_context(work_dir(options.work_dir, own, "what it has is"))
-        except (ValueError, OSError) as error:
-            print(f"error: {reason(error)}", file=sys.stderr)
-            return 2
-        groups = launches_of(options, rows, folder, gpus)
-        launches = [launch for group in groups for launch in group]
-        for group in groups:
-            if not any(launch.left for launch in group):
-                continue
-            if stops or time.monotonic() > until:
-                break
-            print(f"{', '.join(launch.name for launch in group)}: see {group[0].log}", flush=True)
-            run_together(group, options, stops)
-            write(options, results_of(cells, launches))
-        results, left = results_of(cells, launches), any(launch.left for launch in launches)
-    print("\n".join(filter(None, [report.table(results, COLUMNS), farthest(results)])))
-    if left:
-        print("not all was measured; with --work_dir the same command goes on with what is left")
-        return 128 + stops[0] if stops else 3
-    write(options, results)
-    return int(any("reason" in r for r in results))
-
-
-def write(options: argparse.Namespace, results: Sequence[Result]) -> None:
-    """What is known so far, should the program be ended before its end."""
-    if not options.output:
-        return
-    more = {key: getattr(options, key) for key in ("micro_batch", "seq_length", "rounds", "steps")}
-    report.write_json(
-        options.output, OPTIONS.command(options), results, model=Path(options.config).name, **more
-    )
-    machine, _ = describe()
-    what = f"{Path(options.config).name}, {options.variant}, micro-batch {options.micro_batch} x {options.seq_length}"
-    title = f"{what}, {machine.get('gpu', machine['cpu'])}"
-    plot(results, title, options.output)
+    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
 
 
 if __name__ == "__main__":

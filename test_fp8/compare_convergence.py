@@ -2,30 +2,22 @@
 """Does FP8 train as well as bf16? The same training in bf16 and with each FP8 recipe, and how far they come apart.
 
     python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
-        [--noise_seed 43 ... [--noise_rows delayed ...]] [--row NAME key=value ...]... [--max_steps N]
-        [--output FILE.json] [-- --key value ...]
+        [--row NAME key=value ...]... [--max_steps N] [--work_dir DIR] [--output FILE.json] [-- --key value ...]
 
-Each row is a real run of train/train.py with CONFIG, the keys after -- and the row's own, from the same seed on the
-same samples in the same order. --row adds rows, for instance
+Each case is a run of train/train.py with CONFIG, the keys behind -- and its own, in --work_dir/NAME: by default from
+the same seed, on the same samples in the same order. --row adds cases, in any key of the training configuration:
 
     --row fp8_lm_head precision.compute=fp8 precision.bf16_modules=[]
-    --row fast_wgrad precision.fast_accumulation_wgrad=true
-    --row torchao model.variant=torchao precision.recipe=tensorwise
+    --row bf16_seed43 precision.compute=bf16 seed=43
+    --row branch precision.compute=fp8 resume_from_checkpoint=RUN/checkpoints/step-00000700 allow_changes_on_resume=true
 
-A row may change how a step is computed and nothing else; that is checked. But for the optimizer: such a row (muon_*)
-is compared with the one of the same optimizer in bf16. Nothing of the models is kept. A row that is finished in
---work_dir, with the same configuration, data, machine, versions and sources, is not run again: rows can be added later.
+Runs resume by themselves: after a stop, give the same command again; a finished case is not trained again. --work_dir
+keeps the last checkpoint of each case.
 
-Two seeds of the same training end as far apart as its chaos takes them. --noise_seed trains the baseline with others,
-too, and draws their band; a row of --noise_rows is trained with each of them, and is held to the mean of its
-differences from the baseline of the same seed, told with its standard error.
-
-It can be done in several calls: with --time_limit_s, SIGTERM or Ctrl-C what trains is stopped with a checkpoint, and
-the same command goes on; --at_once N trains N rows at a time, each on GPUs of its own; --plan says how long it takes.
-Where --work_dir is lost in between, --earlier RESULT.json takes finished rows from what --output wrote.
-
-Exit status: 0; 1 when a row misses the tolerance; 2 when the rows could not be compared (a run failed); 3 when rows are
-left to train: the table has those that are finished.
+Differences are in percent of the --baseline's evaluation loss. "last tenth" is that of the training loss over the last
+tenth of the steps, with its standard error. "equal loss" is how many times sooner than the baseline a case reaches the
+worse of the two's final losses, in time of steps. Two seeds of the same training also differ: train one to see by how
+much. Exit status: 1 if a case with the baseline's seed and optimizer misses the tolerance; 2 if a run failed.
 """
 
 from __future__ import annotations
@@ -33,194 +25,169 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.fp8.machine import describe, headline
+from model.config import load_sizes, num_parameters
 from model.keys import between
 from test_fp8.common import report
-from test_fp8.common.options import Options, public
+from test_fp8.common.cases import Case, CaseError, parse_cases
+from test_fp8.common.launch import Program, run_together
+from test_fp8.common.options import Options, positive, public
 from test_fp8.common.report import Result
-from test_fp8.convergence import durations, evidence
-from test_fp8.convergence.earlier import take_over
-from test_fp8.convergence.results import compared, over_seeds, plot, print_table, settings_of, training_of
-from test_fp8.convergence.rows import (
-    DEFAULT_ROWS,
-    LOG,
-    MAY_DIFFER,
-    PRESETS,
-    Plan,
-    begun,
-    changes_s,
-    comparable,
-    conditions,
-    is_twin,
-    make_plans,
-    reference_of,
-    trained_under,
-)
-from test_fp8.convergence.trainings import Limits, train_all
-from train.config.arguments import TrainingArguments
+from test_fp8.convergence import evidence
+from train.config.arguments import load_arguments
+from train.record.run_folder import RunFolder
+
+RECIPES = ("delayed", "current", "block")
+FP8 = {recipe: {"precision.compute": "fp8", "precision.recipe": recipe} for recipe in RECIPES}
+PRESETS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision.compute": "bf16"},
+    **FP8,
+    "muon": {"precision.compute": "bf16", "optim": "muon"},
+    **{f"muon_{recipe}": {**overrides, "optim": "muon"} for recipe, overrides in FP8.items()},
+}
+# How a run is kept, not what it trains: one checkpoint, when it stops or ends.
+KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
+TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
-OPTIONS.add("--rows", DEFAULT_ROWS, "which of these", nargs="*", choices=list(PRESETS))
-OPTIONS.add_rows()
-OPTIONS.add("--baseline", "bf16", "the row that the others are compared with")
-OPTIONS.add(
-    "--noise_seed", [], "also train the baseline with these seeds, as a yardstick", nargs="+", type=int
-)
-OPTIONS.add(
-    "--noise_rows", [], "and these rows: a difference is the mean over the seeds", nargs="+", metavar="ROW"
-)
+OPTIONS.add("--rows", ["bf16", *RECIPES], "which of these", nargs="*", choices=list(PRESETS))
+OPTIONS.add_shared(row=[])
+OPTIONS.add("--baseline", "bf16", "the case that the others are compared with")
 OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float))
-OPTIONS.add("--max_steps", None, "of each training, in place of CONFIG's", type=int)
-OPTIONS.add("--logging_steps", None, "steps between points of a curve, in place of CONFIG's", type=int)
-OPTIONS.add("--nproc", 1, "processes, a GPU each", type=int)
-OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the trainings are kept", type=Path)
-OPTIONS.add(
-    "--earlier",
-    [],
-    "results of this program: rows that --work_dir has not are taken from these",
-    nargs="+",
-    type=Path,
-)
-OPTIONS.add("--at_once", 1, "rows at a time", type=between(1))
-OPTIONS.add("--time_limit_s", 0, "then stop, with checkpoints; 0: never", type=between(0, 10**6, float))
-OPTIONS.add(
-    "--may_differ", [], "let finished rows stand whose sources, machine or versions were others, and say so",
-    nargs="+", choices=MAY_DIFFER,
-)  # fmt: skip
-OPTIONS.add("--plan", None, "train nothing: how long each row takes on such a GPU", choices=("h100", "h200"))
-OPTIONS.add_output("JSON and a plot")
-NOT_FINISHED = 3
+OPTIONS.add("--max_steps", None, "of each training, instead of CONFIG's", type=positive)
+OPTIONS.add("--nproc", 1, "processes, a GPU each", type=positive)
+OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the runs are", type=Path)
+OPTIONS.add_output()
+
+COLUMNS: report.Columns = {
+    "row": ("row", "<"),
+    "eval loss": ("eval_loss", ".4f"),
+    "difference %": ("eval_difference_percent", "+.2f"),
+    "last tenth %": (lambda r: r["last_tenth"] and r["last_tenth"]["mean_percent"], "+.2f"),
+    "±": (lambda r: r["last_tenth"] and r["last_tenth"]["standard_error"], ".2f"),
+    "skipped steps": ("skipped_steps", "d"),
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "ratio": ("speed_to_baseline", ".2f"),
+    "equal loss": (lambda r: r["equal_loss"]["ratio"], ".2f"),
+    "GiB": ("memory_gib", ".1f"),
+    "FP8 alarms": (
+        lambda r: r["health"] and f"{r['health']['alarms']} in {r['health']['looks']} checks",
+        "<",
+    ),
+}
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; `training` is what follows --."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    arguments = OPTIONS.parse_args(argv[:split])
-    arguments.training = list(argv[split + 1 :])
-    return arguments
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases of --rows and --row, the baseline first. Raises CaseError."""
+    cases = {name: Case(name, PRESETS[name]) for name in options.rows}
+    cases |= parse_cases(options.row, cases)
+    if options.baseline not in cases:
+        raise CaseError(f"--baseline {options.baseline}: no such case; there are {', '.join(cases)}")
+    return sorted(cases.values(), key=lambda case: case.name != options.baseline)
 
 
-def compare(
-    plans: Sequence[Plan], records: dict[str, list[Result]], of: Result, tolerance: float
-) -> tuple[list[Result], Result | None]:
-    """One result a row of `records` (`comparable`), the baseline's first; and the band of the baseline's seeds, None of
-    one. of: the `conditions` of the report, from which a row's may differ."""
-    base = plans[0]
-    plans = [plan for plan in plans if plan.row.name in records]
-    seeds = [records[plan.row.name] for plan in plans if plan is base or is_twin(plan, base)]
-    band = evidence.band(seeds) if len(seeds) > 1 else None
-    without_fp8 = [plan for plan in plans if not plan.has_fp8] or [base]
-    results = []
-    for plan in plans:
-        reference = reference_of(plan, plans)
-        own, other = records[plan.row.name], records[reference.row.name]
-        # the best of the same seed; of the baseline's twins, which show what chance does, that of the configuration's
-        others = [p for p in without_fp8 if p.seed == reference.seed] or [base]
-        paired, twins = None, [p for p in plans if plan is not base and is_twin(p, plan)]
-        if twins:
-            seeded = [plan, *twins]
-            theirs = [records[reference_of(p, plans).row.name] for p in seeded]
-            paired = over_seeds([records[p.row.name] for p in seeded], theirs)
-        result = compared(
-            plan.row.name,
-            own,
-            other,
-            base.config["warmup_steps"],
-            tolerance,
-            same_samples=plan.seed == reference.seed,
-            held=plan is not base and plan.seed is None and plan.optimizer == reference.optimizer,
-            mean=band["final_mean"] if band and plan.optimizer == base.optimizer else None,
-            paired=paired,
-        )
-        log = (plan.folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-        under = trained_under(plan)
-        alike = [p for p in others if p.optimizer == plan.optimizer] or [reference]
-        result |= {
-            "overrides": {key: public(value) for key, value in plan.row.settings.items()},
-            "settings": settings_of(plan.config),
-            "seed": plan.config["seed"],
-            "measures_noise": plan.seed is not None,
-            "trains_otherwise": plan.optimizer != reference.optimizer,
-            "compared_with": None if plan is base else reference.row.name,
-            "equal_loss": evidence.equal_loss(own, {p.row.name: records[p.row.name] for p in others}),
-            "equal_loss_same_optimizer": evidence.equal_loss(
-                own, {p.row.name: records[p.row.name] for p in alike}
-            ),
-            # of a row that was taken over what there is
-            "health": evidence.health(own) or (begun(plan.folder) or {}).get("health"),
-            "trained_under": under,
-            "conditions_differ": [key for key in MAY_DIFFER if under[key] != of[key]],
-            "fp8": "; then ".join(text for text, _ in groupby(told_by(log, "FP8: "))) or None,
-            "changes_s": changes_s(plan.folder),
-        }
+def words_of(case: Case, options: argparse.Namespace) -> list[str]:
+    """The arguments of train.py for a case. A run that has a checkpoint of its own goes on from it."""
+    folder = options.work_dir.resolve() / case.name
+    words = [
+        options.config,
+        *([f"--max_steps={options.max_steps}"] if options.max_steps else []),
+        *options.behind,
+    ]
+    words += [f"--{key}={text}" for key, text in case.texts().items()]
+    words += [f"--output_dir={folder}", *KEPT]
+    has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
+    return [*words, *["--resume_from_checkpoint=auto"] * has_checkpoint]
+
+
+def train(case: Case, options: argparse.Namespace) -> list[Result]:
+    """Run train.py, which trains what is left of a case, and return its records. Raises ValueError: it failed."""
+    folder = options.work_dir.resolve() / case.name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    ranks = options.nproc if options.nproc > 1 else 0
+    program = Program("train/train.py", words_of(case, options), folder.with_suffix(".log"), ranks)
+    print(f"{case.name}: see {program.log}", flush=True)
+    (status,) = run_together([program])
+    if status:
+        raise ValueError(f"case {case.name}: train.py ended with status {status}: {program.last_lines()}")
+    return evidence.read_records(folder)
+
+
+def result_of(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
+    """The figures of a training beside the baseline's."""
+    steps, losses = evidence.column(own, "loss")
+    eval_steps, eval_losses = evidence.column(own, "eval_loss")
+    speeds = [evidence.speed(records) for records in (own, base)]
+    return {
+        "row": case.name,
+        "overrides": {key: public(value) for key, value in case.overrides.items()},
+        "seed": config.seed,
+        "loss": losses[-1],
+        "eval_loss": eval_losses[-1],
+        "eval_difference_percent": evidence.percent(eval_losses[-1], base[-1]["eval_loss"]),
+        "last_tenth": evidence.last_tenth(own, base) if same_samples else None,
+        "skipped_steps": int(max(evidence.column(own, "skipped_steps")[1], default=0)),
+        "tokens_per_second": speeds[0],
+        "speed_to_baseline": speeds[0] / speeds[1],
+        "equal_loss": evidence.equal_loss(own, base),
+        "memory_gib": max(evidence.column(own, "memory_gib")[1], default=None),
+        "health": evidence.health(own),
+        "curves": {
+            "step": steps,
+            "loss": losses,
+            "grad_norm": [r.get("grad_norm") for r in own if r.get("loss") is not None],
+            "eval_step": eval_steps,
+            "eval_loss": eval_losses,
+        },
+    }
+
+
+def measure(options: argparse.Namespace) -> report.Outcome:
+    """Train all cases and compare them. Raises ValueError: a wrong configuration, before any training; a run failed."""
+    cases = chosen_cases(options)
+    configs = [load_arguments(words_of(case, options)).resolve(options.nproc) for case in cases]
+    trained = [train(case, options) for case in cases]
+    results, misses, base = [], [], configs[0]
+    for case, config, records in zip(cases, configs, trained, strict=True):
+        same_samples = config.seed == base.seed
+        result = result_of(case, config, records, trained[0], same_samples)
         results.append(result)
-    return results, band
+        if not same_samples or config.optim != base.optim:
+            continue
+        if not abs(result["eval_difference_percent"]) <= options.tolerance * 100:
+            misses.append(f"{case.name}: {result['eval_difference_percent']:+.2f} % from {cases[0].name}")
+        if result["skipped_steps"] > results[0]["skipped_steps"]:
+            misses.append(f"{case.name}: {result['skipped_steps']} skipped steps")
+    training = {key: getattr(base, key) for key in TRAINING_KEYS}
+    training |= {"model.config": Path(base.model.config).name, "data.sources": list(base.data.sources)}
+    training["parameters"] = num_parameters(load_sizes(base.model.config))
+    more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
+    return report.Outcome(results, more, failures=misses)
 
 
-def told_by(log: Sequence[str], begin: str) -> list[str]:
-    """Its lines that begin so."""
-    return [line for line in log if line.startswith(begin)]
-
-
-def conditions_of(plans: Sequence[Plan], now: Result) -> Result:
-    """The conditions that a report of these finished rows is of: today's, `now`, where a row was trained under them,
-    else the first row's: it was only put together here."""
-    under = [trained_under(plan) for plan in plans]
-    return now if any(all(each[key] == now[key] for key in MAY_DIFFER) for each in under) else under[0]
+def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
+    losses: dict[str, tuple[list[int], list[float]]] = {}
+    differences: dict[str, tuple[list[int], list[float]]] = {}
+    base = dict(zip(*(outcome.results[0]["curves"][key] for key in ("eval_step", "eval_loss")), strict=True))
+    for r in outcome.results:
+        curves = r["curves"]
+        losses[r["row"]] = curves["step"], curves["loss"]
+        found = {s: v for s, v in zip(curves["eval_step"], curves["eval_loss"], strict=True) if s in base}
+        differences[r["row"]] = (
+            list(found),
+            [evidence.percent(value, base[step]) for step, value in found.items()],
+        )
+    panels = {"training loss": losses, "difference of the evaluation loss to the baseline's (%)": differences}
+    report.plot(output, f"{outcome.more['training']['model.config']} on {machine}", panels, "step")
 
 
 def main(argv: Sequence[str]) -> int:
-    arguments = parse_arguments(argv)
-    try:
-        plans = make_plans(arguments)
-        if arguments.plan:
-            print("\n".join(durations.lines(plans, arguments.plan, arguments.at_once, arguments.nproc)))
-            return 0
-        from model.config import load_config, num_parameters
-
-        machine, versions = describe()
-        training = training_of(plans[0].config)
-        training["parameters"] = num_parameters(load_config(plans[0].config["model"]["config"]))
-        print(headline(machine, versions))
-        print(
-            f"{training['model.config']}, {training['parameters'] / 1e6:,.1f} M parameters; each row: "
-            f"{training['max_steps']:,} steps of {training['train_batch_size_tokens']:,} tokens", flush=True
-        )  # fmt: skip
-        limits = Limits(arguments.at_once, arguments.nproc, machine.get("gpus") or 0, arguments.time_limit_s)
-        now = conditions(TrainingArguments.from_dict(plans[0].config), machine, versions)
-        take_over(plans, arguments.earlier)
-        records = comparable(plans, train_all(plans, now, limits, arguments.may_differ))
-        left = [plan.row.name for plan in plans if plan.row.name not in records]
-        if plans[0].row.name not in records:
-            print(f"not finished: {', '.join(left)}; the same command goes on")
-            return NOT_FINISHED
-        of = conditions_of([plan for plan in plans if plan.row.name in records], now)
-        results, seeds = compare(plans, records, of, arguments.tolerance)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print_table(results, training["warmup_steps"])
-    if arguments.output:
-        more = {"training": training, "tolerance": arguments.tolerance, "baseline": arguments.baseline}
-        more |= {"seeds": seeds, "not_finished": left}
-        behind = ["--", *map(public, arguments.training)] if arguments.training else []
-        measured_on = None if of is now else (of["machine"], of["versions"])
-        report.write_json(arguments.output, OPTIONS.command(arguments, *behind), results, measured_on, **more)
-        drawn = plot(results, training, arguments.tolerance, arguments.output, seeds)
-        print(f"wrote {arguments.output} and {drawn}")
-    misses = [f"{result['row']}: {miss}" for result in results for miss in result["misses"]]
-    for miss in misses:
-        print(f"missed: {miss}", file=sys.stderr)
-    if left:
-        print(f"not finished: {', '.join(left)}; the same command goes on")
-        return NOT_FINISHED
-    return 1 if misses else 0
+    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
 
 
 if __name__ == "__main__":

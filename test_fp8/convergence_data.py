@@ -5,18 +5,14 @@
 
 pip downloads the wheels of test_fp8/convergence/packages.txt, each by its sha256, and runs nothing of them. Their
 source code and their documents are taken apart (DIR/texts, counted), a tokenizer is trained on both, and
-train/prepare_data.py filters them (documents by --quality gopher_repetition), removes near duplicates (--dedup minhash)
-and makes tokens of them: DIR/tokenizer, DIR/code and DIR/documents, the two sources of train_config_evidence.json. What
-is done is not done again.
-
-Exit status: 0; 1 when a step failed; 2 for bad input.
-"""
+train/prepare_data.py filters them (documents by --quality gopher_repetition), removes near duplicates (--dedup
+minhash) and makes tokens of them: DIR/tokenizer, DIR/code and DIR/documents, the two sources of
+train_config_evidence.json. Wheels, tokenizer and prepared folders that are there are not made again: choose another
+DIR for other options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -26,12 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between
 from test_fp8.common import report
+from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import ROOT, Options, positive
 from test_fp8.common.report import Result
-from test_fp8.convergence.packages import KINDS, Package, download, extract, read_packages
+from test_fp8.convergence.packages import KINDS, download, extract
 from train.data.encoder import TOKENIZER_FILES
 from train.data.format import SPLITS, read_manifest
-from train.files import sha256_file, write_durably
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--packages", ROOT / "test_fp8/convergence/packages.txt", "pinned wheels", type=Path)
@@ -42,10 +38,8 @@ OPTIONS.add("--eval_fraction", 0.005, "of the documents", type=float)
 OPTIONS.add("--workers", 1, "processes of prepare_data.py", type=positive)
 OPTIONS.add_output("JSON")
 
-# Says what is left out of the wheels' texts: others would not be made again.
-FILTERS = ROOT / "test_fp8/convergence/packages.py"
-# Documents alone: these rules are made for prose, and cost ten times what tokens do.
-STEPS = {"code": [], "documents": ["--quality", "gopher_repetition"]}
+# These rules are made for prose.
+QUALITY = {"code": [], "documents": ["--quality", "gopher_repetition"]}
 COLUMNS: report.Columns = {
     "source": ("source", "<"),
     "wheels' texts": ("texts", ",d"),
@@ -58,98 +52,59 @@ COLUMNS: report.Columns = {
 }
 
 
-class StepError(RuntimeError):
-    """A program that this one calls ended with another status than 0."""
-
-
-def run(program: str, *options: object) -> None:
-    """Run a program of train/, its output on this one's. Raises StepError: it failed."""
-    command = [sys.executable, str(ROOT / "train" / program), *map(str, options)]
-    if status := subprocess.run(command).returncode:
-        raise StepError(f"{program} ended with status {status}; the same command goes on with what is done")
-
-
-def begin(options: argparse.Namespace, packages: Sequence[Package]) -> None:
-    """Note in --work_dir what is made there. Raises ValueError: something else is."""
-    what = {key: getattr(options, key) for key in ("vocab_size", "tokenizer_bytes", "eval_fraction")}
-    now = what | {"steps": STEPS, "packages": {package.requirement: package.sha256 for package in packages}}
-    now["filters"] = sha256_file(FILTERS)
-    file = options.work_dir / "begun.json"
-    if not file.exists():
-        options.work_dir.mkdir(parents=True, exist_ok=True)
-        write_durably(file, json.dumps(now, indent=1) + "\n")
-    elif (was := json.loads(file.read_text(encoding="utf-8"))) != now:
-        changed = ", ".join(key for key in now if was.get(key) != now[key])
-        raise ValueError(f"{options.work_dir} was begun with other {changed}; choose another --work_dir")
-
-
-def make_texts(packages: Sequence[Package], work: Path) -> Counter[str]:
-    """Download the wheels and take them apart; returns what was taken and left out, in sum."""
-    counts: Counter[str] = Counter()
-    for number, package in enumerate(packages, start=1):
-        wheel = download(package, work / "packages")
-        found = extract(package, wheel, work / "texts")
-        counts.update(found)
-        size = sum(found.get(f"{kind} bytes", 0) for kind in KINDS)
-        print(f"{number}/{len(packages)} {package.requirement}: {size / 1e6:.1f} MB", flush=True)
-    return counts
-
-
-def prepare(options: argparse.Namespace, kind: str) -> None:
-    """Tokens of one kind of texts; what was committed of the same texts and options stays."""
-    work = options.work_dir
-    inputs = ["--input", work / "texts" / kind, "--tokenizer", work / "tokenizer", "--output", work / kind]
-    more = ["--eval_fraction", options.eval_fraction, "--workers", options.workers, "--dedup", "minhash"]
-    run("prepare_data.py", *inputs, *more, *STEPS[kind])
+def run(program: str, log: Path, *options: object) -> None:
+    """Run a program of train/. Raises ValueError: it failed."""
+    print(f"{program}: see {log}", flush=True)
+    started = Program(f"train/{program}", options, log)
+    (status,) = run_together([started])
+    if status:
+        raise ValueError(f"{program} ended with status {status}: {started.last_lines()}; see {log}")
 
 
 def result_of(kind: str, counts: Counter[str], folder: Path) -> Result:
     """What became of the texts of one kind."""
-    manifest = read_manifest(folder)
-    tokens = {f"{split}_tokens": manifest.split_tokens(split) for split in SPLITS}
-    left_out = {
-        reason.removeprefix("left out: "): n
-        for reason, n in counts.items()
-        if reason.startswith(f"left out: {kind}")
-    }
+    manifest, skipped = read_manifest(folder), f"left out: {kind}"
     return {
         "source": kind,
         "texts": counts[kind],
         "text_bytes": counts[f"{kind} bytes"],
-        "left_out": left_out,
+        "left_out": {k.removeprefix("left out: "): n for k, n in counts.items() if k.startswith(skipped)},
         "removed": manifest.documents["removed"],
         "documents": manifest.documents["out"],
         "prepared_bytes": manifest.text_bytes,
-        **tokens,
+        **{f"{split}_tokens": manifest.split_tokens(split) for split in SPLITS},
     }
 
 
+def measure(options: argparse.Namespace) -> report.Outcome:
+    work, counts = options.work_dir, Counter[str]()
+    wheels = download(options.packages, work / "packages")
+    for name, wheel in wheels.items():
+        counts += extract(wheel, name, work / "texts")
+    tokenizer = work / "tokenizer"
+    if not any((tokenizer / name).exists() for name in TOKENIZER_FILES):
+        words = [
+            "--vocab_size",
+            options.vocab_size,
+            "--max_bytes",
+            options.tokenizer_bytes,
+            "--output",
+            tokenizer,
+        ]
+        inputs = [work / "texts" / kind for kind in KINDS]
+        run("train_tokenizer.py", work / "tokenizer.log", "--input", *inputs, *words)
+    for kind in KINDS:
+        if not (work / kind / "manifest.json").exists():
+            words = ["--input", work / "texts" / kind, "--tokenizer", tokenizer, "--output", work / kind]
+            words += ["--eval_fraction", options.eval_fraction, "--workers", options.workers]
+            run("prepare_data.py", work / f"{kind}.log", *words, "--dedup", "minhash", *QUALITY[kind])
+    results = [result_of(kind, counts, work / kind) for kind in KINDS]
+    unread = {reason: n for reason, n in counts.items() if "not UTF-8" in reason}
+    return report.Outcome(results, {"packages": len(wheels), "not_read": unread})
+
+
 def main(argv: Sequence[str]) -> int:
-    options = OPTIONS.parse_args(argv)
-    work = options.work_dir
-    try:
-        packages = read_packages(options.packages)
-        begin(options, packages)
-        counts = make_texts(packages, work)
-        if not any((work / "tokenizer" / name).exists() for name in TOKENIZER_FILES):
-            size = ["--vocab_size", options.vocab_size, "--max_bytes", options.tokenizer_bytes]
-            texts = [work / "texts" / kind for kind in KINDS]
-            run("train_tokenizer.py", "--input", *texts, *size, "--output", work / "tokenizer")
-        for kind in KINDS:
-            if not (work / kind / "manifest.json").exists():
-                prepare(options, kind)
-        results = [result_of(kind, counts, work / kind) for kind in KINDS]
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except StepError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report.table(results, COLUMNS))
-    if options.output:
-        more = {"packages": len(packages), "not_read": {k: n for k, n in counts.items() if "not UTF-8" in k}}
-        report.write_json(options.output, OPTIONS.command(options), results, **more)
-    return 0
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -3,53 +3,40 @@
 recomputation and without; and with Muon, the optimizer's states and offloading.
 
     python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--stages 0 1 2 3] [--output FILE.json]
-    python test_fp8/zero_matrix.py --work_dir FOLDER --time_limit_s 270     (again, and it goes on in the folder)
 
-Each cell is a configuration of train/train.py, trained on one rank and on --ranks with the same tokens in each step.
-Either the losses and the gradient norms of all steps are equal within the tolerance, or train/launch.py would refuse to
-start, by a message about the cell's own keys, which the table has. What matters most comes first.
-
-Exit status: 0; 1 when a cell is neither; 2 when there is no matrix (too few GPUs, a folder of another matrix); 3 when
-time ran out before the last cell; 130 after Ctrl-C and 143 after SIGTERM, which end the ranks.
-"""
+Each case is a configuration of train/train.py, trained on one rank and on --ranks with the same tokens in each step.
+Either the losses and gradient norms of all steps are equal within the tolerance, or train/launch.py refuses to start,
+with a message about the case's own keys. Exit status: 1 if a case is neither."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
+import math
+import shutil
 import sys
-import time
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.fp8.machine import describe, headline
 from model.keys import between
 from model.variants import VARIANTS
 from test_fp8.common import report
-from test_fp8.common.options import ROOT, Options, model_config, positive
-from test_fp8.common.processes import noted_signals
+from test_fp8.common.cases import Case, select
+from test_fp8.common.launch import Program, run_together
+from test_fp8.common.options import Options, model_config, positive
 from test_fp8.common.report import Result
-from test_fp8.common.work_dir import work_dir
-from test_fp8.zero.ranks import Trainings, train_all
-from train.files import reason
 from train.preflight.machine import cuda_devices
-from train.record.provenance import sources_sha256
-
-if TYPE_CHECKING:
-    from test_fp8.zero.cells import Cell
+from train.record.run_folder import RunFolder
 
 PRECISIONS = ("bf16", "fp8")
-RANKS = ROOT / "test_fp8/zero/ranks.py"
-SOURCES = ("model", "train", "test_fp8/zero")
-# Relative, the largest of all steps, and in the first, before weights differ. What was measured: docs/validation.md.
-# FP8's is wider: a sum that is rounded otherwise may be the next number of a format of few bits. Delayed scaling moves
-# its scales with each micro-batch, and a rank of several has fewer of them. In the first step that was 1.5e-3 at most,
-# and is 5.2e-3 since gradients of lm_head are FP8 products, which hand each rounding on to all layers.
+# Relative: the largest difference of all steps, and in the first step, before weights differ. What was measured is in
+# docs/validation.md. FP8's is wider, because a different rounding of a sum may give the next FP8 number, and delayed
+# scaling moves its scales with each micro-batch, of which a rank of several has fewer.
 TOLERANCE = {
     "bf16": {"loss": 1e-4, "grad_norm": 5e-3, "first_grad_norm": 1e-3},
     "fp8": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-3},
@@ -58,145 +45,111 @@ TOLERANCE = {
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--config", "tiny", "the model", type=model_config)
-OPTIONS.add("--ranks", 2, "a GPU each, where there are any", type=between(2))
+OPTIONS.add("--ranks", 2, "on a GPU each, if there are any", type=between(2))
 OPTIONS.add("--steps", 4, "of each training", type=positive)
 OPTIONS.add("--stages", [0, 1, 2, 3], "of ZeRO", type=int, nargs="+", choices=range(4))
 OPTIONS.add("--variants", list(VARIANTS), "of the model", nargs="+", choices=list(VARIANTS))
 OPTIONS.add("--precisions", list(PRECISIONS), "to compute in", nargs="+", choices=PRECISIONS)
 OPTIONS.add(
-    "--cells", ["*"], "only those with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"
+    "--rows", ["*"], "only cases with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"
 )
-OPTIONS.add("--work_dir", None, "keeps the trainings here, and takes those that are; else removed", type=Path)
-OPTIONS.add("--time_limit_s", None, "after which no training begins; needs --work_dir", type=positive)
 OPTIONS.add_output("JSON")
 
 COLUMNS: report.Columns = {
-    "cell": ("cell", "<"),
+    "row": ("row", "<"),
     "outcome": ("outcome", "<"),
-    "loss apart": ("loss_difference", ".1e"),
-    "grad_norm apart": ("grad_norm_difference", ".1e"),
+    "loss": ("loss_difference", ".1e"),
+    "grad_norm": ("grad_norm_difference", ".1e"),
     "in step 1": ("first_grad_norm_difference", ".1e"),
-    "reason": (lambda r: r.get("reason", "").replace("\n", " "), "<"),
+    "why": (lambda r: r.get("why", "").replace("\n", " "), "<"),
 }
 
 
-def matrix_of(options: argparse.Namespace) -> list[Cell]:
-    """What --stages, --variants, --precisions and --cells leave. Exits: a pattern of --cells that is of no cell, also
-    without the others; nothing is left."""
-    from test_fp8.zero.cells import cells
-
-    every = list(cells(options.stages, options.variants, options.precisions))
-    left = [cell for cell in every if any(fnmatchcase(cell.name, pattern) for pattern in options.cells)]
-    names = {cell.name for cell in (*every, *cells(range(4), list(VARIANTS), PRECISIONS))}
-    unknown = [pattern for pattern in options.cells if not any(fnmatchcase(name, pattern) for name in names)]
-    if unknown or not left:
-        OPTIONS.error(
-            f"--cells {' '.join(unknown or options.cells)}: no cell has such a name; there are:\n  "
-            + "\n  ".join(cell.name for cell in every)
-        )
-    return left
+def train(settings: dict[str, Any], folder: Path, ranks: Sequence[int]) -> dict[int, Path]:
+    """Train a configuration on each number of `ranks`, at the same time; return ranks -> output folder. Raises
+    ValueError: a run failed."""
+    programs = {}
+    for n in ranks:
+        config = folder / f"on_{n}.json"
+        config.write_text(json.dumps(settings | {"output_dir": str(folder / f"on_{n}")}), encoding="utf-8")
+        programs[n] = Program("train/train.py", [config], folder / f"on_{n}.log", n)
+    for (n, program), status in zip(programs.items(), run_together(list(programs.values())), strict=True):
+        if status:
+            raise ValueError(f"on {n} ranks: train.py ended with status {status}: {program.last_lines()}")
+    return {n: folder / f"on_{n}" for n in ranks}
 
 
-def measure(
-    options: argparse.Namespace,
-    matrix: list[Cell],
-    folder: Path,
-    devices: list[int] | None,
-    stops: Sequence[int],
-) -> list[Result]:
-    """One result a cell; its "outcome" is equal, refused, apart, failed, or left for want of time. Exits: one of
-    `stops` has come, signals."""
-    from test_fp8.zero.cells import compared, is_about, make_data, records, refusal
-
-    until = time.time() + options.time_limit_s if options.time_limit_s else None
-    data = folder / "data"
-    if not (data / "manifest.json").is_file():
-        make_data(data)
-    outputs = {ranks: folder / f"ranks_{ranks}" for ranks in (1, options.ranks)}
-    reasons: dict[str, str] = {}
-    for cell in matrix:
-        settings = cell.settings(options, data, outputs[options.ranks])
-        if (reason := refusal(cell, settings, options.ranks, devices)) is not None:
-            reasons[cell.name] = reason
-    trained = {
-        ranks: Trainings(
-            output,
-            ranks,
-            {c.name: c.settings(options, data, output) for c in matrix if c.name not in reasons},
-            until,
-        )
-        for ranks, output in outputs.items()
-    }
-    train_all(RANKS, list(trained.values()), lambda text: print(text, flush=True), stops)
-    if stops:
-        sys.exit(128 + stops[0])
-    results = []
-    for cell in matrix:
-        result: Result = {"cell": cell.name, "stage": cell.stage, "variant": cell.variant}
-        result |= {
-            "precision": cell.precision,
-            "recipe": cell.recipe,
-            "recomputation": cell.recomputes,
-            "more": dict(cell.more),
-        }
-        reason = reasons.get(cell.name)
-        found = {ranks: of_ranks.found for ranks, of_ranks in trained.items()}
-        failed = {ranks: error for ranks in found if (error := found[ranks].get(cell.name)) is not None}
-        if reason is not None:
-            result |= {"outcome": "refused" if is_about(cell, reason) else "failed", "reason": reason}
-        elif failed:
-            reason = "; ".join(f"on {ranks} ranks: {error}" for ranks, error in failed.items())
-            result |= {"outcome": "failed", "reason": reason}
-        elif any(cell.name not in of_ranks for of_ranks in found.values()):
-            result["outcome"] = "left"
-        else:
-            several, one = (records(outputs[ranks] / cell.name) for ranks in (options.ranks, 1))
-            result |= compared(several, one, TOLERANCE.get(cell.recipe or "", TOLERANCE[cell.precision]))
-            result["outcome"] = "apart" if "reason" in result else "equal"
-        results.append(result)
-    return results
+def records(output: Path) -> list[Result]:
+    """The lines of metrics.jsonl that have a loss."""
+    lines = RunFolder(output).metrics.read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
 
 
-def made_for(options: argparse.Namespace) -> Result:
-    """What trainings are kept for."""
-    machine, versions = describe()
-    own = {"machine": machine, "versions": versions, "sources": sources_sha256(*SOURCES)}
-    return own | {k: getattr(options, k) for k in ("config", "ranks", "steps")}
+def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
+    """Return loss and gradient norm of each step on several ranks and on one, the largest relative differences, and
+    "why" if one is beyond `tolerance`. AdamW and clipping hide a factor of the gradient; its norm shows it."""
+    steps = [(r["step"], r["tokens"]) for r in several]
+    if not steps or steps != [(r["step"], r["tokens"]) for r in one]:
+        return {"why": f"steps: {len(several)} on several ranks, {len(one)} on one, or with other tokens"}
+    result: Result = {}
+    apart = {}
+    for key in ("loss", "grad_norm"):
+        pairs = [(a[key], b[key]) for a, b in zip(several, one, strict=True)]
+        result[key], result[f"{key}_one_rank"] = map(list, zip(*pairs, strict=True))
+        relative = [math.inf if None in (a, b) else abs(a - b) / abs(b) for a, b in pairs]
+        apart[key] = math.inf if any(map(math.isnan, relative)) else max(relative)
+        apart[f"first_{key}"] = relative[0]
+    result |= {f"{key}_difference": apart[key] for key in tolerance}
+    beyond = [
+        f"{k}: difference {apart[k]:.1e}, allowed {m:.0e}" for k, m in tolerance.items() if not apart[k] <= m
+    ]
+    return result | ({"why": "; ".join(beyond)} if beyond else {})
+
+
+def trained(case: Case, settings: dict[str, Any], folder: Path, ranks: int) -> Result:
+    """The result of a case that is not refused."""
+    folder.mkdir()
+    try:
+        outputs = train(settings, folder, (1, ranks))
+    except ValueError as error:
+        return {"outcome": "failed", "why": str(error)}
+    recipe, compute = case.overrides.get("precision.recipe"), case.overrides["precision.compute"]
+    found = compared(
+        records(outputs[ranks]), records(outputs[1]), TOLERANCE.get(recipe or "", TOLERANCE[compute])
+    )
+    shutil.rmtree(folder)
+    return found | {"outcome": "apart" if "why" in found else "equal"}
+
+
+def measure(options: argparse.Namespace) -> report.Outcome:
+    """Train all cases. Raises ValueError: there are fewer GPUs than ranks; no case has such a name."""
+    from test_fp8.zero.cases import is_about_case, make_data, matrix, refusal, settings_of
+
+    devices = cuda_devices()
+    if devices and len(devices) < options.ranks:
+        raise ValueError(f"--ranks {options.ranks}: this host has {len(devices)} GPUs")
+    every = {case.name: case for case in matrix(options.stages, options.variants, options.precisions)}
+    cases = select(options.rows, every, "--rows")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as name:
+        data = make_data(Path(name) / "data")
+        for case in cases:
+            settings = settings_of(case, options.config, options.steps, options.ranks, data)
+            result: Result = {"row": case.name, "configuration": dict(case.overrides)}
+            if why := refusal(settings, options.ranks, devices):
+                result |= {"outcome": "refused" if is_about_case(why) else "failed", "why": why}
+            else:
+                result |= trained(case, settings, Path(name) / case.name, options.ranks)
+            print(f"{case.name}: {result['outcome']}", flush=True)
+            results.append(result)
+    outcomes = Counter(r["outcome"] for r in results)
+    wrong = [f"{r['row']}: {r['why']}" for r in results if r["outcome"] not in ("equal", "refused")]
+    line = f"{len(results)} cases: {outcomes['equal']} equal, {outcomes['refused']} refused"
+    return report.Outcome(results, {"ranks": options.ranks, "tolerance": TOLERANCE}, [line], wrong)
 
 
 def main(argv: Sequence[str]) -> int:
-    options = OPTIONS.parse_args(argv)
-    if options.time_limit_s and options.work_dir is None:
-        OPTIONS.error("--time_limit_s needs --work_dir, in which the same command goes on")
-    matrix = matrix_of(options)
-    devices = cuda_devices()
-    if devices and len(devices) < options.ranks:
-        print(
-            f"error: --ranks {options.ranks}, and {len(devices)} GPUs are here, one a rank", file=sys.stderr
-        )
-        return 2
-    print(headline(*describe()), flush=True)
-    with contextlib.ExitStack() as stack:
-        stops = stack.enter_context(noted_signals())
-        try:
-            folder = stack.enter_context(work_dir(options.work_dir, made_for(options), "its trainings are"))
-        except (ValueError, OSError) as error:
-            print(f"error: {reason(error)}", file=sys.stderr)
-            return 2
-        results = measure(options, matrix, folder, devices, stops)
-    print(report.table(results, COLUMNS))
-    outcomes = Counter(r["outcome"] for r in results)
-    equal, refused, left = (outcomes.pop(outcome, 0) for outcome in ("equal", "refused", "left"))
-    wrong = outcomes.total()
-    print(
-        f"{len(results)} cells: {equal} equal on {options.ranks} ranks and on one, {refused} refused, {wrong} neither"
-    )
-    if left:
-        print(f"{left} cells are left for want of time; the same command goes on with them")
-    if options.output:
-        more = {"ranks": options.ranks, "tolerance": TOLERANCE}
-        report.write_json(options.output, OPTIONS.command(options), results, **more)
-    return 1 if wrong else 3 if left else 0
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

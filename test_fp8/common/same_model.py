@@ -1,8 +1,7 @@
-"""Whether a row of `bench_model.py` is the model that it is compared with: transformers' own in bf16.
+"""Check that a case of bench_model.py is the model that it is compared with: transformers' own in bf16.
 
-Weights must be equal bit for bit. What is made of them may differ by rounding: logits of a short text, and the loss of
-the batch that is timed. Those tell FP8 from a wrong model, not a good recipe from a bad one; for that is
-`compare_convergence.py`.
+Weights must be equal bit for bit. Logits of a short text and the loss of the timed batch may differ by rounding. These
+tolerances tell FP8 from a wrong model, not a good recipe from a bad one; for that see compare_convergence.py.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from model.config import num_parameters
 from model.conversion import to_hf_state_dict
 
 PROBE_TOKENS = 64
-# Relative, by precision.compute. hare_0.4b, 1.1b and 2.0b had at most 8.4e-5 and 5.7e-4 on an H200 (test_fp8/results),
-# a model of two layers on 128 tokens, of which fewer errors cancel, 6.3e-5 and 2.9e-3.
+# Relative, by precision.compute. hare_0.4b, 1.1b and 2.0b had at most 8.4e-5 and 5.7e-4 on an H200, a model of two
+# layers on 128 tokens, of which fewer errors cancel, 6.3e-5 and 2.9e-3.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
-# Of logits |a - b| / |b| in the Frobenius norm; of two models that have nothing in common it is 1.4. bf16 had at most
-# 3.1e-2. What FP8 makes depends on the model: it may be so many times what rounding the operands of the same GEMMs to
-# e4m3 makes in transformers' model, `Reference.fp8_error`. That is 0.103, 0.274 and 0.381 in these three, fresh, where
-# FP8 with delayed scaling had 0.104, 0.273 and 0.372, and 0.072 in the tiny one, where all recipes had 0.070 to 0.084.
+# Of logits |a - b| / |b| in the Frobenius norm; of two unrelated models it is 1.4. bf16 had at most 3.1e-2. The error
+# of FP8 depends on the model: allowed is this factor times `Reference.fp8_error`. That is 0.103, 0.274 and 0.381 in
+# these three models, fresh, where FP8 with delayed scaling had 0.104, 0.273 and 0.372.
 BF16_LOGITS_TOLERANCE = 4e-2
 FP8_LOGITS_FACTOR = 1.25
 
 
 class DifferentModel(ValueError):
-    """A row that computes another model; the message says what differs."""
+    """A case computes another model; the message says what differs."""
 
 
 @dataclass
 class Reference:
-    """What every row is compared with, on the CPU: Hugging Face tensors, logits [1, PROBE_TOKENS, V] in float32 of the
-    first tokens of the batch, the loss of each of its samples, nats a token, and the error of the logits in FP8."""
+    """What every case is compared with, on the CPU: Hugging Face tensors, logits [1, PROBE_TOKENS, V] in float32 of the
+    first tokens of the batch, the loss of each of its samples in nats a token, and the error of logits whose GEMM
+    operands are rounded to e4m3."""
 
     weights: dict[str, Tensor]
     logits: Tensor
@@ -46,7 +45,7 @@ class Reference:
     def of(cls, model: nn.Module, input_ids: Tensor, labels: Tensor) -> Reference:
         """input_ids, labels: int64 [B, T], on the model's device."""
         weights = {name: tensor.cpu() for name, tensor in to_hf_state_dict(model).items()}
-        if input_ids.is_cuda:  # for the copies back to the GPU, one a row
+        if input_ids.is_cuda:  # they are copied back for each case
             weights = {name: tensor.pin_memory() for name, tensor in weights.items()}
         with torch.no_grad():
             pairs = zip(input_ids.split(1), labels.split(1), strict=True)
@@ -64,7 +63,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """`probe_logits` of transformers' model with input and weight of every Linear but lm_head rounded to e4m3, one
+    """`probe_logits` of transformers' model with input and weight of every Linear but lm_head rounded to e4m3, with one
     scale a tensor."""
 
     def rounded(x: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ def logits_in_e4m3(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Logits of the first tokens of `input_ids`; never compiled, which for this one shape would cost a minute."""
+    """Logits of the first tokens of `input_ids`; not compiled, which would cost a minute for this one shape."""
     tokens = input_ids[:1, :PROBE_TOKENS]
     with torch.compiler.set_stance("force_eager"):
         model(tokens)  # delayed scaling has no scales before its first pass
@@ -90,36 +89,29 @@ def probe_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
             return model(tokens).logits.float().cpu()
 
 
-def check_same_model(model: nn.Module, compute: str, reference: Reference, input_ids: Tensor) -> float:
-    """The relative error of the logits of `model`, which is fresh from `build_model`.
+def check_same_model(
+    model: nn.Module, weights: Mapping[str, Tensor], compute: str, reference: Reference, input_ids: Tensor
+) -> float:
+    """Return the relative error of the logits of `model`. weights: its own, under Hugging Face's names.
 
     Raises DifferentModel: another number of parameters; a weight that is missing, unknown or has another bit; logits
     beyond the tolerance of `compute`.
     """
     parameters, expected = sum(p.numel() for p in model.parameters()), num_parameters(model.config)
     if parameters != expected:
-        raise DifferentModel(f"{parameters:,} parameters, {expected:,} are expected")
-    return check_computed(to_hf_state_dict(model), model, compute, reference, input_ids)
-
-
-def check_computed(
-    weights: Mapping[str, Tensor], model: nn.Module, compute: str, reference: Reference, input_ids: Tensor
-) -> float:
-    """The same for any model that returns logits, with its `weights` under Hugging Face's names."""
+        raise DifferentModel(f"{parameters:,} parameters, expected {expected:,}")
     if problems := weight_problems(weights, reference.weights):
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise DifferentModel("other weights: " + "; ".join(problems[:3]) + more)
-    logits = probe_logits(model, input_ids)
-    error, allowed = relative_error(logits, reference.logits), reference.logits_tolerance()[compute]
+        raise DifferentModel(f"{len(problems)} other weights: {'; '.join(problems[:3])}")
+    error = relative_error(probe_logits(model, input_ids), reference.logits)
+    allowed = reference.logits_tolerance()[compute]
     if not error <= allowed:
-        raise DifferentModel(f"logits differ by {error:.1e} relative, allowed are {allowed:.1e} in {compute}")
+        raise DifferentModel(f"logits differ by {error:.1e} relative, allowed is {allowed:.1e} in {compute}")
     return error
 
 
 def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """What keeps `weights` from being `expected`, bit for bit; empty when nothing does."""
-    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    problems += [f"{name} is unknown" for name in weights.keys() - expected.keys()]
+    """The names in which `weights` are not `expected`, bit for bit."""
+    problems = [f"{name} is missing or unknown" for name in expected.keys() ^ weights.keys()]
     for name in expected.keys() & weights.keys():
         ours, theirs = weights[name], expected[name]
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
@@ -130,13 +122,13 @@ def weight_problems(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def loss_error(loss: float, compute: str, reference: Reference, samples: int) -> float:
-    """|loss - reference| / reference, for the first `samples` of the batch, which all have the same number of tokens.
-    Raises DifferentModel: beyond the tolerance."""
+    """Return |loss - reference| / reference for the first `samples` of the batch. Raises DifferentModel: beyond the
+    tolerance."""
     expected = sum(reference.losses[:samples]) / samples
     error = abs(loss - expected) / expected
     if not error <= LOSS_TOLERANCE[compute]:
         raise DifferentModel(
-            f"the loss of the batch is {loss:.5f}, of transformers' model in bf16 {expected:.5f}: {error:.1e} apart "
-            f"relative, allowed are {LOSS_TOLERANCE[compute]:.0e} in {compute}"
+            f"the loss is {loss:.5f}, of transformers' model in bf16 {expected:.5f}: the relative difference is "
+            f"{error:.1e}, allowed is {LOSS_TOLERANCE[compute]:.0e} in {compute}"
         )
     return error

@@ -1,36 +1,59 @@
-"""What finished trainings say beyond their differences: the band of the baseline's seeds, how long each takes to the
-loss of another, and how healthy FP8 was (precision.health_steps)."""
+"""What the metrics of a training say: its losses, its speed, the time until a loss, the health of FP8.
+
+A training is its metrics.jsonl, read into records {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...};
+not every record has every key. Losses are in nats a token.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from test_fp8.common.report import Result
-from test_fp8.convergence.rows import AFTER_START, STAGE_ENDS
 from train.record.fp8_health import FP8_HEALTH, values
+from train.record.provenance import read_starts
+from train.record.run_folder import RunFolder
 
-FP8_ALARMS = "fp8_alarms"
+WARM_UP = (
+    "warm_up"  # in the first record with a speed since a start, or since a phase of precision.schedule began
+)
 
 
-def seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
-    """(seconds of steps until then, record) of each record. Evaluations and saves are not in it, nor starts: the speed
-    that the first record after one tells has compilation and capture in it, and is taken to be the median of the others
-    of its stage of precision.schedule."""
-    warm: dict[int, list[float]] = {}  # by stage
-    stages, stage = [], 0
+def read_records(folder: Path) -> list[Result]:
+    """The records of a run, one a step. An evaluation that a resumed run caught up on has a line of its own."""
+    records: dict[int, Result] = {}
+    for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        records.setdefault(record["step"], {}).update(record)
+    starts = read_starts(RunFolder(folder))
+    phases = [phase for start in starts for phase in start.get("stages", [])]
+    for begin in {0, *(each["step"] for each in (*starts, *phases))}:
+        timed = [r for r in records.values() if r["step"] > begin and r.get("tokens_per_second")]
+        for first in timed[:1]:
+            first[WARM_UP] = True
+    return list(records.values())
+
+
+def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the records that have `key`."""
+    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
+    """(seconds of steps until then, record) of the records with a speed or an evaluation. Evaluations and saves do not
+    count; an interval with compilation or capture counts at the speed of the next one."""
+    timed = [r for r in records if r.get("tokens_per_second")]
+    rates = {r["step"]: r["tokens_per_second"] for r in timed}
+    for first, second in pairwise(timed):
+        if first.get(WARM_UP) and not second.get(WARM_UP):
+            rates[first["step"]] = second["tokens_per_second"]
+    found, elapsed, tokens = [], 0.0, records[0]["tokens"] if records[0]["step"] not in rates else 0
     for record in records:
-        stages.append(stage)
-        if (rate := record.get("tokens_per_second")) and not record.get(AFTER_START):
-            warm.setdefault(stage, []).append(rate)
-        stage += STAGE_ENDS in record
-    every = [rate for rates in warm.values() for rate in rates]
-    found, elapsed, tokens = [], 0.0, 0
-    for record, stage in zip(records, stages, strict=True):
-        if rate := record.get("tokens_per_second"):
-            others = warm.get(stage, every)
-            rate = statistics.median(others) if record.get(AFTER_START) and others else rate
+        if rate := rates.get(record["step"]):
             elapsed += (record["tokens"] - tokens) / rate
             tokens = record["tokens"]
         found.append((elapsed, record))
@@ -38,20 +61,16 @@ def seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
 
 
 def speed(records: Sequence[Result]) -> float:
-    """Tokens/s: the median of the intervals but the first, which holds what happens once: compilation, graphs, first
-    allocations. Stages of precision.schedule have their own speeds: of these together the tokens by the seconds."""
-    timed = [(s, r) for s, r in seconds(records) if r.get("tokens_per_second")]
-    if len(timed) > 1 and any(STAGE_ENDS in record for record in records):
-        (begin, first), (end, last) = timed[0], timed[-1]
-        return (last["tokens"] - first["tokens"]) / (end - begin)
-    rates = [record["tokens_per_second"] for _, record in timed]
-    return statistics.median(rates[1:] or rates)
+    """Tokens/s of the steps. The first interval does not count if there are others."""
+    timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
+    (begin, first), (end, last) = timed[0], timed[-1]
+    return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
 
 
 def time_to(records: Sequence[Result], loss: float) -> float | None:
-    """Seconds of steps until the evaluation loss was `loss`, or less, for the first time: on a line between the
-    evaluations around it. None: it never was."""
-    points = [(s, r["eval_loss"]) for s, r in seconds(records) if r.get("eval_loss") is not None]
+    """Seconds of steps until the evaluation loss first was `loss` or less, on a line between evaluations; None:
+    never."""
+    points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
     for (before, high), (after, low) in pairwise(points):
@@ -60,62 +79,40 @@ def time_to(records: Sequence[Result], loss: float) -> float | None:
     return None
 
 
-def equal_loss(records: Sequence[Result], others: dict[str, list[Result]]) -> Result:
-    """Of this training and the one of `others` that ends at the least evaluation loss: the seconds that both take to
-    the worse of their two final losses, which both came to, and the other's as a multiple of this one's: above 1, this
-    one is sooner there."""
-    row = min(others, key=lambda name: others[name][-1]["eval_loss"])
-    other = others[row]
-    loss = max(training[-1]["eval_loss"] for training in (records, other))
-    own, theirs = time_to(records, loss), time_to(other, loss)
-    ratio = theirs / own if own and theirs else None
-    return {"row": row, "eval_loss": loss, "seconds": own, "others_seconds": theirs, "ratio": ratio}
+def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
+    """The seconds in which both reach the worse of their two final evaluation losses, and the baseline's as a
+    multiple of this training's ("ratio")."""
+    loss = max(training[-1]["eval_loss"] for training in (own, base))
+    seconds, others = time_to(own, loss), time_to(base, loss)
+    ratio = others / seconds if seconds and others else None
+    return {"eval_loss": loss, "seconds": seconds, "baseline_seconds": others, "ratio": ratio}
 
 
-def band(seeds: Sequence[Sequence[Result]]) -> Result:
-    """Of trainings that differ in the seed, the baseline first: by step of an evaluation their mean loss, and where the
-    lowest and the highest are, in percent of the baseline's; "final_mean": of the last."""
-    by_step: dict[int, list[float]] = {}
-    for records in seeds:
-        for record in records:
-            if record.get("eval_loss") is not None:
-                by_step.setdefault(record["step"], []).append(record["eval_loss"])
-    whole = {step: losses for step, losses in by_step.items() if len(losses) == len(seeds)}
-    means = [statistics.fmean(losses) for losses in whole.values()]
-    return {
-        "seeds": len(seeds),
-        "step": list(whole),
-        "mean": means,
-        "low_percent": [(min(losses) / losses[0] - 1) * 100 for losses in whole.values()],
-        "high_percent": [(max(losses) / losses[0] - 1) * 100 for losses in whole.values()],
-        "final_mean": means[-1],
-    }
+def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
+    """The mean difference of the training losses over the last tenth of the logged steps, in percent of the baseline's,
+    with its standard error. It is of many more tokens than an evaluation; the samples must be the same."""
+    losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
+    differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
+    last = differences[-max(1, len(differences) // 10) :]
+    error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
+    return {"mean_percent": statistics.fmean(last), "standard_error": error}
+
+
+def percent(value: float, baseline: float) -> float:
+    """How far `value` is above `baseline`, in percent of it."""
+    return (value / baseline - 1) * 100
 
 
 def health(records: Sequence[Result]) -> Result | None:
-    """How many looks there were, how many alarms began and at which operands, and the worst value of each statistic
-    with its GEMM, operand, layer and step. None: no look."""
-    looks = [record for record in records if record.get(FP8_HEALTH)]
-    if not looks:
-        return None
+    """The number of FP8 health checks and alarms, and the worst value of each statistic with its place. None: no
+    check."""
+    checks = [record for record in records if record.get(FP8_HEALTH)]
     worst: dict[str, Result] = {}
-    for record in looks:
-        for gemm, operand, what, column in values(record[FP8_HEALTH]):
-            for layer, value in enumerate(column):
+    for record in checks:
+        for gemm, operand, what, by_layer in values(record[FP8_HEALTH]):
+            for layer, value in enumerate(by_layer):
                 if value is not None and value > worst.get(what, {"value": -1.0})["value"]:
-                    worst[what] = {
-                        "value": value,
-                        "gemm": gemm,
-                        "operand": operand,
-                        "layer": layer,
-                        "step": record["step"],
-                    }
-    alarms = [record[FP8_ALARMS] for record in records if record.get(FP8_ALARMS)]
-    began = [alarm for found in alarms for alarm in found["began"]]
-    return {
-        "looks": len(looks),
-        "alarms": max((found["count"] for found in alarms), default=0),
-        "active_at_end": alarms[-1]["active"] if alarms else 0,
-        "began": began,
-        "worst": worst,
-    }
+                    place = {"gemm": gemm, "operand": operand, "layer": layer, "step": record["step"]}
+                    worst[what] = {"value": value, **place}
+    alarms = max((record["fp8_alarms"]["count"] for record in records if record.get("fp8_alarms")), default=0)
+    return {"looks": len(checks), "alarms": alarms, "worst": worst} if checks else None

@@ -1,7 +1,7 @@
 """Wheels of Python packages -> texts: source code and documents, each package's in a .jsonl of each kind.
 
-packages.txt pins each wheel by its sha256, so that everybody has the same bytes. A record is {"text", "path"}, where
-the path is that in the wheel. What is left out is counted by reason.
+packages.txt pins each wheel by its sha256, so that everybody has the same bytes. A record is {"text", "path"}, with the
+path in the wheel. What is skipped is counted by reason.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-
-from train.files import sha256_file, write_durably
 
 KINDS = ("code", "documents")
 SUFFIXES = {
@@ -34,79 +31,40 @@ MAX_BYTES, LEAST_BYTES = 1_000_000, 200
 # Of UTF-8; what is not ASCII counts as a letter.
 ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 PLATFORMS = ("any", *(f"manylinux{version}_x86_64" for version in ("_2_28", "_2_17", "2014")))
+PIP_OPTIONS = [
+    *("--no-deps", "--require-hashes", "--only-binary=:all:", "--no-cache-dir"),
+    *(f"--platform={platform}" for platform in PLATFORMS),
+    *("--python-version=3.12", "--implementation=cp", "--abi=cp312", "--abi=abi3", "--abi=none"),
+]
 
 
-@dataclass(frozen=True)
-class Package:
-    """A wheel: `requirement` is name==version."""
-
-    requirement: str
-    sha256: str
-
-    @property
-    def name(self) -> str:
-        return self.requirement.partition("==")[0]
-
-
-def read_packages(path: Path) -> list[Package]:
-    """The lines of packages.txt, as pip takes them: name==version --hash=sha256:HEX.
-
-    Raises ValueError: a line that is not so, or a name that comes twice.
-    """
-    packages: dict[str, Package] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        found = re.fullmatch(r"([\w.-]+==[\w.!+]+) --hash=sha256:([0-9a-f]{64})", line.strip())
-        if not found:
-            raise ValueError(f"{path}:{number}: {line!r}; a line is NAME==VERSION --hash=sha256:HEX")
-        package = Package(*found.groups())
-        if package.name in packages:
-            raise ValueError(f"{path}:{number}: {package.name} comes twice; name each package once")
-        packages[package.name] = package
-    if not packages:
-        raise ValueError(f"{path} names no package; a line is NAME==VERSION --hash=sha256:HEX")
-    return list(packages.values())
-
-
-def download(package: Package, folder: Path) -> Path:
-    """The wheel in `folder`/NAME, by pip, unless it is there. Nothing of it is run.
-
-    Raises ValueError: pip did not find it, or it is another one than the pinned.
-    """
-    own = folder / package.name
-    own.mkdir(parents=True, exist_ok=True)
-    for wheel in own.glob("*.whl"):
-        if sha256_file(wheel) == package.sha256:
-            return wheel
-        wheel.unlink()
-    pinned = own / "requirement.txt"
-    pinned.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
-    options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--no-cache-dir"]
-    options += [option for platform in PLATFORMS for option in ("--platform", platform)]
-    options += ["--python-version", "3.12", "--implementation", "cp"]
-    options += [option for abi in ("cp312", "abi3", "none") for option in ("--abi", abi)]
+def download(packages: Path, folder: Path) -> dict[str, Path]:
+    """Download the wheels of packages.txt with pip, which checks their hashes and runs nothing of them; return name ->
+    wheel. Raises ValueError: pip failed."""
+    folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
         "-m",
         "pip",
         "download",
         "--quiet",
-        *options,
+        *PIP_OPTIONS,
         "-d",
-        str(own),
+        str(folder),
         "-r",
-        str(pinned),
+        str(packages),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(own.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        raise ValueError(f"{package.requirement} was not downloaded: {done.stderr.strip()[-500:]}")
-    return wheels[0]
+    if done.returncode:
+        raise ValueError(f"{packages} was not downloaded: {done.stderr.strip()[-500:]}")
+    names = re.findall(r"^([\w.-]+)==", packages.read_text(encoding="utf-8"), re.MULTILINE)
+    normalized = {re.sub(r"[-_.]+", "_", name).lower(): name for name in names}
+    wheels = {normalized.get(path.name.partition("-")[0].lower()): path for path in folder.glob("*.whl")}
+    return {name: wheels[name] for name in names}
 
 
-def why_left_out(text: str, kind: str) -> str | None:
-    """Why a text is no source code or document that somebody wrote; None if it is one."""
+def why_skipped(text: str, kind: str) -> str | None:
+    """Why a text is not source code or a document that somebody wrote, or None."""
     data = text.encode()
     if len(data) < LEAST_BYTES:
         return f"under {LEAST_BYTES} bytes"
@@ -126,8 +84,8 @@ def why_left_out(text: str, kind: str) -> str | None:
     return None
 
 
-def texts_of(wheel: Path, left_out: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """(kind, path, text) of each text of a wheel in the order of its paths; the others are counted."""
+def texts_of(wheel: Path, skipped: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """(kind, path, text) of each text of a wheel in the order of its paths; the others are counted in `skipped`."""
     with zipfile.ZipFile(wheel) as archive:
         for entry in sorted(archive.infolist(), key=lambda entry: entry.filename):
             path = PurePosixPath(entry.filename)
@@ -139,41 +97,28 @@ def texts_of(wheel: Path, left_out: Counter[str]) -> Iterator[tuple[str, str, st
             try:
                 text = importlib.util.decode_source(data) if path.suffix == ".py" else data.decode("utf-8")
             except (UnicodeDecodeError, SyntaxError):
-                left_out["not UTF-8, nor what it says"] += 1
+                skipped["not UTF-8, nor what it says"] += 1
                 continue
             if is_metadata:  # the README of the package
                 found = email.message_from_string(text)
                 text = str(found.get_payload() or found.get("Description") or "")
             text = text.replace("\r\n", "\n")
-            if reason := why_left_out(text, kind):
-                left_out[f"{kind}: {reason}"] += 1
+            if reason := why_skipped(text, kind):
+                skipped[f"{kind}: {reason}"] += 1
             else:
                 yield kind, entry.filename, text
 
 
-def extract(package: Package, wheel: Path, folder: Path) -> dict[str, int]:
-    """Write the texts of a wheel to `folder`/KIND/NAME.jsonl; returns the counts, which are written last, to
-    `folder`/counts/NAME.json: what is there of the same wheel is not made again."""
-    record = folder / "counts" / f"{package.name}.json"
-    if (
-        record.exists()
-        and (was := json.loads(record.read_text(encoding="utf-8")))["sha256"] == package.sha256
-    ):
-        return was["counts"]
-    left_out: Counter[str] = Counter()
-    lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
+def extract(wheel: Path, name: str, folder: Path) -> Counter[str]:
+    """Write the texts of a wheel to `folder`/KIND/NAME.jsonl; return the counts."""
+    skipped: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for kind, path, text in texts_of(wheel, left_out):
-        lines[kind].append(json.dumps({"text": text, "path": path}, ensure_ascii=False))
-        counts[kind] += 1
-        counts[f"{kind} bytes"] += len(text.encode())
+    lines: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for kind, path, text in texts_of(wheel, skipped):
+        lines[kind].append(json.dumps({"text": text, "path": path}, ensure_ascii=False) + "\n")
+        counts.update({kind: 1, f"{kind} bytes": len(text.encode())})
     for kind in KINDS:
-        file = folder / kind / f"{package.name}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
+        (folder / kind).mkdir(parents=True, exist_ok=True)
         if lines[kind]:
-            file.write_text("\n".join(lines[kind]) + "\n", encoding="utf-8")
-    result = dict(counts) | {f"left out: {reason}": n for reason, n in sorted(left_out.items())}
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(record, json.dumps({"sha256": package.sha256, "counts": result}, indent=1) + "\n")
-    return result
+            (folder / kind / f"{name}.jsonl").write_text("".join(lines[kind]), encoding="utf-8")
+    return counts + Counter({f"left out: {reason}": n for reason, n in skipped.items()})

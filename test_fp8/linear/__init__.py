@@ -1,5 +1,4 @@
-"""test_fp8.py: which Linears (shapes), one in one precision taken apart (cases), all of a shape in turns (bench), the
-GPU's own ceilings, and what the results say (summary).
+"""test_fp8.py: the shapes of a Linear (shapes) and its measurement in each precision (bench).
 
-May import: model, test_fp8/common. shapes and summary do without torch.
+May import: model, test_fp8/common. shapes does not import torch.
 """

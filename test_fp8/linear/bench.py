@@ -1,141 +1,237 @@
-"""All precisions of one Linear side by side: prepared, checked against float32, then timed in turns."""
+"""One Linear in each precision, launched normally and as CUDA graphs: checked against float32, then timed in turns.
+
+"step" is forward and backward with both gradients, "forward" the forward alone, with what it saves for the backward. In
+FP8 the quantization of input, weight and gradient counts, and the update of delayed scaling's scales.
+"""
 
 from __future__ import annotations
 
 import statistics
-import time
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from model.autotune.timing import one_line
-from model.fp8.precision import PrecisionError
+from model.fp8.precision import DTYPES, Precision, PrecisionError
+from model.fp8.recipes import PrecisionConfig
 from model.proof import proving_fp8
-from test_fp8.common import timing
 from test_fp8.common.report import Result
-from test_fp8.linear.cases import ERROR_LIMITS, Case, Part, Tensors, as_graph
-from test_fp8.linear.shapes import GEMMS, LAUNCHES, Shape
+from test_fp8.common.timing import take_turns
+from test_fp8.linear.shapes import Shape
 
-# fp32 runs at some 50 TFLOP/s: steps of more than this would take most of the time of a sweep.
+GEMMS = {"step": 3, "forward": 1}
+LAUNCHES = ("eager", "graph")
+# Relative errors to float32 above which a result is wrong, not rounded. bf16 rounds to 8 bits: 2e-3 each for two
+# operands and the result. e4m3 has 4 and e5m2 3 bits: 0.03 and 0.05 for an operand that its scale fits.
+ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
+# fp32 runs at some 50 TFLOP/s: larger steps would take most of the time of a sweep.
 FP32_LIMIT_FLOP = 2e12
-# A sample on a GPU is so many calls that forward + backward is about this many FLOP, 3 ms in bf16 and 5 in fp32,
-# against which the first launch is little; at most MAX_CALLS calls.
+# A timed sample on a GPU repeats a step until it has about this many FLOP, at most MAX_CALLS times.
 SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
-# Samples of a shape stop after this time, if there are enough for a median.
-SECONDS_A_SHAPE, MIN_SAMPLES = 1.5, 5
-# By estimate a large shape takes this of GPU memory for each element of input, output and weight: the float32 originals
-# and results, and what bf16 and three recipes make of them, launched and as graphs.
-BYTES_PER_ELEMENT = 40
+# Of the matrix products that show what the GPU reaches: sizes, and FLOP of a timed sample.
+CEILINGS = {
+    "fp32": ([4096, 8192], 1e12),
+    "bf16": ([4096, 8192, 16384], 5e12),
+    "fp8": ([4096, 8192, 16384], 5e12),
+}
+
+Tensors = dict[str, Tensor]
+"""Any of "output" [batch, rows, out], "dgrad" [batch, rows, in] and "wgrad" [out, in]."""
 
 
-def calls_a_sample(shape: Shape, name: str) -> int:
-    if not torch.cuda.is_available():
-        return 1
-    sample = FP32_SAMPLE_FLOP if name == "fp32" else SAMPLE_FLOP
-    return max(1, min(MAX_CALLS, round(sample / (GEMMS["step"] * shape.gemm_flop))))
+class Inputs:
+    """The float32 tensors that all precisions of a shape compute with, and the `exact` results. They are normal numbers
+    of the size that training has: zeros would run faster, for less power."""
+
+    def __init__(self, shape: Shape):
+        torch.manual_seed(0)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.weight = torch.randn(shape.outputs, shape.inputs, device=device) * 0.02
+        self.x = torch.randn(shape.batch, shape.rows, shape.inputs, device=device)
+        self.gradient = torch.randn(shape.batch, shape.rows, shape.outputs, device=device) * 1e-3
+        self.exact = {
+            "output": self.x @ self.weight.T,
+            "dgrad": self.gradient @ self.weight,
+            "wgrad": self.gradient.flatten(0, 1).T @ self.x.flatten(0, 1),
+        }
 
 
-def check_memory(shape: Shape) -> None:
-    """Raises RuntimeError: too large for the GPU memory that is free."""
-    elements = shape.all_rows * (shape.inputs + shape.outputs) + shape.inputs * shape.outputs
-    needed, free = BYTES_PER_ELEMENT * elements / 2**30, torch.cuda.mem_get_info()[0] / 2**30
-    if needed > free:
-        raise RuntimeError(f"needs about {needed:.0f} GiB, and {free:.0f} GiB of GPU memory are free")
+class Linear:
+    """A Linear in `precision`: "fp32" and "bf16" are torch.nn.Linear, "fp8-RECIPE" te.Linear on bf16 parameters. Raises
+    PrecisionError: FP8 cannot run on this machine or on this shape."""
 
-
-def run(part: Part) -> dict[str, torch.Tensor]:
-    for stage in part:
-        results = stage()
-    return results
-
-
-def check(part: Part, tensors: Tensors, limit: float, errors: dict[str, float]) -> None:
-    """Run `part`; its errors go into `errors`. Raises ValueError: an error above `limit`."""
-    results = run(part)
-    for name, error in tensors.errors(results).items():
-        if not error <= limit:
-            raise ValueError(
-                f"wrong: {name} is off by {error:.1e} relative to float32, allowed are {limit:.0e}"
+    def __init__(self, shape: Shape, precision: str, inputs: Inputs):
+        self.compute, _, recipe = precision.partition("-")
+        device, dtype = inputs.x.device, DTYPES[self.compute]
+        self.precision: Precision | None = None
+        self._te_state: Any = None
+        if self.compute == "fp8":
+            if reason := shape.why_not_fp8():
+                raise PrecisionError(reason)
+            self.precision = Precision(PrecisionConfig(recipe=recipe, bf16_modules=[]))
+            te = self.precision.te
+            self.module = te.Linear(
+                shape.inputs, shape.outputs, bias=False, params_dtype=dtype, device=device
             )
-        errors[name] = max(error, errors.get(name, 0.0))
-    results.clear()  # a graph would keep them
+            # the reference modules have no such object
+            self._te_state = getattr(sys.modules[te.autocast.__module__], "FP8GlobalStateManager", None)
+            self._scales = self._te_state and type(self._te_state.quantization_state)()
+        else:
+            self.module = nn.Linear(shape.inputs, shape.outputs, bias=False, dtype=dtype, device=device)
+        with torch.no_grad():
+            self.module.weight.copy_(inputs.weight)
+        self.x = inputs.x.detach().to(dtype).requires_grad_()
+        self.gradient = inputs.gradient.to(dtype)
+
+    def run(self, part: str, calls: int) -> Tensors:
+        """Run a part `calls` times with this Linear's scales alone: Transformer Engine updates those of all modules of
+        the process."""
+        if self._te_state is None:
+            return self._run(part, calls)
+        outer, self._te_state.quantization_state = self._te_state.quantization_state, self._scales
+        try:
+            return self._run(part, calls)
+        finally:
+            self._te_state.quantization_state = outer
+
+    def _run(self, part: str, calls: int) -> Tensors:
+        gradients: tuple[Tensor, ...] = ()
+        for _ in range(calls):
+            with self.precision.autocast() if self.precision else nullcontext():
+                output = self.module(self.x)
+            if part == "step":  # `.grad` would accumulate
+                gradients = torch.autograd.grad(output, (self.x, self.module.weight), self.gradient)
+        return dict(zip(("output", "dgrad", "wgrad"), (output.detach(), *gradients), strict=False))
+
+
+def as_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
+    """Capture `run`, which must have run before, on the current stream (not the default one). Raises RuntimeError: it
+    cannot be captured."""
+    graph, cause = torch.cuda.CUDAGraph(), None
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            try:
+                results = run()
+            except Exception as error:
+                cause = error  # the end of the capture raises another one, which says less
+                raise
+    except Exception as error:
+        raise RuntimeError(f"cannot be captured as a CUDA graph: {cause or error}") from error
+
+    def replay() -> Tensors:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def checked(
+    linear: Linear, part: str, launch: str, calls: int, inputs: Inputs
+) -> tuple[Callable[[], Tensors], dict[str, float]]:
+    """Return a part launched this way, after one run, and its errors. Raises ValueError: an error above the limit;
+    ProofError: other than the planned FP8 GEMMs ran."""
+    run: Callable[[], Tensors] = partial(linear.run, part, calls)
+    if launch == "graph" and not inputs.x.is_cuda:
+        raise PrecisionError("a CUDA graph needs a GPU")
+    counted = part == "step" and linear.precision
+    with proving_fp8(linear.module, counted, calls) if counted else nullcontext():
+        run = as_graph(run) if launch == "graph" else run
+        results = run()
+    errors = {
+        k: float((t.float() - inputs.exact[k]).norm() / inputs.exact[k].norm()) for k, t in results.items()
+    }
+    for name, error in errors.items():
+        if not error <= ERROR_LIMITS[linear.compute]:
+            raise ValueError(f"wrong: {name} is off by {error:.1e} relative to float32")
+    return run, errors
 
 
 def measure_shape(
-    shape: Shape,
-    what: list[str],
-    names: list[str],
-    ceilings: dict[str, Any],
-    *,
-    iterations: int,
-    warmup: int,
-    cached_weight: bool,
+    shape: Shape, what: list[str], precisions: list[str], ceilings: dict[str, Any], iterations: int
 ) -> list[Result]:
-    """One result for each precision of `names` and launch; what cannot run has a "reason" instead of figures."""
-    gpu = torch.cuda.is_available()
-    sizes: Result = {"what": what, "shape": str(shape), **shape._asdict()}
-    rows = {(n, launch): {**sizes, "precision": n, "launch": launch} for n in names for launch in LAUNCHES}
-    calls = {name: calls_a_sample(shape, name) for name in names}
-    parts: dict[tuple[str, str, str], Part] = {}
-    times: dict[tuple[str, str, str], list[float]] = {}
-
-    def prepare(name: str) -> None:
-        """Into `parts` and `rows`. Raises RuntimeError, ValueError, AssertionError: from some launch on it cannot."""
-        if gpu and name == "fp32" and GEMMS["step"] * shape.gemm_flop > FP32_LIMIT_FLOP:
-            limit = f"{FP32_LIMIT_FLOP / 1e12:.0f} TFLOP a step"
-            raise PrecisionError(f"fp32 is measured up to {limit}, it takes too long")
-        case = Case(shape, name, tensors, cached_weight)
-        for _ in range(warmup):
-            for part in case.parts(calls[name]).values():
-                run(part)
-        for launch in LAUNCHES:
-            if launch == "graph" and not gpu:
-                raise PrecisionError("a CUDA graph needs a GPU")
-            pool = torch.cuda.graph_pool_handle() if launch == "graph" else None
-            ready, errors = {}, dict[str, float]()
-            for key, part in case.parts(calls[name]).items():
-                fp8 = key == "step" and case.precision
-                with proving_fp8(case.linear, fp8, calls[name]) if fp8 else nullcontext():
-                    ready[name, launch, key] = [as_graph(stage, pool) for stage in part] if pool else part
-                    check(ready[name, launch, key], tensors, ERROR_LIMITS[case.compute], errors)
-            rows[name, launch] |= {"ran_fp8": case.compute == "fp8", "calls_a_sample": calls[name]}
-            rows[name, launch] |= {"samples": 0, "errors": errors}
-            parts.update(ready)
-
+    """Return one result for each precision and launch; what cannot run has a "reason"."""
+    gpu, flop = torch.cuda.is_available(), GEMMS["step"] * shape.gemm_flop
+    sizes = {"what": what, "shape": str(shape), **shape._asdict()}
+    results = {(p, way): {**sizes, "precision": p, "launch": way} for p in precisions for way in LAUNCHES}
+    samples = {p: FP32_SAMPLE_FLOP if p == "fp32" else SAMPLE_FLOP for p in precisions}
+    calls = {p: max(1, min(MAX_CALLS, round(sample / flop))) if gpu else 1 for p, sample in samples.items()}
+    parts: dict[tuple[str, str, str], Callable[[], Tensors]] = {}
     try:
-        if gpu:
-            check_memory(shape)
-        tensors = Tensors(shape, torch.device("cuda" if gpu else "cpu"))
-        for name in names:
+        inputs = Inputs(shape)
+        for precision in precisions:
             try:
-                prepare(name)
+                if gpu and precision == "fp32" and flop > FP32_LIMIT_FLOP:
+                    raise PrecisionError(f"fp32 is measured up to {FP32_LIMIT_FLOP / 1e12:.0f} TFLOP a step")
+                linear = Linear(shape, precision, inputs)
+                for _ in range(2):
+                    linear.run("step", 1)
+                for launch in LAUNCHES:
+                    ready = {part: checked(linear, part, launch, calls[precision], inputs) for part in GEMMS}
+                    results[precision, launch] |= {
+                        "ran_fp8": linear.compute == "fp8",
+                        "calls_a_sample": calls[precision],
+                        "errors": ready["step"][1],
+                    }
+                    parts |= {(precision, launch, part): run for part, (run, _) in ready.items()}
             except (RuntimeError, ValueError, AssertionError) as error:
                 for launch in LAUNCHES:
-                    if "errors" not in rows[name, launch]:
-                        rows[name, launch]["reason"] = one_line(error)
-        start = time.perf_counter()
-        timing.take_turns(parts, 1)  # for its length; the last to warm up
-        if gpu:
-            seconds = max(time.perf_counter() - start, 1e-9)
-            iterations = min(iterations, max(MIN_SAMPLES, int(SECONDS_A_SHAPE / seconds)))
-        for key, samples in timing.take_turns(parts, iterations).items():
-            times[key] = [ms / calls[key[0]] for ms in samples]
-    except RuntimeError as error:  # for want of memory: what fails here fails for all rows
-        for row in rows.values():
-            row.setdefault("reason", one_line(error))
-
-    for (name, launch, part), samples in times.items():
-        row, ceiling = rows[name, launch], ceilings.get(name.partition("-")[0])
-        row["samples"] = len(samples)
-        median, baseline = statistics.median(samples), times.get(("bf16", launch, part))
+                    if "errors" not in results[precision, launch]:
+                        results[precision, launch]["reason"] = one_line(error)
+        take_turns(parts, 1)
+        times = take_turns(parts, iterations)
+    except RuntimeError as error:  # out of memory, which concerns all precisions
+        return [{"reason": one_line(error), **result} for result in results.values()]
+    ms = {key: statistics.median(each) / calls[key[0]] for key, each in times.items()}
+    for (precision, launch, part), median in ms.items():
         tflops = GEMMS[part] * shape.gemm_flop / median / 1e9
-        row[part] = {
+        ceiling, bf16 = ceilings.get(precision.partition("-")[0]), ms.get(("bf16", launch, part))
+        results[precision, launch][part] = {
             "ms_median": median,
-            "ms_min": min(samples),
-            "ms_max": max(samples),
             "tflops": tflops,
             "share_of_ceiling": tflops / ceiling["tflops"] if ceiling else None,
-            "speed_to_bf16": statistics.median(baseline) / median if baseline else None,
+            "speed_to_bf16": bf16 / median if bf16 else None,
         }
-    return list(rows.values())
+    return list(results.values())
+
+
+def matrix_product(precision: str, size: int) -> Callable[[], Tensor]:
+    """A product of two random [size, size] matrices. FP8: of e4m3 operands that are quantized already, with one scale a
+    tensor, fast accumulation and a bf16 result."""
+    left, right = (torch.randn(size, size, device="cuda") for _ in range(2))
+    if precision != "fp8":
+        a, b = left.to(DTYPES[precision]), right.to(DTYPES[precision])
+        return lambda: a @ b
+    scales = [torch.finfo(torch.float8_e4m3fn).max / matrix.abs().max() for matrix in (left, right)]
+    a, b = ((m * scale).to(torch.float8_e4m3fn) for m, scale in zip((left, right), scales, strict=True))
+    inverse_a, inverse_b = (scale.reciprocal() for scale in scales)
+    # the tensor cores take the second operand by columns
+    return lambda: torch._scaled_mm(
+        a, b.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def repeat(call: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        call()
+
+
+def measure_ceilings(rounds: int) -> dict[str, Result]:
+    """What the GPU reaches in plain matrix products: precision -> {"tflops": of the best size, "size",
+    "tflops_by_size"}. {} without a GPU."""
+    ceilings: dict[str, Result] = {}
+    for precision, (sizes, sample) in CEILINGS.items() if torch.cuda.is_available() else ():
+        if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        calls = {size: max(1, round(sample / (2 * size**3))) for size in sizes}
+        steps = {size: partial(repeat, matrix_product(precision, size), calls[size]) for size in sizes}
+        take_turns(steps, 2)
+        times = take_turns(steps, rounds)
+        by_size = {n: calls[n] * 2 * n**3 / statistics.median(times[n]) / 1e9 for n in sizes}
+        best = max(by_size, key=by_size.__getitem__)
+        ceilings[precision] = {"tflops": by_size[best], "size": best, "tflops_by_size": by_size}
+    return ceilings

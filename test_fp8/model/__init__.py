@@ -1,8 +1,7 @@
-"""bench_model.py, and what else measures a whole model: rows with their configurations, a visit to a row, all visits
-(bench), what they come to (results), what gives the rows of transformers' modules their best (baselines), the rows of
-Megatron-Core (megatron); gradients of compare_gradients.py, saves of bench_save.py, decoding of
-bench_decode.py.
+"""bench_model.py: its cases, one measurement (measure), all of them (bench), what gives the cases of transformers'
+modules their best (baselines), Megatron-Core's (megatron). And what compare_gradients.py (gradients), bench_save.py
+(saves) and bench_decode.py (decoding) measure.
 
-May import: model, test_fp8/common, and of train setup, engine, data, config, checkpoint, planning. rows does without
-torch.
+May import: model, fp8_inference_demo, test_fp8/common, and of train setup, engine, data, config, checkpoint. cases does
+not import torch.
 """

@@ -1,11 +1,12 @@
-"""All rows of `bench_model.py`: visited in rounds, reported, and what they have in common."""
+"""Measure all cases of bench_model.py in rounds, and make their results: the best setting, the speed, the ratios."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import statistics
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,196 +15,221 @@ import torch.distributed as dist
 
 from model.build import build_model
 from model.config import flops_per_token, load_config, num_parameters
-from model.fp8.machine import describe, headline
-from model.fp8.precision import Precision
+from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
-from test_fp8.common import report
-from test_fp8.common.report import Result
-from test_fp8.common.rows import Row
-from test_fp8.common.same_model import LOSS_TOLERANCE, Reference
+from model.proof import ProofError
+from test_fp8.common.cases import Case, Unavailable
+from test_fp8.common.report import Outcome, Result, measured
+from test_fp8.common.same_model import LOSS_TOLERANCE, DifferentModel, Reference
 from test_fp8.model import megatron
-from test_fp8.model.results import (
-    EXPLAINED,
-    Series,
-    add_ratio_to_one_rank,
-    lines,
-    other_conditions,
-    plot,
-    results_of,
-)
-from test_fp8.model.rows import MEASURES, Setting, Settings
-from test_fp8.model.visit import Visit, Visitor, free_memory, optimizer_ms
+from test_fp8.model.cases import BASELINE, MEASURES, Setting, chosen_cases
+from test_fp8.model.measure import Conditions, Measurement, free_memory, mean_pass_ms, measure_case
+from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed, make_deterministic
-from train.planning.autotune import resolve_auto
 
-OPTIMIZER_SAMPLES = 8
+OUT_OF_MEMORY = "out of memory"
+EXPLAINED = (DifferentModel, ProofError, PrecisionError, Unavailable)  # their message says everything
+CONDITION_KEYS = "seq_length document_length accumulation rounds steps deterministic seed".split()
 
 
-class Bench:
-    """All of `rows` (`configured_rows`).
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether `error`, or what caused it, is a lack of GPU memory; a failed capture hides it."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
-    Raises ValueError: sizes that the model or FP8 cannot take.
-    """
 
-    def __init__(self, options: argparse.Namespace, rows: Sequence[tuple[str, Row, Settings]]):
-        self.options = options
-        self.config = load_config(options.config)
-        length, longest = options.seq_length, self.config.max_position_embeddings
-        if length % FP8_TRAIN_ROW_MULTIPLE or length > longest:
-            raise ValueError(
-                f"--seq_length {length}: a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to the model's "
-                f"max_position_embeddings {longest} is expected"
-            )
-        self.flops = flops_per_token(self.config, length)
-        if problem := other_conditions(options, num_parameters(self.config)):
-            raise ValueError(f"--one_rank: {problem}; measure it with the same options on one such GPU")
-        self.series = [Series(row, measure, settings) for measure, row, settings in rows]
-        self.optimizer_ms: list[float] = []
-        self.finished = dict.fromkeys(options.measure, 0)  # rounds
+@dataclass
+class Series:
+    """All measurements of `case`, by setting. `failed`: what is wrong with the case, which then has no speed."""
 
-    def measure(self, command: str) -> int:
-        """All rounds, with the report of `command` after each visit of a row; the exit status."""
-        options, alone = self.options, not dist.is_initialized()
-        if options.deterministic:
-            make_deterministic()
-        if alone:
-            init_distributed()
-        machine, versions = describe()
-        about = f"{Path(options.config).name} on {machine.get('gpu', machine['cpu'])}"
-        print(headline(machine, versions))
-        print(
-            f"{about}: {num_parameters(self.config) / 1e6:,.1f} M parameters, {self.flops / 1e9:.3f} GFLOP a token at "
-            f"{options.seq_length} tokens; {options.accumulation} micro-batches a step, {options.rounds} rounds, "
-            f"deterministic kernels {'on' if options.deterministic else 'off'}; ranks: {dist.get_world_size()}"
+    case: Case
+    measure: str
+    settings: Mapping[Setting, TrainingArguments]
+    found: dict[Setting, list[Measurement]] = field(default_factory=dict)
+    reasons: dict[Setting, str] = field(default_factory=dict)
+    failed: str = ""
+
+    def candidates(self, turn: int) -> list[Setting]:
+        """The settings to measure in round `turn`: at first all, later the fastest."""
+        best = self.best()
+        return list(self.settings) if not turn else [best] if best else []
+
+    def refuse(self, setting: Setting, error: BaseException) -> None:
+        """Note why a measurement failed: the machine's size or kind, or else a fault of the case."""
+        text = " ".join(str(error).split())
+        if is_out_of_memory(error):
+            text = OUT_OF_MEMORY
+        elif not isinstance(error, EXPLAINED):
+            traceback.print_exception(error)
+            text = f"{type(error).__name__}: {text[:300]}"
+        self.reasons[setting] = text
+        if text != OUT_OF_MEMORY and not isinstance(error, Unavailable):
+            self.failed = text
+
+    def best(self) -> Setting | None:
+        return max(self.found, key=self.tokens_per_second, default=None)
+
+    def laps(self, setting: Setting) -> dict[str, list[float]]:
+        """Of all measurements of a setting together."""
+        laps: dict[str, list[float]] = {}
+        for one in self.found[setting]:
+            for name, times in one.laps.items():
+                laps.setdefault(name, []).extend(times)
+        return laps
+
+    def tokens_per_second(self, setting: Setting, laps: Mapping[str, list[float]] | None = None) -> float:
+        """From the medians of `laps`, or of all measurements of `setting`."""
+        arguments, laps = self.settings[setting], laps or self.laps(setting)
+        if self.measure == "step":
+            return (arguments.train_batch_size_tokens or 0) / statistics.median(laps["step"]) * 1e3
+        tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
+        return tokens / mean_pass_ms(laps, arguments.gradient_accumulation_steps or 1) * 1e3
+
+    def result(self, flops_per_token: float) -> Result:
+        setting = None if self.failed else self.best()
+        arguments = self.settings[setting or next(iter(self.settings))]
+        result: Result = {
+            "row": self.case.name,
+            "measure": self.measure,
+            "variant": "megatron_core" if self.case.megatron is not None else arguments.model.variant,
+            "compute": arguments.precision.compute,
+            "configuration": {**self.case.overrides, **(self.case.megatron or {})},
+            "tried": [
+                s._asdict()
+                | (
+                    {"tokens_per_second": self.tokens_per_second(s)}
+                    if s in self.found
+                    else {"reason": self.reasons[s]}
+                )
+                for s in self.settings
+                if s in self.found or s in self.reasons
+            ],
+        }
+        if setting is None:
+            reason = self.failed or next(iter(self.reasons.values()), "not measured")
+            return result | {"reason": reason, "failed": bool(self.failed)}
+        each, laps, speed = self.found[setting], self.laps(setting), self.tokens_per_second(setting)
+        rounds = [self.tokens_per_second(setting, one.laps) for one in each]
+        peaks = {
+            key: max((one.facts[key] for one in each if one.facts[key] is not None), default=None)
+            for key in ("allocated_gib", "reserved_gib", "loss_error")
+        }
+        step = self.measure == "step"
+        return (
+            result
+            | each[-1].facts
+            | peaks
+            | {
+                "micro_batch": setting.micro_batch,
+                "tokens_per_second": speed,
+                "tflops": speed * flops_per_token / 1e12,
+                "pass_ms": None if step else mean_pass_ms(laps, arguments.gradient_accumulation_steps or 1),
+                "step_ms": statistics.median(laps["step"]) if step else None,
+                "rounds": rounds,
+                "drift": max(rounds) / min(rounds) - 1,
+                "samples": len(laps["step" if step else "later"]),
+            }
         )
-        if not torch.cuda.is_available():
-            print("No GPU: small models and the CPU reference; these speeds mean nothing.")
-        self.prepare()
+
+
+def measure(options: argparse.Namespace) -> Outcome:
+    """Measure the cases of `options`. Raises ValueError: a size that the model or FP8 cannot take."""
+    config = load_config(options.config)
+    longest, parameters = config.max_position_embeddings, num_parameters(config)
+    if options.seq_length % FP8_TRAIN_ROW_MULTIPLE or options.seq_length > longest:
+        raise ValueError(
+            f"--seq_length {options.seq_length}: expected a multiple of {FP8_TRAIN_ROW_MULTIPLE} up to {longest}"
+        )
+    series = [Series(case, name, settings) for name, case, settings in chosen_cases(options)]
+    flops = flops_per_token(config, options.seq_length)
+    if options.deterministic:
+        make_deterministic()
+    is_own_group = not dist.is_initialized()
+    if is_own_group:
+        init_distributed()
+    conditions = conditions_of(options, config)
+    tolerance = conditions.reference.logits_tolerance()
+    print(
+        f"{Path(options.config).name}: {parameters / 1e6:,.1f} M parameters, {flops / 1e9:.3f} GFLOP a token; ranks: "
+        f"{dist.get_world_size()}\nthe same model: equal weights; relative errors up to {LOSS_TOLERANCE} in the loss, "
+        f"{tolerance} in the logits",
+        flush=True,
+    )
+    for name in MEASURES:
+        chosen = [one for one in series if one.measure == name]
+        for turn in range(options.rounds):
+            for one in chosen if turn % 2 == 0 else reversed(chosen):
+                measure_settings(one, turn, conditions)
+    free_memory()
+    results = [one.result(flops) for one in series]
+    for name in MEASURES:
+        add_ratios([r for r in measured(results) if r["measure"] == name])
+    more = {
+        "model": Path(options.config).name,
+        "parameters": parameters,
+        "gflop_per_token": flops / 1e9,
+        **{key: getattr(options, key) for key in CONDITION_KEYS},
+        "ranks": dist.get_world_size(),
+        "loss_tolerance": LOSS_TOLERANCE,
+        "logits_tolerance": tolerance,
+    }
+    if is_own_group:
+        dist.destroy_process_group()
+    failures = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
+    return Outcome(results, more, ["* the fastest bf16 of its measure; x bf16: the ratio to it"], failures)
+
+
+def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
+    """A random batch, and what transformers' model in bf16 computes of it."""
+    generator = torch.Generator().manual_seed(options.seed)
+    shape = max(options.micro_batch), options.seq_length + 1
+    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
+    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    model = build_model(config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
+    reference = Reference.of(model, batch.input_ids, batch.labels)
+    return Conditions(config, reference, batch, options.seconds, options.steps, options.document_length)
+
+
+def measure_settings(one: Series, turn: int, conditions: Conditions) -> None:
+    """Measure what round `turn` has for a case. After a failure the other cases go on."""
+    for setting in one.candidates(turn):
+        if one.failed:
+            return
+        arguments, label = (
+            one.settings[setting],
+            f"{one.measure:<4} {one.case.name:<38} {' '.join(map(str, setting))}",
+        )
+        try:
+            if one.case.megatron is not None:
+                found = megatron.measure_case(arguments, one.case.megatron, conditions)
+            else:
+                found = measure_case(arguments, one.measure, setting, conditions)
+        except Exception as error:
+            if dist.get_world_size() > 1:  # the other ranks may wait for this one
+                raise
+            one.refuse(setting, error)
+            print(f"{label}: {one.reasons[setting]}", flush=True)
+            continue
+        one.found.setdefault(setting, []).append(found)
+        speed = one.tokens_per_second(setting, found.laps)
         print(
-            f"the same model: equal weights; relative errors up to {LOSS_TOLERANCE} in the loss, "
-            f"{self.visitor.reference.logits_tolerance()} in the logits",
+            f"{label}: {speed:,.0f} tokens/s, loss {found.facts['loss']:.5f}, {found.facts['attention']}",
             flush=True,
         )
-        for _ in self.run():
-            if options.output:  # what is known so far, should the run be ended before its end
-                results = self.results()
-                report.write_json(options.output, command, results, **self.conditions())
-                plot(results, f"{about}, {options.seq_length} tokens a sample", options.output)
-        results = self.results()
-        print("\n".join(["", *lines(results)]))
-        free_memory()
-        if alone:
-            dist.destroy_process_group()
-        failed = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
-        for line in failed:
-            print(f"failed: {line}", file=sys.stderr)
-        return int(bool(failed))
 
-    def prepare(self) -> None:
-        """The batch, and what transformers' model in bf16 makes of it."""
-        options = self.options
-        generator = torch.Generator().manual_seed(options.seed)
-        shape = max(options.micro_batch), options.seq_length + 1
-        ids = torch.randint(self.config.vocab_size, shape, generator=generator)
-        ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
-        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        model = build_model(self.config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
-        reference = Reference.of(model, batch.input_ids, batch.labels)
-        self.visitor = Visitor(reference, batch, options.seconds, options.document_length, options.steps)
 
-    def run(self) -> Iterator[None]:
-        """Measure; yields after each visit, when `results` has news."""
-        for measure in MEASURES:
-            series = [s for s in self.series if s.measure == measure]
-            for turn in range(self.options.rounds if series else 0):
-                if measure == "step":
-                    self._time_optimizer(series)
-                for place, one in enumerate(series if turn % 2 == 0 else reversed(series), start=1):
-                    self._visit(one, turn)
-                    self.finished[measure] += place == len(series)
-                    yield
-
-    def _time_optimizer(self, series: Sequence[Series]) -> None:
-        if dist.get_world_size() > 1:  # which share it
-            return
-        arguments = next(iter(series[0].settings.values()))
-        try:
-            self.optimizer_ms += optimizer_ms(self.visitor.reference.weights, arguments, OPTIMIZER_SAMPLES)
-        except torch.OutOfMemoryError:
-            print("the optimizer alone: out of memory; what DeepSpeed adds is not known")
-
-    def _visit(self, series: Series, turn: int) -> None:
-        """All settings of `series` that this round has for it; of those that were fastest bare the first that fits."""
-        bare = next((s for s in self.series if (s.row, s.measure) == (series.row, "bare")), None)
-        bare = bare if series.measure == "step" else None
-        series.failed = series.failed or (bare.failed if bare else None)
-        for setting in [] if series.failed else series.candidates(turn, bare):
-            label = f"{series.measure:<4} {series.row.name:<38} {setting}"
-            try:
-                self._tune(series, setting)
-                visit = self._measured(series, setting)
-                visit.turn = turn
-            except Exception as error:  # whatever it is, the other rows go on
-                if dist.get_world_size() > 1:  # the other ranks may wait for this one
-                    raise
-                if series.refuse(setting, error) and not isinstance(error, EXPLAINED):
-                    traceback.print_exc()
-                print(f"{label} {series.reasons[setting]}", flush=True)
-                if series.failed:
-                    return
-                continue
-            series.visits.setdefault(setting, []).append(visit)
-            rate = series.tokens_per_second(setting, [visit])
-            before = visit.before_gib or 0.0
-            left = f", {before:.1f} GiB were allocated before it" if before > 0.5 else ""
-            print(
-                f"{label} {rate:>11,.0f} tokens/s, loss {visit.loss:.5f}, {visit.attention}, visit of "
-                f"{visit.seconds:.1f} s{left}",
-                flush=True,
-            )
-            if bare:
-                return
-
-    def _measured(self, series: Series, setting: Setting) -> Visit:
-        arguments, row = series.settings[setting], series.row
-        if row.megatron is not None:
-            return megatron.visit(arguments, row.megatron, self.visitor, self.config)
-        return self.visitor.visit(arguments, series.measure, setting.attention, setting.loss)
-
-    def _tune(self, series: Series, setting: Setting) -> None:
-        """What the row leaves to precision.auto is chosen once for both measures."""
-        if not series.settings[setting].precision.auto:
-            return
-        free_memory()
-        arguments = resolve_auto(series.settings[setting], 1, print)
-        choice = {
-            "compute": arguments.precision.compute,
-            "cuda_graphs": arguments.speed.cuda_graphs,
-            "attention_backend": arguments.model.attention_backend,
-        }
-        for one in self.series:
-            if one.row == series.row:
-                one.settings[setting] = arguments
-                one.choices[setting] = choice
-
-    def results(self) -> list[Result]:
-        results = results_of(self.series, self.optimizer_ms, self.flops)
-        if self.options.one_rank:
-            add_ratio_to_one_rank(results, self.options.one_rank, dist.get_world_size())
-        return results
-
-    def conditions(self) -> dict[str, Any]:
-        """What all rows have in common, for the report."""
-        options = "seq_length document_length accumulation rounds steps deterministic seed".split()
-        return {
-            "model": Path(self.options.config).name,
-            "parameters": num_parameters(self.config),
-            "gflop_per_token": self.flops / 1e9,
-            **{key: getattr(self.options, key) for key in options},
-            "ranks": dist.get_world_size(),
-            "rounds_finished": self.finished,
-            "loss_tolerance": LOSS_TOLERANCE,
-            "logits_tolerance": self.visitor.reference.logits_tolerance(),
-            "optimizer_ms": self.optimizer_ms,
-        }
+def add_ratios(results: Sequence[Result]) -> None:
+    """Compare the results of one measure with `BASELINE` and with the fastest bf16 case."""
+    base = next((r["tokens_per_second"] for r in results if r["row"] == BASELINE), None)
+    bf16 = [r for r in results if r["compute"] == "bf16"]
+    best = max(bf16, key=lambda r: r["tokens_per_second"], default=None)
+    for r in results:
+        speed = r["tokens_per_second"]
+        r[f"ratio_to_{BASELINE}"] = speed / base if base else None
+        r["ratio_to_best_bf16"] = speed / best["tokens_per_second"] if best else None
+        r["best_bf16"] = r is best

@@ -1,10 +1,9 @@
-"""What `compare_gradients.py` measures: the gradient of the same samples at the same weights, in two precisions."""
+"""The measurements of compare_gradients.py: the gradient of the same samples at the same weights, by precision."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +16,26 @@ from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.proof import proving_fp8
-from test_fp8.common.report import Result
+from test_fp8.common.report import Outcome, Result
+from test_fp8.model.cases import PRECISIONS
 from train.data.source import check_fit
 from train.data.stream import Batch, open_stream
 
 FLOAT32 = {"compute": "fp32", "backend": "reference"}
 
+Gradients = list[dict[str, Tensor]]
+"""Of each micro-batch what it adds to the gradient, float32 by parameter name."""
+
 
 def gradients(
-    how: Mapping[str, Any], config: Any, init_from: Path | None, batches: Sequence[Batch]
-) -> tuple[float, list[dict[str, Tensor]]]:
-    """Mean loss, and what each micro-batch adds to the gradient, float32 by parameter name: te_layer with the precision
-    `how`. Raises ProofError: it did not run FP8 where that says so."""
+    how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
+) -> tuple[float, Gradients]:
+    """Return the mean loss and the gradients of te_layer with the precision `how`. Raises ProofError: it did not run
+    FP8 where that says so."""
     precision = Precision(PrecisionConfig(**how))
-    model = build_model(
-        config, "te_layer", precision, seed=42, init_from=str(init_from) if init_from else None
-    )
+    model = build_model(config, "te_layer", precision, seed=42, init_from=init_from)
     with torch.no_grad():
-        for parameter in model.parameters():  # as the other rows have them, of float32, too
+        for parameter in model.parameters():  # float32 computes with the bf16 values of the others
             parameter.copy_(parameter.bfloat16())
     model.train()
     on_device = [batch.to(precision.device) for batch in batches]
@@ -50,30 +51,33 @@ def gradients(
     return loss, found
 
 
-def compare(name: str, own: list[dict[str, Tensor]], exact: list[dict[str, Tensor]]) -> Result:
-    """The figures of a row, see compare_gradients.py."""
-    of_batch = [_error([g[k] - r[k] for k in r], list(r.values())) for g, r in zip(own, exact, strict=True)]
+def compare(name: str, own: Gradients, exact: Gradients) -> Result:
+    """The figures of a case, see compare_gradients.py."""
+    of_batch = [relative_error(g, r) for g, r in zip(own, exact, strict=True)]
     g, r = ({key: sum(batch[key] for batch in batches) for key in batches[0]} for batches in (own, exact))
-    by_matrix = {key: _error([g[key] - r[key]], [r[key]]) for key in r if r[key].dim() == 2}
+    by_matrix = {key: relative_error({key: g[key]}, {key: r[key]}) for key in r if r[key].dim() == 2}
     worst = max(by_matrix, key=by_matrix.__getitem__)
     squares = sum(float((t.double() ** 2).sum()) for t in r.values())
     return {
         "row": name,
         "error_of_batch": sum(of_batch) / len(of_batch),
-        "error_of_sum": _error([g[k] - r[k] for k in r], list(r.values())),
+        "error_of_sum": relative_error(g, r),
         "along": sum(float((g[k].double() * r[k].double()).sum()) for k in r) / squares,
         "worst": by_matrix[worst],
         "worst_matrix": worst,
     }
 
 
-def _error(differences: list[Tensor], of: list[Tensor]) -> float:
-    norms = [float(torch.stack([t.double().norm() for t in ts]).norm()) for ts in (differences, of)]
-    return norms[0] / norms[1]
+def relative_error(g: Mapping[str, Tensor], r: Mapping[str, Tensor]) -> float:
+    """|g - r| / |r| over all tensors."""
+    norms = [
+        torch.stack([t.double().norm() for t in ts]).norm() for ts in ([g[k] - r[k] for k in r], r.values())
+    ]
+    return float(norms[0]) / float(norms[1])
 
 
 def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
-    """Samples of --data in the order of training; random tokens without it."""
+    """Samples of --data in the order of training, or random tokens without it."""
     size = options.micro_batch
     if options.data is None:
         shape, generator = (options.batches * size, options.seq_length + 1), torch.Generator().manual_seed(42)
@@ -84,19 +88,15 @@ def read_batches(options: argparse.Namespace, config: Any) -> list[Batch]:
     return [stream.batch(index * size, size) for index in range(options.batches)]
 
 
-def measure(options: argparse.Namespace, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Result]:
-    """One result for each of `rows`, name -> keys of the section "precision". Raises ValueError, OSError: bad input."""
-    try:
-        config = load_config(str(options.init_from or options.config))
-    except ValueError as error:
-        option = "--init_from" if options.init_from else "--config"
-        raise ValueError(f"{option}: {str(error).removeprefix('model.config: ')}") from error
+def measure(options: argparse.Namespace) -> Outcome:
+    config = load_config(options.init_from or options.config)
     batches = read_batches(options, config)
     exact_loss, exact = gradients(FLOAT32, config, options.init_from, batches)
-    print(f"float32: loss {exact_loss:.4f}", flush=True)
-    for name, how in rows.items():
-        loss, own = gradients(how, config, options.init_from, batches)
-        result = {**compare(name, own, exact), "loss_difference": loss - exact_loss}
+    results = []
+    for name in options.rows:
+        loss, own = gradients(PRECISIONS[name], config, options.init_from, batches)
+        results.append({**compare(name, own, exact), "loss_difference": loss - exact_loss})
+        print(f"{name}: error {results[-1]['error_of_batch']:.4f}", flush=True)
         del own
         release_memory()
-        yield result
+    return Outcome(results)

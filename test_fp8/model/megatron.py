@@ -1,7 +1,7 @@
-"""The rows megatron_core_* of `bench_model.py`: the same model as Megatron-Core's GPTModel of Transformer Engine's
-modules, trained by its own schedule and distributed optimizer, with every fusion of its that the model can have.
+"""The cases megatron_core_* of bench_model.py: the same model as Megatron-Core's GPTModel of Transformer Engine's
+modules, trained by its own schedule and distributed optimizer, with every fusion that the model can have.
 
-Its licence is Apache 2.0; it is used where it is installed, and nothing of it is here.
+Megatron-Core's licence is Apache 2.0; it is used where it is installed, and nothing of it is here.
 """
 
 from __future__ import annotations
@@ -24,52 +24,57 @@ from torch import Tensor, nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import head_dim, num_parameters, rope_theta, weight_shapes, window_size
+from model.config import head_dim, rope_theta, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 from model.variants import ATTENTION_BACKENDS
-from test_fp8.common.rows import NotHere
-from test_fp8.common.same_model import DifferentModel, check_computed, loss_error
-from test_fp8.common.timing import Laps, enqueue_ms, synchronize, times_in
-from test_fp8.model.visit import GIB, MAX_STEPS, Proof, Visit, Visitor, asking_te_for, free_memory
+from test_fp8.common.cases import Unavailable
+from test_fp8.common.same_model import DifferentModel, check_same_model, loss_error
+from test_fp8.common.timing import Laps, enqueue_ms, timed_ms, times_in
+from test_fp8.model.measure import (
+    MAX_STEPS,
+    Conditions,
+    Measurement,
+    allocated_gib,
+    asking_te_for,
+    free_memory,
+    peaks_gib,
+)
 from train.config.arguments import TrainingArguments
 
 PACKAGE, VERSION = "megatron-core", "0.19.2"
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # of Transformer Engine's attention; "0": not allowed
-# What Megatron asks of apex: a GEMM that adds to float32 gradients. Transformer Engine has one, too.
+# Megatron takes a GEMM that adds to float32 gradients from apex. Transformer Engine has one, too.
 APEX_GEMM = "fused_weight_gradient_mlp_cuda"
 RECIPES = {"delayed": "delayed", "current": "tensorwise"}  # ours -> Megatron's
 FP8_GEMMS_A_LAYER = 12  # qkv, proj, fc1, fc2: the output's, the input's gradient and the weight's gradient
+LAYER = (
+    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+core = partial(importlib.import_module, package="megatron.core")
 
 
-def require() -> None:
-    """Raises NotHere: Megatron-Core of the version that this is written for is not installed."""
+def require_megatron() -> None:
+    """Raises Unavailable: Megatron-Core of the version that this is written for, or a GPU, is missing."""
     try:
         found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        raise NotHere(
-            f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}=={VERSION}, with Python 3.12"
-        ) from None
+        found = "not"
     if found != VERSION:
-        raise NotHere(f"{PACKAGE} {found} is installed; this row is written for {VERSION}")
+        raise Unavailable(
+            f"{PACKAGE} {VERSION} is needed and {found} installed: pip install --no-deps {PACKAGE}=={VERSION}, with "
+            "Python 3.12"
+        )
+    if not torch.cuda.is_available():
+        raise Unavailable("Megatron-Core with Transformer Engine's modules needs a GPU")
 
 
-# ---------------------------------------------------------------- weights
-
-# Where the norms before attention and MLP are: in Transformer Engine's modules, and in Megatron's own.
-NORMS = {
-    "te": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
-    "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
-}
-
-
-def to_megatron(
-    weights: Mapping[str, Tensor], config: MistralConfig, modules: str = "te"
-) -> dict[str, Tensor]:
-    """Megatron's parameters by name from Hugging Face's. Rows of the qkv weight are by groups: the queries of a key,
-    the key, the value."""
+def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
+    """Megatron's parameters from Hugging Face's. Rows of the qkv weight are by groups: the queries of a key, the key,
+    the value."""
     K, D = config.num_key_value_heads, head_dim(config)
     named = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
@@ -77,15 +82,14 @@ def to_megatron(
     }
     if not config.tie_word_embeddings:
         named["output_layer.weight"] = weights["lm_head.weight"]
-    before_attention, before_mlp = NORMS[modules]
     for index in range(config.num_hidden_layers):
         of = {name: weights[f"model.layers.{index}.{name}.weight"] for name in LAYER}
         heads = [of[f"self_attn.{x}_proj"].view(K, -1, D, config.hidden_size) for x in "qkv"]
         layer = {
-            before_attention: of["input_layernorm"],
+            "self_attention.linear_qkv.layer_norm_weight": of["input_layernorm"],
             "self_attention.linear_qkv.weight": torch.cat(heads, 1).flatten(0, 2),
             "self_attention.linear_proj.weight": of["self_attn.o_proj"],
-            before_mlp: of["post_attention_layernorm"],
+            "mlp.linear_fc1.layer_norm_weight": of["post_attention_layernorm"],
             "mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj"], of["mlp.up_proj"]]),
             "mlp.linear_fc2.weight": of["mlp.down_proj"],
         }
@@ -93,69 +97,32 @@ def to_megatron(
     return named
 
 
-LAYER = (
-    *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
-
-
-def from_megatron(
-    named: Mapping[str, Tensor], config: MistralConfig, modules: str = "te"
-) -> dict[str, Tensor]:
-    """The way back. Raises DifferentModel: a parameter that the model has no place for."""
-    weights = {
-        "model.embed_tokens.weight": named["embedding.word_embeddings.weight"],
-        "model.norm.weight": named["decoder.final_layernorm.weight"],
-    }
-    if not config.tie_word_embeddings:
-        weights["lm_head.weight"] = named["output_layer.weight"]
-    K, D = config.num_key_value_heads, head_dim(config)
-    sizes = [config.num_attention_heads // K, 1, 1]
-    before_attention, before_mlp = NORMS[modules]
-    for index in range(config.num_hidden_layers):
-        of = lambda name, index=index: named[f"decoder.layers.{index}.{name}"]  # noqa: E731
-        grouped = of("self_attention.linear_qkv.weight").view(K, sum(sizes), D, -1)
-        gate, up = of("mlp.linear_fc1.weight").chunk(2)
-        q, k, v = (part.flatten(0, 2) for part in grouped.split(sizes, dim=1))
-        values = (
-            *(of(before_attention), q, k, v, of("self_attention.linear_proj.weight")),
-            *(of(before_mlp), gate, up, of("mlp.linear_fc2.weight")),
-        )
-        weights |= {f"model.layers.{index}.{name}.weight": w for name, w in zip(LAYER, values, strict=True)}
-    if unknown := named.keys() - to_megatron(weights, config, modules).keys():
-        raise DifferentModel(f"Megatron's model has parameters of its own: {', '.join(sorted(unknown)[:3])}")
-    return {name: weights[name].detach().contiguous() for name in weight_shapes(config)}
-
-
-# ---------------------------------------------------------------- model
-
-
 class Model(nn.Module):
-    """GPTModel with the forward signature of the other models, without positions and masks to give."""
+    """GPTModel with the forward signature of the other models."""
 
-    def __init__(self, gpt: Any, config: MistralConfig, mask: bool):
+    def __init__(self, gpt: Any, config: MistralConfig):
         super().__init__()
-        self.gpt, self.config, self.mask = gpt, config, mask
+        self.gpt, self.config = gpt, config
 
-    def inputs(self, input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What GPTModel takes: ids and positions int64 [B, T], and for its own attention what is not to be seen."""
-        B, T = input_ids.shape
-        hidden = torch.ones(T, T, dtype=torch.bool, device=input_ids.device).triu(1)[None, None]
-        positions = torch.arange(T, device=input_ids.device).expand(B, T)
-        return input_ids, positions, hidden if self.mask else None
+    def inputs(self, input_ids: Tensor) -> tuple[Tensor, Tensor, None]:
+        """The arguments of GPTModel: ids and positions, int64 [B, T], and no mask."""
+        return (
+            input_ids,
+            torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape),
+            None,
+        )
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
-        """loss: float32 scalar, nats a token; else logits [B, T, V]. Weights are quantized anew."""
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
+        """Return logits [B, T, V]. Weights are quantized anew."""
         self.gpt.set_is_first_microbatch()
-        out = self.gpt(*self.inputs(input_ids), labels=labels)
-        return CausalLMOutput(logits=out) if labels is None else CausalLMOutput(loss=out.float().mean())
+        return CausalLMOutput(logits=self.gpt(*self.inputs(input_ids)))
 
 
 def transformer_config(
-    config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, bool], modules: str = "te"
+    config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """The arguments of Megatron's TransformerConfig, as plain values but for types of torch."""
-    te, precision = modules == "te", arguments.precision
+    """The arguments of Megatron's TransformerConfig."""
+    precision = arguments.precision
     window = reached(window_size(config), arguments.max_seq_length)
     options: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -173,26 +140,23 @@ def transformer_config(
         "attention_dropout": 0.0,
         "window_size": None if window == (-1, 0) else window,
         "perform_initialization": False,
-        "use_cpu_initialization": not te,
+        "use_cpu_initialization": False,
         "params_dtype": torch.bfloat16,
-        "bf16": te,
+        "bf16": True,
         "deterministic_mode": arguments.full_determinism,
-        # its fusions
-        "apply_rope_fusion": te,
-        "bias_activation_fusion": te,
-        "bias_dropout_fusion": te,
-        "gradient_accumulation_fusion": te,
-        "cross_entropy_loss_fusion": te,
-        **({"cross_entropy_fusion_impl": "te"} if te else {}),
+        "apply_rope_fusion": True,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
         **switches,
     }
     if precision.compute == "fp8":
         options |= {"fp8": precision.fp8_format, "fp8_recipe": RECIPES[precision.recipe]}
         if precision.recipe == "delayed":
-            options |= {
-                "fp8_amax_history_len": precision.amax_history_len,
-                "fp8_amax_compute_algo": precision.amax_compute_algo,
-            }
+            options["fp8_amax_history_len"] = precision.amax_history_len
+            options["fp8_amax_compute_algo"] = precision.amax_compute_algo
     return options
 
 
@@ -201,83 +165,65 @@ def build(
     arguments: TrainingArguments,
     switches: Mapping[str, bool],
     weights: Mapping[str, Tensor],
-    modules: str = "te",
 ) -> tuple[Model, Any]:
-    """(the model with `weights`, which have Hugging Face's names, in training mode; its TransformerConfig). modules: of
-    Transformer Engine, or "local", Megatron's own in float32 on the CPU, with which tests show that it is our model.
-
-    Raises DifferentModel: Megatron has other parameters than were converted.
-    """
+    """Return (the model with `weights`, which have Hugging Face's names, in training mode; its TransformerConfig).
+    Raises DifferentModel: Megatron has other parameters than were converted."""
     provide_apex_gemm()
-    core = partial(importlib.import_module, package="megatron.core")
     state: Any = core(".parallel_state")
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel()
-    specs: Any = core(".models.gpt.gpt_layer_specs")
-    options = transformer_config(config, arguments, switches, modules)
+    core(".tensor_parallel").model_parallel_cuda_manual_seed(arguments.seed)
+    options = transformer_config(config, arguments, switches)
     backends: Any = core(".transformer.enums").AttnBackend
-    if modules == "te":
-        core(".tensor_parallel").model_parallel_cuda_manual_seed(arguments.seed)
-        options["attention_backend"] = backends[arguments.model.attention_backend]
-        fuser = bool(switches.get("use_transformer_engine_op_fuser"))
-        spec = specs.get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser)
-    else:
-        options |= {"params_dtype": torch.float32, "attention_backend": backends.local}
-        spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    options["attention_backend"] = backends[arguments.model.attention_backend]
+    specs: Any = core(".models.gpt.gpt_layer_specs")
+    fuser = bool(switches.get("use_transformer_engine_op_fuser"))
     settings = core(".transformer").TransformerConfig(**options)
-    gpt = core(".models.gpt").GPTModel(
-        settings,
-        spec,
-        vocab_size=config.vocab_size,
-        max_sequence_length=arguments.max_seq_length,
-        share_embeddings_and_output_weights=config.tie_word_embeddings,
-        position_embedding_type="rope",
-        rotary_base=rope_theta(config),
+    gpt = (
+        core(".models.gpt")
+        .GPTModel(
+            settings,
+            specs.get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser),
+            vocab_size=config.vocab_size,
+            max_sequence_length=arguments.max_seq_length,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=rope_theta(config),
+        )
+        .cuda()
     )
-    if modules == "te":
-        gpt.cuda()
-    load(gpt, weights, config, modules)
-    return Model(gpt, config, mask=modules == "local").train(), settings
-
-
-@torch.no_grad()
-def load(gpt: nn.Module, weights: Mapping[str, Tensor], config: MistralConfig, modules: str) -> None:
-    """Raises DifferentModel: names or shapes are not those that `gpt` has."""
-    parameters, given = dict(gpt.named_parameters()), to_megatron(weights, config, modules)
+    parameters, given = dict(gpt.named_parameters()), to_megatron(weights, config)
     shapes = [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in (parameters, given)]
     if shapes[0] != shapes[1]:
         differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
         raise DifferentModel(f"Megatron's parameters are not those converted: {', '.join(differing[:4])}")
-    for name, parameter in parameters.items():
-        parameter.copy_(given[name])
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(given[name])
+    return Model(gpt, config).train(), settings
 
 
 def provide_apex_gemm() -> None:
-    """Where apex is not installed, Transformer Engine's GEMM under the name of apex's, before Megatron looks for it:
-    without it its output layer refuses to add weight gradients in float32."""
+    """Give Megatron, if apex is not installed, Transformer Engine's GEMM under the name of apex's: without it the
+    output layer refuses to add weight gradients in float32."""
+
+    def add_weight_gradient(x: Tensor, gradient: Tensor, total: Tensor) -> None:
+        """total [O, I] += gradient [rows, O] transposed x [rows, I], in float32."""
+        general_gemm: Any = core(".extensions.transformer_engine").general_gemm
+        general_gemm(x, gradient, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True)
+
     try:
         importlib.import_module(APEX_GEMM)
     except ImportError:
         module: Any = ModuleType(APEX_GEMM)
-        module.wgrad_gemm_accum_fp32 = _add_weight_gradient
+        module.wgrad_gemm_accum_fp32 = add_weight_gradient
         sys.modules[APEX_GEMM] = module
-
-
-def _add_weight_gradient(x: Tensor, gradient: Tensor, total: Tensor) -> None:
-    """total [O, I] += gradient [rows, O] transposed x [rows, I], in float32."""
-    extensions: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    extensions.general_gemm(
-        x, gradient, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, grad=True
-    )
-
-
-# ---------------------------------------------------------------- a visit
 
 
 @contextmanager
 def free_attention(deterministic: bool) -> Iterator[None]:
-    """A block in which nothing says which attention Transformer Engine has to take: Megatron says it itself, and
-    refuses an environment that says something else; nor, where it is to be `deterministic`, one that allows others."""
+    """Leave the choice of attention to Megatron in the block, which refuses an environment that says something else, or
+    one that allows nondeterministic kernels if it is to be `deterministic`."""
     te_backend.choose_attention_backend("auto")
     variables = [*ATTENTION_BACKENDS["fused"], *([NONDETERMINISTIC] if deterministic else [])]
     before = {name: os.environ.pop(name, None) for name in variables}
@@ -296,7 +242,6 @@ class Training:
     """Steps of Megatron-Core: its schedule, its gradient buffers in float32, its distributed optimizer."""
 
     def __init__(self, model: Model, settings: Any, arguments: TrainingArguments):
-        core = partial(importlib.import_module, package="megatron.core")
         distributed, optimizer = core(".distributed"), core(".optimizer")
         buffers = distributed.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
@@ -324,11 +269,15 @@ class Training:
         self.arguments, self.inputs = arguments, model.inputs
 
     def passes(self, input_ids: Tensor, labels: Tensor, count: int) -> list[Tensor]:
-        """Forward and backward of `count` micro-batches, each this one; their losses, detached."""
+        """Run forward and backward of `count` micro-batches, each this one; return their losses, detached."""
         inputs = self.inputs(input_ids)
 
+        def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides the first one in place
+
         def forward_step(data: Iterator[Tensor], model: nn.Module) -> tuple[Tensor, Any]:
-            return model(*inputs, labels=next(data)), _mean
+            return model(*inputs, labels=next(data)), mean
 
         found = self.schedule(
             forward_step_func=forward_step,
@@ -341,89 +290,83 @@ class Training:
         )
         return [one["loss"] for one in found]
 
-    def zero(self) -> None:
+    def step(self, input_ids: Tensor, labels: Tensor) -> None:
+        """Take a whole step. Raises DifferentModel: the optimizer skipped it."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def step(self, input_ids: Tensor, labels: Tensor) -> None:
-        """A whole step. Raises DifferentModel: the optimizer left it out."""
-        self.zero()
         self.passes(input_ids, labels, self.arguments.gradient_accumulation_steps or 1)
         updated, *_ = self.optimizer.step()
         if not updated:
             raise DifferentModel("Megatron's optimizer skipped the step: gradients are not finite")
 
 
-def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the losses of all tokens, in the form that Megatron's schedule takes."""
-    loss = losses.float().mean()
-    return loss, {"loss": loss.detach().clone()}  # the schedule divides the first one in place
-
-
-def prove_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
-    """Raises DifferentModel: Transformer Engine's attention is none, or takes another one than was `timed`."""
+def check_attention(timed: str, config: MistralConfig, precision: Precision, tokens: int) -> None:
+    """Check Transformer Engine's attention against SDPA. Raises DifferentModel: it differs, or another one runs than
+    was `timed`."""
     errors = attention_errors(config, precision, tokens)
     checked = te_backend.attention_backend_in_use(precision.te)
-    if checked.split(",")[0] != timed.split(",")[0]:  # behind it is what cuDNN calls its part
-        raise DifferentModel(f"attention {timed} was timed, and {checked} ran where it was to be checked")
+    if checked.split(",")[0] != timed.split(",")[0]:  # which of cuDNN's kernels follows the comma
+        raise DifferentModel(f"attention {timed} was timed, and {checked} ran where it was checked")
     if not all(error <= ATTENTION_TOLERANCE[precision.config.compute] for error in errors):  # NaN is not
-        text = " and ".join(f"{error:.1e}" for error in errors)
-        raise DifferentModel(f"attention {timed} differs from SDPA by {text} relative, forward and backward")
+        raise DifferentModel(
+            f"attention {timed} differs from SDPA by {errors} relative, forward and backward"
+        )
 
 
-def visit(
-    arguments: TrainingArguments, switches: Mapping[str, bool], visitor: Visitor, config: MistralConfig
-) -> Visit:
-    """A visit to a row of Megatron-Core. Raises NotHere: it is not installed, or there is no GPU; DifferentModel:
-    another model, other GEMMs or another attention than the row says."""
-    require()
-    if not torch.cuda.is_available():
-        raise NotHere("Megatron-Core with Transformer Engine's modules needs a GPU")
-    start = time.perf_counter()
+def measure_case(
+    arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
+) -> Measurement:
+    """Measure steps of Megatron-Core. Raises Unavailable; DifferentModel: another model, other GEMMs or another
+    attention than the case says."""
+    require_megatron()
     free_memory()
-    before = torch.cuda.memory_allocated() / GIB
+    before, config = allocated_gib(), conditions.config
     samples, compute = arguments.per_device_train_batch_size, arguments.precision.compute
-    ids, labels = (t[:samples].contiguous() for t in (visitor.batch.input_ids, visitor.batch.labels))
-    reference, precision = visitor.reference, Precision(arguments.precision)
-    asked_for, deterministic = arguments.model.attention_backend, arguments.full_determinism
-    with free_attention(deterministic), asking_te_for(asked_for):
+    ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
+    reference, precision = conditions.reference, Precision(arguments.precision)
+    with free_attention(arguments.full_determinism), asking_te_for(arguments.model.attention_backend):
         model, settings = build(config, arguments, switches, reference.weights)
-        weights = from_megatron(dict(model.gpt.named_parameters()), config)
-        if (count := sum(p.numel() for p in model.parameters())) != num_parameters(config):
-            raise DifferentModel(f"{count:,} parameters, {num_parameters(config):,} are expected")
-        logits_error = check_computed(weights, model, compute, reference, ids)
-        del weights
+        # the parameters are copies of these weights, by name and shape
+        logits_error = check_same_model(model, reference.weights, compute, reference, ids)
         training = Training(model, settings, arguments)
-        prepare = time.perf_counter()
+        start = time.perf_counter()
         gemms: list[None] = []
         with te_backend.noted_gemms(precision.te, lambda: gemms.append(None)):
             loss = float(training.passes(ids, labels, 1)[0])
-        prepare_s, ran = time.perf_counter() - prepare, len(gemms)
+        prepare_s = time.perf_counter() - start
         planned = FP8_GEMMS_A_LAYER * config.num_hidden_layers if compute == "fp8" else 0
-        if ran != planned:
-            raise DifferentModel(f"{ran} FP8 GEMMs ran in a pass, {planned} are expected")
+        if len(gemms) != planned:
+            raise DifferentModel(f"{len(gemms)} FP8 GEMMs ran in a pass, expected {planned}")
         error = loss_error(loss, compute, reference, samples)
         attention = te_backend.attention_backend_in_use(precision.te)
         if attention == "unfused":
             raise DifferentModel("Transformer Engine chose its unfused attention")
-        training.step(ids, labels)
-        synchronize()
-        again = time.perf_counter()
-        training.step(ids, labels)
-        synchronize()
-        step_ms = (time.perf_counter() - again) * 1e3
-        launch_ms = enqueue_ms(lambda: training.passes(ids, labels, 1))
+        step = partial(training.step, ids, labels)
+        step()
+        least = conditions.steps
+        count = times_in(conditions.seconds, timed_ms(step), least, max(least, MAX_STEPS))
+        one_pass = partial(training.passes, ids, labels, 1)
+        launch_ms = enqueue_ms(one_pass)
         laps = Laps()
         laps.mark()
-        for _ in range(times_in(visitor.seconds, step_ms, visitor.steps, max(visitor.steps, MAX_STEPS))):
-            training.step(ids, labels)
+        for _ in range(count):
+            step()
             laps.mark("step")
-        found = Visit(laps.ms(), launch_ms, prepare_s, None, loss, error, [])
-        visitor.look(found, (arguments.to_dict(), switches), lambda: training.passes(ids, labels, 1))
-        # last, for it decides anew which attention to take
-        prove_attention(attention, config, precision, arguments.max_seq_length)
-    lines = [f"attention: {attention}; FP8 GEMMs of a pass: {ran}", f"{PACKAGE} {VERSION}"]
-    found.proof = Proof(logits_error, planned // 3, attention, lines)
-    found.attention, found.loss_kind, found.before_gib = attention, "fused (TE)", before
-    found.seconds = time.perf_counter() - start
+        facts = peaks_gib() | {
+            "loss": loss,
+            "loss_error": error,
+            "logits_error": logits_error,
+            "prepare_s": prepare_s,
+            "capture_s": None,
+            "launch_ms": launch_ms,
+            "fp8_modules": planned // 3,
+            "attention": attention,
+            "loss_kind": "fused (TE)",
+            "before_gib": before,
+            "proof": [f"attention: {attention}; FP8 GEMMs of a pass: {planned}", f"{PACKAGE} {VERSION}"],
+            "notes": [],
+        }
+        found = Measurement(laps.ms(), facts)
+        # last, because it chooses the attention anew
+        check_attention(attention, config, precision, arguments.max_seq_length)
     return found

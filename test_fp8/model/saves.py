@@ -1,33 +1,37 @@
-"""What `bench_save.py` measures: steps of a model in a DeepSpeed engine, alone and during a save."""
+"""The measurements of bench_save.py: steps of a model in a DeepSpeed engine, alone and during a save."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from model.config import num_parameters
 from model.proof import prove
-from test_fp8.common.report import Result
+from test_fp8.common.report import Outcome, Result
 from test_fp8.common.timing import synchronize
 from train.checkpoint.files import RunState, read_manifest
 from train.checkpoint.save import Saver
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
+from train.engine.distributed import from_rank_0, init_distributed
 from train.engine.step import MicroStep, build_engine
 from train.guard.signals import StopVote
 from train.setup import model_for
 
 WARM_UP_STEPS = 3
+MOST_LOST = 0.15  # of a blocking save
 
 
 class Training:
-    """Steps of a model, and the time that each takes."""
+    """Steps of a model on random tokens."""
 
     def __init__(self, options: argparse.Namespace):
         raw = {
@@ -44,17 +48,17 @@ class Training:
         args = TrainingArguments.from_dict(raw).resolve(world)
         model, self.precision = model_for(args)
         prove(model, self.precision, seed=args.seed)
+        self.parameters = num_parameters(model.config)
         self.engine = build_engine(model, args, resolve_ds_config(args, world))
         self.micro_step = MicroStep(self.engine, self.precision, args)
         self.accumulation = options.accumulation
-        self.ids = torch.randint(
-            model.config.vocab_size, (options.micro_batch, options.seq_length), device=self.engine.device
-        )
+        shape = options.micro_batch, options.seq_length
+        self.ids = torch.randint(model.config.vocab_size, shape, device=self.engine.device)
         self.vote = StopVote()
         self.state = RunState(0, 0, 0, world, options.stage, args.to_dict(), {})
 
     def step(self) -> float:
-        """Take a step; its seconds."""
+        """Take a step and return its seconds."""
         start = time.perf_counter()
         for index in range(self.accumulation):
             self.micro_step(Batch(self.ids, self.ids), index)
@@ -64,7 +68,7 @@ class Training:
 
 
 def measure_save(training: Training, saver: Saver, background: bool, steps: int) -> Result:
-    """`steps` steps, a save, and steps until it is committed."""
+    """Take `steps` steps, begin a save, and take steps until it is committed."""
     alone, during = [training.step() for _ in range(steps)], []
     start = time.perf_counter()
     saver.begin(training.state, background)
@@ -86,19 +90,36 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
     }
 
 
-def measure(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> list[Result]:
-    """The saves of all rounds, with `lost_s` of each."""
-    training = Training(options)
-    saver = Saver(training.engine, folder, training.precision, 1, say)
-    for _ in range(WARM_UP_STEPS):
-        training.step()
-    found = [
-        {"first": index == 0, **measure_save(training, saver, background, options.steps)}
-        for index in range(options.rounds + 1)  # the first in the background is no measure of the others
-        for background in (False, True)
-    ]
-    step_s = statistics.median(t for save in found for t in save["steps_alone_s"])
-    for save in found:
+def share_lost(results: Sequence[Result]) -> float:
+    """Median seconds lost by a save in the background, as a share of a blocking save's; the first saves do not
+    count."""
+    lost: dict[bool, list[float]] = {True: [], False: []}
+    for r in results:
+        if not r["first"]:
+            lost[r["background"]].append(r["lost_s"])
+    return statistics.median(lost[True]) / statistics.median(lost[False])
+
+
+def measure(options: argparse.Namespace) -> Outcome:
+    init_distributed()
+    with tempfile.TemporaryDirectory(dir=options.work_dir) as own:
+        folder = Path(from_rank_0(lambda: own))
+        training = Training(options)
+        saver = Saver(training.engine, folder, training.precision, 1, print)
+        for _ in range(WARM_UP_STEPS):
+            training.step()
+        results = [
+            {"first": index == 0, **measure_save(training, saver, background, options.steps)}
+            for index in range(options.rounds + 1)
+            for background in (False, True)
+        ]
+        dist.barrier()
+    step_s = statistics.median(t for save in results for t in save["steps_alone_s"])
+    for save in results:
         slower_s = sum(t - step_s for t in save["steps_during_s"])
         save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
-    return found
+    lost, ranks = share_lost(results), dist.get_world_size()
+    dist.destroy_process_group()
+    line = f"a save in the background loses {lost:.1%} of a blocking one; the limit is {MOST_LOST:.0%}"
+    more = {"ranks": ranks, "parameters": training.parameters, "lost": lost}
+    return Outcome(results, more, [line], [line] if lost >= MOST_LOST else [])

@@ -1,9 +1,8 @@
-"""test_fp8/bench_data.py: what it reports and refuses to pass over, and the program as it is run."""
+"""test_fp8/bench_data.py: what it requires, and the program as it is run; and the folders that are made by hand."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +11,21 @@ import pytest
 
 from test_fp8 import bench_data
 from test_fp8.common.folders import make_folder, make_sparse_folder
-from tests import programs
 from train.data.format import read_manifest, verify_shard
 from train.data.stream import open_stream
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def results(rate: float = 2e8, milliseconds: float = 1.0, more_bytes: int = 0) -> list[dict[str, Any]]:
     read = {"what": "read", "boundaries": True, "batch_size": 8, "tokens_per_second": rate}
-    corpus = {
-        "what": "corpus",
-        "corpus": "600 B",
-        "ms_per_1000_ids": milliseconds,
-        "memory_of_ids_bytes": 400_000,
-    }
-    return [read, corpus, {**corpus, "memory_of_ids_bytes": 400_000 + more_bytes}]
+    corpus = {"what": "corpus", "corpus": "600 B", "ms_per_1000_ids": milliseconds, "tokens_per_second": 1e8}
+    sizes = (400_000, 400_000 + more_bytes)
+    return [read, *({**corpus, "memory_of_ids_bytes": size} for size in sizes)]
 
 
 def test_each_missed_requirement_is_named() -> None:
     assert bench_data.misses(results()) == []
-    assert "50 M tokens/s with boundaries in batches of 8; 100 M" in bench_data.misses(results(rate=5e7))[0]
-    assert "20.0 ms for 1,000 ids of 600 B tokens; 10" in bench_data.misses(results(milliseconds=20))[0]
-    assert "1,400,000 bytes of the large corpus" in bench_data.misses(results(more_bytes=1_000_000))[0]
+    for missed, count in (({"rate": 5e7}, 1), ({"milliseconds": 20}, 2), ({"more_bytes": 1_000_000}, 1)):
+        assert len(bench_data.misses(results(**missed))) == count
 
 
 def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
@@ -53,22 +44,16 @@ def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """On small data; a loaded machine may miss what is required, which the exit status then says."""
-    command = [sys.executable, str(ROOT / "test_fp8/bench_data.py"), "--tokens", "2000000", "--rounds", "1"]
-    command += ["--batch_size", "8", "--output", str(tmp_path / "data.json"), "--work_dir", str(tmp_path)]
-    done = programs.run(command, capture_output=True, text=True)
+    options = ["--tokens", "2000000", "--rounds", "1", "--batch_size", "8", "--work_dir", str(tmp_path)]
+    status = bench_data.main([*options, "--output", str(tmp_path / "data.json")])
     written = json.loads((tmp_path / "data.json").read_text())
-    assert done.returncode == bool(written["misses"]), done.stdout + done.stderr
-    assert written["command"] == (
-        "python test_fp8/bench_data.py --tokens 2000000 --seq_length 2048 --batch_size 8 --rounds 1"
-    )
-    assert str(tmp_path) not in (tmp_path / "data.json").read_text()
+    assert status == bool(written["misses"]) and str(tmp_path) not in (tmp_path / "data.json").read_text()
     reads = [r for r in written["results"] if r["what"] == "read"]
     assert [r["boundaries"] for r in reads] == [False, True]
     assert all(r["tokens_per_second"] > 1e6 for r in reads)  # of 100; per-token Python would give less
     small, large = (r for r in written["results"] if r["what"] == "corpus")
     assert large["tokens"] > 595e9 and large["shards"] > 50 * small["shards"] and large["open_s"] > 0
     assert large["ms_per_1000_ids"] > 0 and large["memory_of_ids_bytes"] < 2_000_000
-    assert "1,000 sample ids" in done.stdout and {p.name for p in tmp_path.iterdir()} == {"data.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {"data.json"}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from test_fp8 import bench_save
-from tests import programs
-
-ROOT = Path(__file__).resolve().parents[2]
+from test_fp8.model.saves import share_lost
+from tests.reliability.launching import launch
 
 
 def test_the_first_saves_do_not_count() -> None:
@@ -24,36 +20,32 @@ def test_the_first_saves_do_not_count() -> None:
         (False, False, 3.0),
     ]
     results = [{"background": b, "first": f, "lost_s": s} for b, f, s in saves]
-    assert bench_save.ratio(results) == pytest.approx(0.1)
+    assert share_lost(results) == pytest.approx(0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
     """Two ranks of a tiny model; a loaded machine may lose more than is allowed, which the exit status then says."""
-    command = [sys.executable, str(ROOT / "train/launch.py"), "--nproc", "2"]
-    command += [str(ROOT / "test_fp8/bench_save.py"), "--rounds", "1", "--steps", "2"]
-    command += ["--work_dir", str(tmp_path), "--output", str(tmp_path / "save.json")]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = programs.run(command, capture_output=True, text=True, env=environment | {"OMP_NUM_THREADS": "1"})
-    assert (tmp_path / "save.json").exists(), done.stdout + done.stderr
-    written = json.loads((tmp_path / "save.json").read_text())
-    assert done.returncode == int(written["lost"] >= 0.15)
-    assert written["ranks"] == 2
-    assert written["command"].startswith(
-        "python train/launch.py --nproc 2 test_fp8/bench_save.py --config tiny "
-    )
-    assert [(r["background"], r["first"]) for r in written["results"]] == [
-        (False, True),
-        (True, True),
-        (False, False),
-        (True, False),
+    options = [
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--work_dir",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "save.json"),
     ]
+    done = launch(2, "test_fp8/bench_save.py", *options)
+    written = json.loads((tmp_path / "save.json").read_text())
+    assert done.returncode == int(written["lost"] >= 0.15) and written["ranks"] == 2
+    assert written["command"].startswith("python train/launch.py --nproc 2 test_fp8/bench_save.py --")
+    kinds = [(r["background"], r["first"]) for r in written["results"]]
+    assert kinds == [(False, True), (True, True), (False, False), (True, False)]
     for r in written["results"]:
         assert 0 < r["begin_s"] <= r["waited_s"] + 0.01 and r["gigabytes"] > 0.001
         assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
-        # a blocking save is over when training goes on
-        assert not r["steps_during_s"] or r["background"]
+        assert not r["steps_during_s"] or r["background"], "a blocking save is over when training goes on"
     assert str(tmp_path) not in (tmp_path / "save.json").read_text()
-    assert "a save in the background loses" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["save.json"]  # the checkpoints are gone

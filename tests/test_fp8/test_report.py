@@ -1,109 +1,86 @@
-"""test_fp8/common/report.py: what every benchmark's JSON says about where it was measured, and how it times."""
+"""test_fp8/common: what every benchmark's JSON says about where it was measured, how it times, and how it starts
+programs."""
+
+from __future__ import annotations
 
 import getpass
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from model.fp8.machine import describe, headline
-from test_fp8 import bench_model
+from model.fp8.machine import describe
 from test_fp8.common import report, timing
+from test_fp8.common.cases import CaseError, parse_cases, select
+from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import Options, positive
-from test_fp8.model import visit as visits
 from train.files import drawing
 from train.record.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_describe_names_hardware_and_software_and_no_place(tmp_path: Path) -> None:
+def test_describe_names_hardware_and_software_and_no_place() -> None:
     machine, versions = describe()
-    assert machine["cpu"]
-    assert {"python", "torch", "fp8", "deepspeed", "transformers"} <= versions.keys()
-    assert "Transformer Engine" in versions["fp8"]
-    assert versions["fp8"] in headline(machine, versions)
+    assert machine["cpu"] and {"python", "torch", "fp8", "deepspeed", "transformers"} <= versions.keys()
     values = [str(value) for value in [*machine.values(), *versions.values()]]
-    for private in (platform.node(), getpass.getuser(), str(Path.home()), str(Path.cwd())):
-        assert private not in values
+    assert not {platform.node(), getpass.getuser(), str(Path.home()), str(Path.cwd())} & set(values)
     assert not any("/" in value for value in values)
 
 
 def test_written_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "r.json"
-    report.write_json(
-        path, "python test_fp8/x.py", [{"loss": float("nan"), "ok": (1.5, float("inf"))}], tolerance=0.1
-    )
+    results = [{"loss": float("nan"), "ok": (1.5, float("inf"))}]
+    report.write_json(path, "python test_fp8/x.py", results, tolerance=0.1)
     written = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert list(written) == ["command", "date", "commit", "machine", "versions", "tolerance", "results"]
-    assert written["commit"] == commit()
-    assert written["results"] == [{"loss": None, "ok": [1.5, None]}]
-    assert written["tolerance"] == 0.1
-    assert str(tmp_path) not in path.read_text()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_row_that_was_visited_is_written_whatever_comes_after(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    visit, stops = visits.Visitor.visit, iter((False, True))
-
-    def stopped(*args: Any) -> Any:
-        if next(stops):
-            raise KeyboardInterrupt
-        return visit(*args)
-
-    monkeypatch.setattr(visits.Visitor, "visit", stopped)
-    output = tmp_path / "bench.json"
-    options = ["--rows", "te_*_bf16", "--measure", "bare", "--rounds", "1", "--seconds", "0"]
-    with pytest.raises(KeyboardInterrupt):
-        bench_model.main([*options, "--output", str(output)])
-    written = json.loads(output.read_text())
-    first, second = written["results"]
-    assert first["tokens_per_second"] > 0 and written["rounds_finished"] == {"bare": 0}
-    assert (second["reason"], second["failed"]) == ("not visited", False)
-
-
-def test_a_key_of_the_report_cannot_be_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="machine"):
+    assert written["commit"] == commit() and written["results"] == [{"loss": None, "ok": [1.5, None]}]
+    with pytest.raises(TypeError):
         report.write_json(tmp_path / "r.json", "command", [], machine={})
-    assert not list(tmp_path.iterdir())
 
 
-def test_steps_take_turns() -> None:
+def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-
-    def noted(name: str) -> Callable[[], None]:
-        return lambda: order.append(name)
-
-    times = timing.take_turns({"a": [noted("a")], "b": [noted("before b"), noted("b")]}, 3)
-    assert order == ["a", "before b", "b", "before b", "b", "a", "a", "before b", "b"]
-    assert [len(samples) for samples in times.values()] == [3, 3]
-
-
-def test_time_is_in_milliseconds_and_without_what_runs_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [5.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[-1]))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def takes(seconds: float) -> Callable[[], None]:
-        return lambda: now_s.append(now_s[-1] + seconds)
+    def takes(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: (order.append(name), now_s.append(now_s[-1] + seconds)) and None
 
-    assert timing.take_turns({"x": [takes(0.25), takes(0.5)]}, 2) == {"x": [500.0, 500.0]}
+    assert timing.take_turns({"a": takes("a", 0.25), "b": takes("b", 0.5)}, 3) == {
+        "a": [250.0] * 3,
+        "b": [500.0] * 3,
+    }
+    assert "".join(order) == "abbaab"
+    laps = timing.Laps()
+    for name in (None, "a", None, "b", "a"):
+        laps.mark(name)
+    assert {name: len(ms) for name, ms in laps.ms().items()} == {"a": 2, "b": 1}
 
 
-def test_a_plot_makes_its_folder(tmp_path: Path) -> None:
-    with drawing(tmp_path / "results" / "r.png", 1, 2) as (_, axes):
-        assert axes.shape == (1, 2)
-        report.bars(axes[0, 0], ["a", "b"], [3, 4])
-    assert (tmp_path / "results" / "r.png").read_bytes().startswith(b"\x89PNG")
+def test_a_table_has_a_dash_for_what_is_missing() -> None:
+    columns: report.Columns = {"row": ("row", "<"), "x": ("x", ".1f"), "twice": (lambda r: 2 * r["n"], "d")}
+    text = report.table([{"row": "long name", "x": 1.26, "n": 4}, {"row": "b", "n": 10}], columns)
+    assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
+
+
+def test_plots_are_bars_or_lines(tmp_path: Path) -> None:
+    report.plot(tmp_path / "new/bars.json", "t", {"a": {"x": 3.0, "y": 4.0}}, "speed")
+    lines = report.curves([{"row": "x", "n": 1, "v": 2.0}, {"row": "x", "n": 2, "v": 3.0}], "row", "n", "v")
+    assert lines == {"x": ([1, 2], [2.0, 3.0])}
+    report.plot(tmp_path / "new/lines.json", "t", {"a": lines, "b": lines}, "n", "log")
+    for name in ("bars.png", "lines.png"):
+        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_plot_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
@@ -118,43 +95,103 @@ def test_a_plot_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
-def test_a_table_has_a_dash_for_what_is_missing() -> None:
-    columns: report.Columns = {"row": ("row", "<"), "x": ("x", ".1f"), "twice": (lambda r: 2 * r["n"], "d")}
-    text = report.table([{"row": "long name", "x": 1.26, "n": 4}, {"row": "b", "n": 10}], columns)
-    assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
-
-
-def test_the_command_that_repeats_a_run(tmp_path: Path) -> None:
-    """Also with what --row has; without what was not asked for, where the output goes, and folders of the machine."""
+def test_the_command_that_repeats_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what was not asked for, where the output goes, and folders of the machine."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     options = Options("/somewhere/test_fp8/x.py", "What it does.")
     options.add("config", "tiny", "the model", nargs="?")
-    options.add("--steps", 5, "of training, 100 %", type=positive)
-    options.add("--sizes", [], "in tokens", type=positive, nargs="+")
-    options.add("--names", ["a"], "of rows", nargs="*")
+    options.add("--count", 5, "of training, 100 %", type=positive)
+    options.add("--names", ["a"], "of cases", nargs="*")
     options.add("--data", None, "prepared", type=Path)
-    options.add_rows()
-    options.add_flag("--all", "of them")
+    options.add_shared(row=[], deterministic=False)
     options.add_output("JSON")
-    with pytest.raises(SystemExit):
-        options.parse_args(["--output", "b.png"])
     given = [str(tmp_path / "model.json"), "--names", "--data", str(tmp_path / "text"), "--output", "x.json"]
-    given += ["--row", "a", "key=two words", f"data={tmp_path}/b", "--row", "b", "x=1", "--all"]
-    assert options.command(options.parse_args(given), "--", 1) == (
-        "python test_fp8/x.py model.json --steps 5 --names --data text --row a 'key=two words' data=b --row b x=1 "
-        "--all -- 1"
+    given += ["--row", "a", "key=two words", f"data={tmp_path}/b", "--row", "b", "x=1", "--deterministic"]
+    assert options.command(options.parse([*given, "--", "--seed", "1", f"{ROOT}/train/a.json"])) == (
+        "python test_fp8/x.py model.json --count 5 --names --data text --row a 'key=two words' data=b --row b x=1 "
+        "--deterministic -- --seed 1 train/a.json"
     )
-    assert options.command(options.parse_args([])) == "python test_fp8/x.py tiny --steps 5 --names a"
-    assert "100 %; default: 5\n" in options.format_help() and "in tokens\n" in options.format_help()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    repeated = "python train/launch.py --nproc 2 test_fp8/x.py tiny --count 5 --names a"
+    assert options.command(options.parse([])) == repeated
+    assert "100 %; default: 5\n" in options.format_help()
+
+
+def test_cases_of_the_command_line() -> None:
+    cases = parse_cases(
+        [["mine", "model.variant=te_linear", "speed.main_grad=false"]], ["taken"], ["model", "speed"]
+    )
+    configured = cases["mine"].configured({"model": {"config": "tiny"}, "speed": {}})
+    assert configured == {"model": {"config": "tiny", "variant": "te_linear"}, "speed": {"main_grad": False}}
+    for given in (["taken"], ["a b"], ["mine", "speed"], ["mine", "learning_rate=1"]):
+        with pytest.raises(CaseError):
+            parse_cases([given], ["taken"], ["model", "speed"])
+    assert parse_cases([["mine", "learning_rate=1"]], [])["mine"].overrides == {"learning_rate": "1"}
+    assert [case.name for case in select(["m*"], cases, "--rows")] == ["mine"]
+    with pytest.raises(CaseError):
+        select(["mine", "x*"], cases, "--rows")
+
+
+def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    monkeypatch.setenv("RANK", "3")
+    program = Program("train/train.py", ["x"], tmp_path / "log", ranks=2, gpus=[0, 2])
+    assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7" and "RANK" not in program.environment()
+    assert program.command()[1:] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py", "x"]
+
+
+LAUNCHING = """
+import sys
+sys.path[0] = sys.argv[1]
+from pathlib import Path
+from test_fp8.common.launch import Program, run_together
+run_together([Program(sys.argv[2] + "/sleep.py", [], Path(sys.argv[2]) / "log")])
+"""
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_program_that_is_stopped_leaves_no_process(number: int, tmp_path: Path) -> None:
+    sleep = "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid'); time.sleep(99)"
+    (tmp_path / "sleep.py").write_text(sleep)
+    command = [sys.executable, "-c", LAUNCHING, str(ROOT), str(tmp_path)]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert running.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    pid = int((tmp_path / "pid").read_text())
+    running.send_signal(number)
+    assert running.wait(30) != 0
+    while Path(f"/proc/{pid}/stat").exists() and ") Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.interpreter
+def test_programs_run_at_the_same_time_and_their_end_is_told(tmp_path: Path) -> None:
+    scripts = []
+    for name, other in (("a", "b"), ("b", "a")):
+        wait = f"while not os.path.exists('{tmp_path}/{other}'): time.sleep(0.01)"
+        text = f"import os, sys, time\nopen('{tmp_path}/{name}', 'w')\n{wait}\nprint('the end')\nsys.exit(7)"
+        (tmp_path / f"{name}.py").write_text(text)
+        scripts.append(Program(str(tmp_path / f"{name}.py"), [], tmp_path / f"{name}.log"))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_together(scripts) == [7, 7] and signal.getsignal(signal.SIGTERM) == before
+    assert scripts[0].last_lines() == "the end" and os.path.exists(tmp_path / "a.log")
 
 
 BAD_ARGUMENTS = {
     "test_fp8/test_fp8.py": ["--shapes", "8x8x8"],
     "test_fp8/bench_model.py": ["--config", "tinny"],
     "test_fp8/bench_data.py": ["--tokens", "0"],
-    "test_fp8/bench_prepare.py": ["--tokenizer", "nowhere"],
+    "test_fp8/bench_decode.py": ["--batches", "0"],
+    "test_fp8/bench_prepare.py": ["--workers", "0"],
     "test_fp8/bench_save.py": ["--config", "tinny"],
-    "test_fp8/compare_convergence.py": ["--", "--learnin_rate", "1"],
-    "test_fp8/compare_gradients.py": ["--rows", "fp9"],
+    "test_fp8/bench_scaling.py": ["--stages", "4"],
+    "test_fp8/compare_convergence.py": ["--rows", "fp9"],
+    "test_fp8/compare_gradients.py": ["--init_from", "nowhere"],
+    "test_fp8/convergence_data.py": ["--vocab_size", "1"],
     "test_fp8/zero_matrix.py": ["--ranks", "1"],
     "fp8_inference_demo/fp8_inference.py": ["--model", "nowhere"],
 }
@@ -177,11 +214,3 @@ for program, bad in json.loads(sys.argv[1]).items():
     command = [sys.executable, "-c", code, json.dumps(BAD_ARGUMENTS)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for told in (
-        "8x8x8",
-        "'tinny' is neither a file",
-        "--tokens: 0: allowed is 1 or more",
-        "did you mean learning_rate?",
-        "no such folder",
-    ):
-        assert told in done.stderr

@@ -1,0 +1,78 @@
+"""A case of a benchmark: a name, and the keys of the training configuration that it overrides."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class CaseError(ValueError):
+    """Cases that cannot be measured; the message names them and what is allowed."""
+
+
+class Unavailable(RuntimeError):
+    """This machine cannot run the case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`overrides`: dotted keys of the training configuration -> JSON values, or text as on a command line. `megatron`:
+    switches of Megatron-Core's configuration if Megatron-Core trains this case."""
+
+    name: str
+    overrides: Mapping[str, Any]
+    megatron: Mapping[str, bool] | None = None
+
+    def texts(self) -> dict[str, str]:
+        """The overrides as text, for a command line."""
+        return {k: v if isinstance(v, str) else json.dumps(v) for k, v in self.overrides.items()}
+
+    def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the training configuration `base`, a JSON object, with the overrides. Raises ValueError: an unknown
+        key, or a value that the key does not take."""
+        from train.config.arguments import TrainingArguments
+        from train.config.command_line import override
+
+        raw = copy.deepcopy(dict(base))
+        for key, text in self.texts().items():
+            override(raw, TrainingArguments, key, text)
+        return raw
+
+
+def is_under(key: str, names: Collection[str]) -> bool:
+    """Whether the dotted `key` is one of `names` or lies below one of them."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def parse_cases(
+    given: Sequence[Sequence[str]], taken: Collection[str], allowed: Collection[str] | None = None
+) -> dict[str, Case]:
+    """Parse --row NAME key=value ...; `allowed` limits the keys. Raises CaseError."""
+    cases: dict[str, Case] = {}
+    for name, *pairs in given:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise CaseError(f"--row {name}: use letters, digits and _ - . in a name")
+        if name in taken or name in cases:
+            raise CaseError(f"--row {name}: the name is taken; choose another name")
+        for pair in pairs:
+            key, equals, _ = pair.partition("=")
+            if not equals:
+                raise CaseError(f"--row {name} {pair}: expected key=value")
+            if allowed is not None and not is_under(key, allowed):
+                raise CaseError(f"--row {name} {pair}: a case may override {', '.join(allowed)}")
+        cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))
+    return cases
+
+
+def select(patterns: Sequence[str], cases: Mapping[str, Case], option: str) -> list[Case]:
+    """Return the cases whose name matches one of `patterns` (* and ?), in the order of `cases`. Raises CaseError: a
+    pattern matches nothing."""
+    for pattern in patterns:
+        if not fnmatch.filter(cases, pattern):
+            raise CaseError(f"{option} {pattern}: no case has such a name; there are {', '.join(cases)}")
+    return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

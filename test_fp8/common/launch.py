@@ -1,0 +1,72 @@
+"""Start programs of this repository as processes that end with this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from test_fp8.common.options import ROOT
+from train.guard.signals import at_parents_end
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Program:
+    """`script` with `options` on `ranks` processes (0: started without the launcher), its output appended to `log`.
+    gpus: indices among the GPUs that this process sees; None: all of them."""
+
+    script: str
+    options: Sequence[object]
+    log: Path
+    ranks: int = 0
+    gpus: Sequence[int] | None = None
+
+    def command(self) -> list[str]:
+        launcher = [ROOT / "train/launch.py", "--nproc", self.ranks] if self.ranks else []
+        return [str(word) for word in (sys.executable, *launcher, ROOT / self.script, *self.options)]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment without the variables of a rank."""
+        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        if self.gpus is not None:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            own = visible.split(",") if visible else list(map(str, range(max(self.gpus, default=-1) + 1)))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own[index] for index in self.gpus)
+        return environment
+
+    def last_lines(self) -> str:
+        """The end of the log, for a message."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+        return "\n".join([line.strip()[:500] for line in lines if line.strip()][-3:]) or "no output"
+
+
+def run_together(programs: Sequence[Program]) -> list[int]:
+    """Run all programs at the same time and return their exit statuses. When this process is stopped, they get SIGTERM:
+    from the block below after Ctrl-C and SIGTERM, from the kernel after SIGKILL."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    running: list[subprocess.Popen] = []
+    try:
+        for program in programs:
+            with program.log.open("a", encoding="utf-8") as log:
+                process = subprocess.Popen(
+                    program.command(),
+                    env=program.environment(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which sends one signal on
+                    preexec_fn=at_parents_end(signal.SIGTERM),
+                )
+            running.append(process)
+        return [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+        signal.signal(signal.SIGTERM, before)

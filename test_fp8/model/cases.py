@@ -1,0 +1,168 @@
+"""The cases of bench_model.py, and the training configuration that each is measured with."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from model.variants import VARIANTS, SpeedConfig
+from test_fp8.common.cases import Case, CaseError, parse_cases, select
+from train.config.arguments import TrainingArguments
+from train.engine import launchers
+
+MEASURES = ("bare", "step")
+SDPA = ("auto", "cudnn", "flash", "efficient")  # of torch, in the cases of transformers' modules
+LOSSES = ("torch", "compiled", "liger")
+COMPUTED = ("bf16", "fp8")  # same_model.py has tolerances for these
+BASELINE = "hf_bf16"
+# What a case may override: how the same model is computed.
+CASE_KEYS = [
+    *("model.variant", "model.compile", "model.attention_backend", "precision", "speed"),
+    *("gradient_checkpointing", "optim", "deepspeed"),
+]
+MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
+    "": {},
+    "_op_fuser": {"use_transformer_engine_op_fuser": True},
+    "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
+}
+# Measured by default: the comparisons that matter, in minutes.
+DEFAULT_ROWS = (
+    "hf_bf16* torchao_* te_linear_bf16* te_linear_fp8_delayed* te_layer_bf16* te_layer_fp8_delayed "
+    "te_layer_fp8_delayed_graph te_layer_fp8_delayed_off te_layer_fp8_delayed_fp8_head "
+    "te_layer_fp8_delayed_fast_wgrad te_layer_fp8_current te_layer_fp8_block megatron_core_*"
+).split()
+DEFAULT_STEP_ROWS = (
+    "hf_bf16* torchao_tensorwise te_linear_bf16 te_linear_fp8_delayed te_layer_bf16* te_layer_fp8_delayed "
+    "te_layer_fp8_delayed_graph megatron_core_*"
+).split()
+CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
+
+_DELAYED = {"recipe": "delayed", "fp8_format": "e4m3"}
+# The cases of compare_gradients.py: keys of the section "precision".
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"compute": "bf16"},
+    "delayed_hybrid": {"recipe": "delayed", "fp8_format": "hybrid"},
+    "delayed_e4m3": _DELAYED,
+    "delayed_e4m3_bf16_head": {**_DELAYED, "fp8_head_gradients": False},
+    "delayed_e4m3_fp8_head": {**_DELAYED, "bf16_modules": []},
+    "delayed_e4m3_fast_wgrad": {**_DELAYED, "fast_accumulation_wgrad": True},
+    "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},
+    "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},
+    "block": {"recipe": "block"},
+}
+
+
+class Setting(NamedTuple):
+    """What is tried for each case; the fastest is reported."""
+
+    micro_batch: int
+    attention: str  # as asked for
+    loss: str = "own"  # one of LOSSES in the cases hf_* and torchao_*
+
+
+def _fp8(recipe: str, **more: Any) -> dict[str, Any]:
+    return {"precision.compute": "fp8", "precision.recipe": recipe} | {
+        f"precision.{k}": v for k, v in more.items()
+    }
+
+
+def _presets() -> dict[str, Case]:
+    bf16 = {"precision.compute": "bf16"}
+    overrides: dict[str, dict[str, Any]] = {
+        BASELINE: {"model.variant": "hf", "model.compile": False, **bf16},
+        "hf_bf16_compiled": {"model.variant": "hf", "model.compile": True, **bf16},
+    }
+    for recipe in VARIANTS["torchao"].recipes:
+        overrides[f"torchao_{recipe}"] = {"model.variant": "torchao", **_fp8(recipe)}
+    for variant in (v.name for v in VARIANTS.values() if v.te):
+        kinds = {"bf16": bf16, **{f"fp8_{recipe}": _fp8(recipe) for recipe in VARIANTS[variant].recipes}}
+        kinds["fp8_delayed_exact_head"] = _fp8("delayed", fp8_head_gradients=False)
+        kinds["fp8_delayed_fp8_head"] = _fp8("delayed", bf16_modules=[])
+        if variant == "te_layer":
+            kinds["fp8_delayed_fast_wgrad"] = _fp8("delayed", fast_accumulation_wgrad=True)
+        for kind, suffix in itertools.product(kinds, ("", "_graph")):
+            how = {"model.variant": variant, **kinds[kind], "speed.cuda_graphs": bool(suffix)}
+            overrides[f"{variant}_{kind}{suffix}"] = how
+            if kind in ("bf16", "fp8_delayed"):
+                overrides[f"documents_{variant}_{kind}{suffix}"] = {**how, "data.document_mask": True}
+                if variant == "te_layer" and suffix:
+                    overrides[f"muon_te_layer_{kind}_graph"] = {**how, "optim": "muon"}
+    off = {f"speed.{key}": value for key, value in asdict(SpeedConfig.off()).items()}
+    overrides["te_layer_fp8_delayed_off"] = {"model.variant": "te_layer", **_fp8("delayed"), **off}
+    cases = {name: Case(name, how) for name, how in overrides.items()}
+    for kind, how in (("bf16", bf16), ("fp8_delayed", _fp8("delayed")), ("fp8_current", _fp8("current"))):
+        for suffix, switches in MEGATRON_SWITCHES.items():
+            name = f"megatron_core_{kind}{suffix}"
+            cases[name] = Case(name, {"model.variant": "te_layer", **how}, switches)
+    return cases
+
+
+PRESETS = _presets()
+
+
+def chosen_cases(options: argparse.Namespace) -> list[tuple[str, Case, dict[Setting, TrainingArguments]]]:
+    """Return (measure, case, its settings) of everything that is measured. Raises CaseError, ConfigurationError."""
+    added = parse_cases(options.row, PRESETS, CASE_KEYS)
+    cases = PRESETS | added
+    named = select([*options.rows, *added], cases, "--rows")
+    in_steps = select([*options.step_rows, *added], cases, "--step_rows")
+    chosen = {
+        # Megatron-Core adds weight gradients to its optimizer's buffers, which bare passes do not have
+        "bare": [case for case in named if case.megatron is None],
+        "step": [case for case in named if case in in_steps],
+    }
+    found = [
+        (m, case, settings_of(case, options)) for m in MEASURES if m in options.measure for case in chosen[m]
+    ]
+    if not found:
+        raise CaseError(
+            "there is nothing to measure; name cases with --rows or --row, some also with --step_rows"
+        )
+    if launchers.world_size() > 1:
+        for measure, case, settings in found:
+            if measure == "bare" or case.megatron is not None or len(settings) > 1:
+                raise CaseError(
+                    f"case {case.name}: several ranks measure steps (--measure step) of this project's own cases, with "
+                    "one --micro_batch, --attention, --sdpa and --loss"
+                )
+    return found
+
+
+def settings_of(case: Case, options: argparse.Namespace) -> dict[Setting, TrainingArguments]:
+    """What the first round tries: every micro-batch, smallest first, with every attention and loss that the case can
+    have."""
+    sizes, ranks = sorted(options.micro_batch), launchers.world_size()
+    te = VARIANTS[arguments_of(case, options, "auto", sizes[0], ranks).model.variant].te
+    losses, attentions = (["own"], options.attention) if te else (options.loss, options.sdpa)
+    return {
+        Setting(size, attention, loss): arguments_of(case, options, attention if te else "auto", size, ranks)
+        for loss, attention, size in itertools.product(losses, attentions, sizes)
+    }
+
+
+def arguments_of(
+    case: Case, options: argparse.Namespace, attention: str, micro_batch: int, ranks: int
+) -> TrainingArguments:
+    """Return the resolved training configuration of a case. Raises CaseError, ConfigurationError."""
+    base = {
+        "model": {"config": options.config, "attention_backend": attention},
+        "data": {"sources": {"random tokens": "none"}},
+        "precision": {},
+        "speed": {},
+        "max_steps": 1000,
+        "max_seq_length": options.seq_length,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": options.accumulation,
+        "full_determinism": options.deterministic,
+        "seed": options.seed,
+        "output_dir": "nowhere",
+        "resume_from_checkpoint": "never",
+    }
+    arguments = TrainingArguments.from_dict(case.configured(base), f"case {case.name}").resolve(ranks)
+    if arguments.precision.compute not in COMPUTED or arguments.precision.auto:
+        raise CaseError(
+            f"case {case.name}: precision.compute must be {' or '.join(COMPUTED)}, and precision.auto false"
+        )
+    return arguments
