@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -63,18 +62,13 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     for r in results:
         other = bf16.get((r["what"], r["batch"]))
         r["to_bf16"] = r["tokens_per_s"] / other if other else None
-    return report.Outcome(results)
+    answers = [r for r in results if r["what"] == "decode"]
+    panels = {"tokens/s": report.curves(answers, "row", "batch", "tokens_per_s")}
+    return report.Outcome(results, panels=panels, xlabel="batch")
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    lines = report.curves(
-        [r for r in outcome.results if r["what"] == "decode"], "row", "batch", "tokens_per_s"
-    )
-    report.plot(output, f"Decoding on {machine}", {"tokens/s": lines}, "batch", "log")
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

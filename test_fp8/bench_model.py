@@ -34,7 +34,6 @@ Without a GPU the CPU reference runs a small model; speeds mean nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -53,7 +52,6 @@ OPTIONS.add(
 )
 OPTIONS.add("--measure", list(cases.MEASURES), "what is measured", nargs="+", choices=cases.MEASURES)
 OPTIONS.add("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive)
-OPTIONS.add("--document_length", ByMachine(512, 16), "mean tokens, in cases documents_*", type=positive)
 OPTIONS.add("--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=ATTENTIONS)
 OPTIONS.add(
     "--sdpa", ByMachine(["cudnn", "flash"], ["auto"]), "of hf, torchao cases", nargs="+", choices=cases.SDPA
@@ -94,15 +92,8 @@ COLUMNS: report.Columns = {
 }
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    panels: dict[str, dict[str, float]] = {}
-    for r in report.measured(outcome.results):
-        panels.setdefault(r["measure"], {})[r["row"]] = r["tokens_per_second"]
-    report.plot(output, f"{outcome.more['model']} on {machine}", panels, "tokens/s")
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, "test_fp8.model.bench", COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, "test_fp8.model.bench", COLUMNS)
 
 
 if __name__ == "__main__":

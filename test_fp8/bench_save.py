@@ -13,7 +13,6 @@ Exit status: 1 if the median save in the background loses 15 % of a blocking one
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -47,7 +46,7 @@ COLUMNS: report.Columns = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     return report.run(OPTIONS, argv, "test_fp8.model.saves", COLUMNS)
 
 

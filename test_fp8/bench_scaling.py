@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -28,7 +29,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from model.config import load_sizes
 from model.variants import ATTENTION_BACKENDS, VARIANTS
 from test_fp8.common import report
-from test_fp8.common.cases import Case, CaseError, parse_cases
+from test_fp8.common.cases import Case, parse_cases
 from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import ByMachine, Options, positive
 from test_fp8.common.report import Result
@@ -82,15 +83,11 @@ def plan_error(r: Result, key: str) -> float | None:
 def cases_of(options: argparse.Namespace) -> dict[str, Case]:
     """The cases of --stages, --precisions and --row. Raises CaseError."""
     cases = {}
-    for stage in options.stages:
-        for precision in options.precisions:
-            how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
-            name = f"zero_{stage}_{precision}"
-            cases[name] = Case(name, {"model.variant": options.variant, **how})
-    cases |= parse_cases(options.row, cases, CASE_KEYS)
-    if not cases:
-        raise CaseError("there is nothing to measure; name --stages or add a case with --row")
-    return cases
+    for stage, precision in product(options.stages, options.precisions):
+        how = {"precision.compute": precision, "deepspeed": f"ds_config_zero{stage}.json"}
+        name = f"zero_{stage}_{precision}"
+        cases[name] = Case(name, {"model.variant": options.variant, **how})
+    return cases | parse_cases(options.row, cases, CASE_KEYS)
 
 
 def planned(options: argparse.Namespace, case: Case, ranks: int, gpu: str) -> Result:
@@ -107,10 +104,9 @@ def planned(options: argparse.Namespace, case: Case, ranks: int, gpu: str) -> Re
         "step_tokens": arguments.train_batch_size_tokens,
     }
     if gpu:
-        setting = Setting.of(arguments, ds_config, load_sizes(options.config), ranks)
-        prediction = Prediction.of(replace(setting, eval_batch=0), gpu).to_json()
-        keys = ("peak_gib", "tokens_per_second", "basis")
-        result |= {f"planned_{key}": prediction.get(key) for key in keys}
+        setting = replace(Setting.of(arguments, ds_config, load_sizes(options.config), ranks), eval_batch=0)
+        prediction = Prediction.of(setting, gpu).to_json()
+        result |= {f"planned_{k}": prediction.get(k) for k in ("peak_gib", "tokens_per_second", "basis")}
     return result
 
 
@@ -199,24 +195,18 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     for r in results:
         r |= figures(rounds[r["row"], r["ranks"]], r["ranks"], alone.get(r["row"]))
         alone[r["row"]] = r.get("alone", alone.get(r["row"], []))
-    more = {key: getattr(options, key) for key in ("micro_batch", "seq_length", "rounds", "steps")}
-    failures = [f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r]
-    return report.Outcome(results, {"model": Path(options.config).name, **more}, failures=failures)
+    good = [r | {"each": r["tokens_per_second"] / r["ranks"]} for r in report.measured(results)]
+    return report.Outcome(
+        results,
+        {key: getattr(options, key) for key in ("config", "micro_batch", "seq_length", "rounds", "steps")},
+        failures=[f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r],
+        panels={"tokens/s of a GPU": report.curves(good, "row", "ranks", "each")},
+        xlabel="GPUs",
+    )
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    results = report.measured(outcome.results)
-    each = [
-        r | {"each": r["tokens_per_second"] / r["ranks"], "share": r.get("share_of_alone", 1.0)}
-        for r in results
-    ]
-    titles = {"each": "tokens/s of a GPU", "share": "share of what each does alone"}
-    panels = {title: report.curves(each, "row", "ranks", key) for key, title in titles.items()}
-    report.plot(output, f"{outcome.more['model']} on {machine}", panels, "GPUs", "log")
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from model.config import load_sizes, num_parameters
 from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.cases import Case, CaseError, parse_cases
-from test_fp8.common.launch import Program, run_together
+from test_fp8.common.launch import Program, run
 from test_fp8.common.options import Options, positive, public
 from test_fp8.common.report import Result
 from test_fp8.convergence import evidence
@@ -112,9 +111,7 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     ranks = options.nproc if options.nproc > 1 else 0
     program = Program("train/train.py", words_of(case, options), folder.with_suffix(".log"), ranks)
     print(f"{case.name}: see {program.log}", flush=True)
-    (status,) = run_together([program])
-    if status:
-        raise ValueError(f"case {case.name}: train.py ended with status {status}: {program.last_lines()}")
+    run(program)
     return evidence.read_records(folder)
 
 
@@ -122,7 +119,10 @@ def result_of(case: Case, config: Any, own: list[Result], base: list[Result], sa
     """The figures of a training beside the baseline's."""
     steps, losses = evidence.column(own, "loss")
     eval_steps, eval_losses = evidence.column(own, "eval_loss")
-    speeds = [evidence.speed(records) for records in (own, base)]
+    of_base, speeds = (
+        evidence.column(base, "eval_loss")[1],
+        [evidence.speed(records) for records in (own, base)],
+    )
     return {
         "row": case.name,
         "overrides": {key: public(value) for key, value in case.overrides.items()},
@@ -143,6 +143,9 @@ def result_of(case: Case, config: Any, own: list[Result], base: list[Result], sa
             "grad_norm": [r.get("grad_norm") for r in own if r.get("loss") is not None],
             "eval_step": eval_steps,
             "eval_loss": eval_losses,
+            "eval_difference_percent": [
+                evidence.percent(*pair) for pair in zip(eval_losses, of_base, strict=False)
+            ],
         },
     }
 
@@ -167,27 +170,18 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     training |= {"model.config": Path(base.model.config).name, "data.sources": list(base.data.sources)}
     training["parameters"] = num_parameters(load_sizes(base.model.config))
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
-    return report.Outcome(results, more, failures=misses)
+    curves = {r["row"]: r["curves"] for r in results}
+    panels = {
+        "training loss": {name: (c["step"], c["loss"]) for name, c in curves.items()},
+        "evaluation loss to the baseline's (%)": {
+            name: (c["eval_step"], c["eval_difference_percent"]) for name, c in curves.items()
+        },
+    }
+    return report.Outcome(results, more, failures=misses, panels=panels, xlabel="step")
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    losses: dict[str, tuple[list[int], list[float]]] = {}
-    differences: dict[str, tuple[list[int], list[float]]] = {}
-    base = dict(zip(*(outcome.results[0]["curves"][key] for key in ("eval_step", "eval_loss")), strict=True))
-    for r in outcome.results:
-        curves = r["curves"]
-        losses[r["row"]] = curves["step"], curves["loss"]
-        found = {s: v for s, v in zip(curves["eval_step"], curves["eval_loss"], strict=True) if s in base}
-        differences[r["row"]] = (
-            list(found),
-            [evidence.percent(value, base[step]) for step, value in found.items()],
-        )
-    panels = {"training loss": losses, "difference of the evaluation loss to the baseline's (%)": differences}
-    report.plot(output, f"{outcome.more['training']['model.config']} on {machine}", panels, "step")
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ Without a GPU the CPU reference computes the cases; float32 is always the refere
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -47,16 +46,8 @@ COLUMNS: report.Columns = {
 }
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    panels = {
-        f"of {what}": {r["row"]: r[key] for r in outcome.results}
-        for what, key in (("a micro-batch", "error_of_batch"), ("their sum", "error_of_sum"))
-    }
-    report.plot(output, f"Gradients on {machine}", panels, "relative error of the gradient to float32")
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, "test_fp8.model.gradients", COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, "test_fp8.model.gradients", COLUMNS)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.keys import between
 from test_fp8.common import report
-from test_fp8.common.launch import Program, run_together
+from test_fp8.common.launch import Program, run
 from test_fp8.common.options import ROOT, Options, positive
 from test_fp8.common.report import Result
 from test_fp8.convergence.packages import KINDS, download, extract
@@ -50,15 +49,6 @@ COLUMNS: report.Columns = {
     "tokens to train on": ("train_tokens", ",d"),
     "to evaluate": ("eval_tokens", ",d"),
 }
-
-
-def run(program: str, log: Path, *options: object) -> None:
-    """Run a program of train/. Raises ValueError: it failed."""
-    print(f"{program}: see {log}", flush=True)
-    started = Program(f"train/{program}", options, log)
-    (status,) = run_together([started])
-    if status:
-        raise ValueError(f"{program} ended with status {status}: {started.last_lines()}; see {log}")
 
 
 def result_of(kind: str, counts: Counter[str], folder: Path) -> Result:
@@ -92,18 +82,19 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             tokenizer,
         ]
         inputs = [work / "texts" / kind for kind in KINDS]
-        run("train_tokenizer.py", work / "tokenizer.log", "--input", *inputs, *words)
+        run(Program("train/train_tokenizer.py", ["--input", *inputs, *words], work / "tokenizer.log"))
     for kind in KINDS:
         if not (work / kind / "manifest.json").exists():
             words = ["--input", work / "texts" / kind, "--tokenizer", tokenizer, "--output", work / kind]
             words += ["--eval_fraction", options.eval_fraction, "--workers", options.workers]
-            run("prepare_data.py", work / f"{kind}.log", *words, "--dedup", "minhash", *QUALITY[kind])
+            words += ["--dedup", "minhash", *QUALITY[kind]]
+            run(Program("train/prepare_data.py", words, work / f"{kind}.log"))
     results = [result_of(kind, counts, work / kind) for kind in KINDS]
     unread = {reason: n for reason, n in counts.items() if "not UTF-8" in reason}
     return report.Outcome(results, {"packages": len(wheels), "not_read": unread})
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     return report.run(OPTIONS, argv, measure, COLUMNS)
 
 

@@ -1,17 +1,13 @@
 """Microtest: one Linear, forward and backward, in fp32, bf16 and FP8 with each recipe, launched normally ("eager") and
 as a CUDA graph ("graph").
 
-    python test_fp8/test_fp8.py                          HARE's shapes
-    python test_fp8/test_fp8.py --sweep                  also square Linears from 512 to 16384 wide on 1k to 64k rows,
-                                                         and the GEMMs of hare_1.1b
-    python test_fp8/test_fp8.py --models hare_1.1b       also the GEMMs of a model configuration
-    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 these instead of HARE's
+    python test_fp8/test_fp8.py                                              HARE's shapes
+    python test_fp8/test_fp8.py --shapes 8x2048x2048:512 1x16384x8192:8192   these instead
 
 fp32 (IEEE, no TF32) and bf16 are torch.nn.Linear. FP8 is te.Linear on bf16 parameters; the quantization of input,
-weight and gradient counts. Results are first compared with float32, and a wrong one
-gets no speed. Figures are medians for forward + backward, 6 x rows x in x out FLOP (Kaplan et al. 2020,
-arXiv:2001.08361, section 2.1), and for forward, dgrad (the input's gradient) and wgrad (the weight's) alone. On a GPU
-the speed of plain matrix products is measured too ("ceiling"). All precisions of a shape take turns.
+weight and gradient counts. Results are first compared with float32, and a wrong one gets no speed. Figures are medians
+for forward + backward, 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and for the forward
+alone. On a GPU the speed of plain matrix products is measured too ("ceiling"). All precisions of a shape take turns.
 
 Without a GPU, FP8 is the CPU reference on smaller shapes: results are right, speeds mean nothing.
 """
@@ -20,31 +16,26 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from model.config import CONFIGS
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.options import ByMachine, Options, positive
-from test_fp8.linear import shapes
+from test_fp8.linear.shapes import CPU_SHAPES, HARE_SHAPES, parse_shape
 
 RECIPES = list(VARIANTS["te_linear"].recipes)
-MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add(
     "--shapes",
-    None,
-    "these instead of HARE's",
+    ByMachine(HARE_SHAPES, CPU_SHAPES),
+    "what is measured",
     nargs="+",
-    type=shapes.parse_shape,
+    type=parse_shape,
     metavar="BATCHxROWSxIN:OUT",
 )
-OPTIONS.add("--sweep", False, "also square Linears and the GEMMs of hare_1.1b", action="store_true")
-OPTIONS.add("--models", [], "also their GEMMs", nargs="+", choices=MODELS)
 OPTIONS.add("--recipes", RECIPES, "FP8 recipes", nargs="+", choices=RECIPES)
 OPTIONS.add("--iterations", ByMachine(20, 3), "samples, at most", type=positive)
 OPTIONS.add_output()
@@ -72,38 +63,28 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     from test_fp8.linear.bench import measure_ceilings, measure_shape
 
     gpu = torch.cuda.is_available()
-    models = options.models + ["hare_1.1b"] * options.sweep
     precisions = ["fp32", "bf16", *(f"fp8-{recipe}" for recipe in dict.fromkeys(options.recipes))]
     results: list[report.Result] = []
     # on a stream of its own from the start: work on the default stream cannot be captured
     with torch.cuda.stream(torch.cuda.Stream() if gpu else None):
-        ceilings = measure_ceilings(10)
-        for shape, what in shapes.chosen_shapes(
-            options.shapes, options.sweep, models, shrink=not gpu
-        ).items():
+        ceilings = measure_ceilings(20)
+        for shape in options.shapes:
             release_memory()
             print(f"{shape} ...", flush=True)
-            results += measure_shape(shape, what, precisions, ceilings, options.iterations)
-    ran_fp8 = any(r["ran_fp8"] for r in report.measured(results))
-    failures = [] if ran_fp8 else ["nothing ran in FP8; see the reasons above"]
+            results += measure_shape(shape, precisions, ceilings, options.iterations)
+    good = [r | {"tflops": r["step"]["tflops"]} for r in report.measured(results)]
+    groups = {way: [r for r in good if r["launch"] == way] for way in ("eager", "graph")}
     return report.Outcome(
-        results, {"iterations": options.iterations, "ceilings": ceilings}, failures=failures
+        results,
+        {"iterations": options.iterations, "ceilings": ceilings},
+        failures=[] if any(r["ran_fp8"] for r in good) else ["nothing ran in FP8; see the reasons above"],
+        panels={way: report.curves(group, "precision", "shape", "tflops") for way, group in groups.items()},
+        xlabel="batch x rows x in : out; TFLOP/s of forward + backward",
     )
 
 
-def draw(outcome: report.Outcome, machine: str, output: Path) -> None:
-    results = [r | {"tflops": r["step"]["tflops"]} for r in report.measured(outcome.results)]
-    groups = {
-        way: [r for r in results if r["launch"] == way] for way in dict.fromkeys(r["launch"] for r in results)
-    }
-    panels = {way: report.curves(group, "precision", "shape", "tflops") for way, group in groups.items()}
-    report.plot(
-        output, f"One Linear on {machine}: TFLOP/s of forward + backward", panels, "batch x rows x in : out"
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS, draw)
+def main(argv: list[str]) -> int:
+    return report.run(OPTIONS, argv, measure, COLUMNS)
 
 
 if __name__ == "__main__":

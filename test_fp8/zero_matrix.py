@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -27,9 +26,10 @@ from model.keys import between
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.cases import Case, select
-from test_fp8.common.launch import Program, run_together
+from test_fp8.common.launch import Program, run
 from test_fp8.common.options import Options, model_config, positive
 from test_fp8.common.report import Result
+from test_fp8.zero.cases import is_about_case, make_data, matrix, refusal, settings_of
 from train.preflight.machine import cuda_devices
 from train.record.run_folder import RunFolder
 
@@ -65,24 +65,18 @@ COLUMNS: report.Columns = {
 }
 
 
-def train(settings: dict[str, Any], folder: Path, ranks: Sequence[int]) -> dict[int, Path]:
-    """Train a configuration on each number of `ranks`, at the same time; return ranks -> output folder. Raises
-    ValueError: a run failed."""
-    programs = {}
-    for n in ranks:
-        config = folder / f"on_{n}.json"
-        config.write_text(json.dumps(settings | {"output_dir": str(folder / f"on_{n}")}), encoding="utf-8")
-        programs[n] = Program("train/train.py", [config], folder / f"on_{n}.log", n)
-    for (n, program), status in zip(programs.items(), run_together(list(programs.values())), strict=True):
-        if status:
-            raise ValueError(f"on {n} ranks: train.py ended with status {status}: {program.last_lines()}")
-    return {n: folder / f"on_{n}" for n in ranks}
-
-
-def records(output: Path) -> list[Result]:
-    """The lines of metrics.jsonl that have a loss."""
-    lines = RunFolder(output).metrics.read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Result]]:
+    """Train a configuration on `ranks` and on one, at the same time; return the records of both. Raises ValueError: a
+    run failed."""
+    outputs = [folder / f"on_{n}" for n in (ranks, 1)]
+    programs = []
+    for n, output in zip((ranks, 1), outputs, strict=True):
+        config = output.with_suffix(".json")
+        config.write_text(json.dumps(settings | {"output_dir": str(output)}), encoding="utf-8")
+        programs.append(Program("train/train.py", [config], output.with_suffix(".log"), n))
+    run(*programs)
+    lines = [RunFolder(output).metrics.read_text(encoding="utf-8").splitlines() for output in outputs]
+    return [[record for record in map(json.loads, each) if "loss" in record] for each in lines]
 
 
 def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mapping[str, float]) -> Result:
@@ -106,49 +100,41 @@ def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mappin
     return result | ({"why": "; ".join(beyond)} if beyond else {})
 
 
-def trained(case: Case, settings: dict[str, Any], folder: Path, ranks: int) -> Result:
-    """The result of a case that is not refused."""
-    folder.mkdir()
+def outcome(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
+    """Whether a case is equal, refused, apart or failed, and why."""
+    if why := refusal(settings, ranks, devices):
+        return {"outcome": "refused" if is_about_case(why) else "failed", "why": why}
+    recipe, compute = case.overrides.get("precision.recipe", ""), case.overrides["precision.compute"]
     try:
-        outputs = train(settings, folder, (1, ranks))
+        with tempfile.TemporaryDirectory() as folder:
+            trained = train(settings, Path(folder), ranks)
     except ValueError as error:
         return {"outcome": "failed", "why": str(error)}
-    recipe, compute = case.overrides.get("precision.recipe"), case.overrides["precision.compute"]
-    found = compared(
-        records(outputs[ranks]), records(outputs[1]), TOLERANCE.get(recipe or "", TOLERANCE[compute])
-    )
-    shutil.rmtree(folder)
+    found = compared(trained[0], trained[1], TOLERANCE.get(recipe, TOLERANCE[compute]))
     return found | {"outcome": "apart" if "why" in found else "equal"}
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train all cases. Raises ValueError: there are fewer GPUs than ranks; no case has such a name."""
-    from test_fp8.zero.cases import is_about_case, make_data, matrix, refusal, settings_of
-
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         raise ValueError(f"--ranks {options.ranks}: this host has {len(devices)} GPUs")
     every = {case.name: case for case in matrix(options.stages, options.variants, options.precisions)}
-    cases = select(options.rows, every, "--rows")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         data = make_data(Path(name) / "data")
-        for case in cases:
+        for case in select(options.rows, every, "--rows"):
             settings = settings_of(case, options.config, options.steps, options.ranks, data)
-            result: Result = {"row": case.name, "configuration": dict(case.overrides)}
-            if why := refusal(settings, options.ranks, devices):
-                result |= {"outcome": "refused" if is_about_case(why) else "failed", "why": why}
-            else:
-                result |= trained(case, settings, Path(name) / case.name, options.ranks)
-            print(f"{case.name}: {result['outcome']}", flush=True)
-            results.append(result)
+            found = outcome(case, settings, options.ranks, devices)
+            print(f"{case.name}: {found['outcome']}", flush=True)
+            results.append({"row": case.name, "configuration": dict(case.overrides), **found})
     outcomes = Counter(r["outcome"] for r in results)
     wrong = [f"{r['row']}: {r['why']}" for r in results if r["outcome"] not in ("equal", "refused")]
     line = f"{len(results)} cases: {outcomes['equal']} equal, {outcomes['refused']} refused"
     return report.Outcome(results, {"ranks": options.ranks, "tolerance": TOLERANCE}, [line], wrong)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     return report.run(OPTIONS, argv, measure, COLUMNS)
 
 

@@ -70,3 +70,10 @@ def run_together(programs: Sequence[Program]) -> list[int]:
         for process in running:
             process.wait()
         signal.signal(signal.SIGTERM, before)
+
+
+def run(*programs: Program) -> None:
+    """Run all programs at the same time. Raises ValueError: one failed."""
+    for program, status in zip(programs, run_together(programs), strict=True):
+        if status:
+            raise ValueError(f"{program.script} ended with status {status}: {program.last_lines()}")

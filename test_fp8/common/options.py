@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,11 +76,11 @@ class Options(argparse.ArgumentParser):
     def add_output(self, what: str = "JSON and a plot") -> None:
         self.add("--output", None, f"write {what}", type=json_file, metavar="FILE.json")
 
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+    def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parse a command line; `behind` is what follows a word --."""
         split = argv.index("--") if "--" in argv else len(argv)
         options = self.parse_args(argv[:split])
-        options.behind = list(argv[split + 1 :])
+        options.behind = argv[split + 1 :]
         return options
 
     def settle(self, options: argparse.Namespace) -> None:

@@ -35,25 +35,27 @@ NAMES = ("measure", "row", "case", "shape", "precision", "launch")
 
 @dataclass
 class Outcome:
-    """`more`: further keys of the report. `lines`: printed below the table. `failures`: why the exit status is 1."""
+    """`more`: further keys of the report. `lines`: printed below the table. `failures`: why the exit status is 1.
+    `panels` and `xlabel`: see `plot`."""
 
     results: list[Result]
     more: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    panels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    xlabel: str = ""
 
 
 def run(
     parser: Options,
-    argv: Sequence[str],
+    argv: list[str],
     measure: Callable[[argparse.Namespace], Outcome] | str,
     columns: Columns,
-    draw: Callable[[Outcome, str, Path], None] | None = None,
 ) -> int:
     """Parse `argv`, measure, print the table and write the report. Of several ranks, rank 0 prints and writes.
 
-    measure: a function, or the module that has it, which is imported when the options are right. draw: called with the
-    outcome, the machine and the path of the report. Returns the exit status: 1 for failures, 2 for bad input.
+    measure: a function, or the module that has it, which is imported when the options are right. Returns the exit
+    status: 1 for failures, 2 for bad input.
     """
     options = parser.parse(argv)
     try:
@@ -66,20 +68,27 @@ def run(
         if isinstance(measure, str):
             measure = importlib.import_module(measure).measure
         outcome = measure(options)  # type: ignore[operator]
+        if not outcome.results:
+            raise ValueError("there is nothing to measure; name a case")
     except (ValueError, OSError, UserError) as error:
         print(f"error: {reason(error)}", file=sys.stderr)
         return 2
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
-    reasons: dict[str, list[str]] = {}
-    for r in outcome.results:
-        if "reason" in r:
-            reasons.setdefault(r["reason"], []).append(" ".join(str(r[key]) for key in NAMES if key in r))
-    for why, names in reasons.items():
+    for why in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
+        names = (
+            " ".join(str(r[k]) for k in NAMES if k in r) for r in outcome.results if r.get("reason") == why
+        )
         print(f"not measured: {', '.join(names)}: {why}")
     if options.output:
         write_json(options.output, parser.command(options), outcome.results, **outcome.more)
-        if draw and measured(outcome.results):
-            draw(outcome, machine.get("gpu", machine["cpu"]), options.output)
+        panels = {title: series for title, series in outcome.panels.items() if series}
+        if panels:
+            plot(
+                options.output,
+                f"{parser.program} on {machine.get('gpu', machine['cpu'])}",
+                panels,
+                outcome.xlabel,
+            )
     for failure in outcome.failures:
         print(f"failed: {failure}", file=sys.stderr)
     return int(bool(outcome.failures))
@@ -123,11 +132,9 @@ def curves(results: Sequence[Result], label: str, x: str, y: str) -> dict[str, t
     return lines
 
 
-def plot(
-    output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str, scale: str = "linear"
-) -> None:
+def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:
     """Draw `panels`, title -> label -> value, as the PNG beside `output`: horizontal bars if the values are numbers,
-    lines if they are pairs (x, y) of lists. scale: of the x axis of lines, "linear" or "log"."""
+    lines if they are pairs (x, y) of lists."""
     labels = list(dict.fromkeys(label for series in panels.values() for label in series))
     height = 1 + len(panels) * max(3.0, 0.3 * len(labels))
     with drawing(output.with_suffix(".png"), len(panels), figsize=(10, height)) as (figure, axes):
@@ -139,10 +146,7 @@ def plot(
                 else:
                     axis.bar_label(axis.barh(label, value, color=color), fmt=" {:,.4g}", fontsize=8)
             if isinstance(value, tuple):
-                axis.set_xscale(scale)
                 axis.legend(fontsize=8)
-            else:
-                axis.invert_yaxis()
             axis.set_title(name, fontsize=10)
             axis.grid(alpha=0.3)
         axes[-1, 0].set_xlabel(xlabel)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -18,41 +19,31 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Laps:
-    """Times between marks, without waiting for the GPU at a mark."""
+def mark() -> Any:
+    """A moment on the GPU's clock, or the host's without a GPU."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[str | None, Any]] = []
 
-    def mark(self, name: str | None = None) -> None:
-        """End the lap `name` that the mark before began; the time before a mark without a name does not count."""
-        if torch.cuda.is_available():
-            event: Any = torch.cuda.Event(enable_timing=True)
-            event.record()
-        else:
-            event = time.perf_counter()
-        self.marks.append((name, event))
-
-    def ms(self) -> dict[str, list[float]]:
-        """Milliseconds of the laps by name. Waits for the GPU."""
-        synchronize()
-        times: dict[str, list[float]] = {}
-        for (_, start), (name, end) in zip(self.marks, self.marks[1:], strict=False):
-            if name is not None:
-                ms = start.elapsed_time(end) if torch.cuda.is_available() else (end - start) * 1e3
-                times.setdefault(name, []).append(ms)
-        return times
+def laps_ms(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Milliseconds of each call, without waiting for the GPU between them."""
+    marks = [mark()]
+    for call in calls:
+        call()
+        marks.append(mark())
+    synchronize()
+    gpu = torch.cuda.is_available()
+    return [start.elapsed_time(end) if gpu else (end - start) * 1e3 for start, end in pairwise(marks)]
 
 
 def timed_ms(step: Callable[[], Any]) -> float:
     """Milliseconds of one call, until its last kernel ends. The GPU is idle at the start, so launching counts where it
     is not hidden."""
     synchronize()
-    laps = Laps()
-    laps.mark()
-    step()
-    laps.mark("step")
-    return laps.ms()["step"][0]
+    return laps_ms([step])[0]
 
 
 def take_turns(steps: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[float]]:

@@ -21,7 +21,7 @@ from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.proof import proving_fp8
 from test_fp8.common.report import Result
-from test_fp8.common.timing import take_turns
+from test_fp8.common.timing import median_ms, take_turns
 from test_fp8.linear.shapes import Shape
 
 GEMMS = {"step": 3, "forward": 1}
@@ -33,12 +33,7 @@ ERROR_LIMITS = {"fp32": 1e-4, "bf16": 1e-2, "fp8": 0.1}
 FP32_LIMIT_FLOP = 2e12
 # A timed sample on a GPU repeats a step until it has about this many FLOP, at most MAX_CALLS times.
 SAMPLE_FLOP, FP32_SAMPLE_FLOP, MAX_CALLS = 2e12, 2.5e11, 32
-# Of the matrix products that show what the GPU reaches: sizes, and FLOP of a timed sample.
-CEILINGS = {
-    "fp32": ([4096, 8192], 1e12),
-    "bf16": ([4096, 8192, 16384], 5e12),
-    "fp8": ([4096, 8192, 16384], 5e12),
-}
+CEILING_SIZE = 8192  # of the matrices whose product shows what the GPU reaches: 1.4 ms in bf16
 
 Tensors = dict[str, Tensor]
 """Any of "output" [batch, rows, out], "dgrad" [batch, rows, in] and "wgrad" [out, in]."""
@@ -110,18 +105,10 @@ class Linear:
 
 
 def as_graph(run: Callable[[], Tensors]) -> Callable[[], Tensors]:
-    """Capture `run`, which must have run before, on the current stream (not the default one). Raises RuntimeError: it
-    cannot be captured."""
-    graph, cause = torch.cuda.CUDAGraph(), None
-    try:
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            try:
-                results = run()
-            except Exception as error:
-                cause = error  # the end of the capture raises another one, which says less
-                raise
-    except Exception as error:
-        raise RuntimeError(f"cannot be captured as a CUDA graph: {cause or error}") from error
+    """Capture `run`, which must have run before, on the current stream (not the default one)."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        results = run()
 
     def replay() -> Tensors:
         graph.replay()
@@ -152,11 +139,11 @@ def checked(
 
 
 def measure_shape(
-    shape: Shape, what: list[str], precisions: list[str], ceilings: dict[str, Any], iterations: int
+    shape: Shape, precisions: list[str], ceilings: dict[str, Any], iterations: int
 ) -> list[Result]:
     """Return one result for each precision and launch; what cannot run has a "reason"."""
     gpu, flop = torch.cuda.is_available(), GEMMS["step"] * shape.gemm_flop
-    sizes = {"what": what, "shape": str(shape), **shape._asdict()}
+    sizes = {"shape": str(shape), **shape._asdict()}
     results = {(p, way): {**sizes, "precision": p, "launch": way} for p in precisions for way in LAUNCHES}
     samples = {p: FP32_SAMPLE_FLOP if p == "fp32" else SAMPLE_FLOP for p in precisions}
     calls = {p: max(1, min(MAX_CALLS, round(sample / flop))) if gpu else 1 for p, sample in samples.items()}
@@ -199,39 +186,26 @@ def measure_shape(
     return list(results.values())
 
 
-def matrix_product(precision: str, size: int) -> Callable[[], Tensor]:
-    """A product of two random [size, size] matrices. FP8: of e4m3 operands that are quantized already, with one scale a
-    tensor, fast accumulation and a bf16 result."""
-    left, right = (torch.randn(size, size, device="cuda") for _ in range(2))
+def matrix_product(precision: str) -> Callable[[], Tensor]:
+    """A product of two random matrices. FP8: of e4m3 operands that are quantized already, with one scale a tensor, fast
+    accumulation and a bf16 result."""
+    left, right = (torch.randn(CEILING_SIZE, CEILING_SIZE, device="cuda") for _ in range(2))
     if precision != "fp8":
-        a, b = left.to(DTYPES[precision]), right.to(DTYPES[precision])
-        return lambda: a @ b
+        return partial(torch.mm, left.to(DTYPES[precision]), right.to(DTYPES[precision]))
     scales = [torch.finfo(torch.float8_e4m3fn).max / matrix.abs().max() for matrix in (left, right)]
     a, b = ((m * scale).to(torch.float8_e4m3fn) for m, scale in zip((left, right), scales, strict=True))
-    inverse_a, inverse_b = (scale.reciprocal() for scale in scales)
+    inverse = {"scale_a": scales[0].reciprocal(), "scale_b": scales[1].reciprocal()}
     # the tensor cores take the second operand by columns
-    return lambda: torch._scaled_mm(
-        a, b.t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-
-
-def repeat(call: Callable[[], Any], calls: int) -> None:
-    for _ in range(calls):
-        call()
+    return partial(torch._scaled_mm, a, b.t(), **inverse, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def measure_ceilings(rounds: int) -> dict[str, Result]:
-    """What the GPU reaches in plain matrix products: precision -> {"tflops": of the best size, "size",
-    "tflops_by_size"}. {} without a GPU."""
-    ceilings: dict[str, Result] = {}
-    for precision, (sizes, sample) in CEILINGS.items() if torch.cuda.is_available() else ():
-        if precision == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-            continue
-        calls = {size: max(1, round(sample / (2 * size**3))) for size in sizes}
-        steps = {size: partial(repeat, matrix_product(precision, size), calls[size]) for size in sizes}
-        take_turns(steps, 2)
-        times = take_turns(steps, rounds)
-        by_size = {n: calls[n] * 2 * n**3 / statistics.median(times[n]) / 1e9 for n in sizes}
-        best = max(by_size, key=by_size.__getitem__)
-        ceilings[precision] = {"tflops": by_size[best], "size": best, "tflops_by_size": by_size}
-    return ceilings
+    """What the GPU reaches in plain matrix products: precision -> {"tflops", "size"}. {} without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    kinds = ["fp32", "bf16", *(["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])]
+    products = {kind: matrix_product(kind) for kind in kinds}
+    for product in products.values():
+        median_ms(product, rounds)
+    ms = {kind: statistics.median(times) for kind, times in take_turns(products, rounds).items()}
+    return {kind: {"tflops": 2 * CEILING_SIZE**3 / ms[kind] / 1e9, "size": CEILING_SIZE} for kind in kinds}

@@ -26,7 +26,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 LIGER = "liger-kernel"
-NO_KERNEL = "No available kernel"  # begins torch's error if no allowed backend takes the inputs
 # How torch names the operation that SDPA becomes.
 OPERATION = re.compile(
     r"aten::_scaled_dot_product_(?:(\w+?)_attention(?:_for_cpu)?|attention_(math))(?:_backward)?$"
@@ -35,19 +34,13 @@ OPERATION = re.compile(
 
 @contextmanager
 def pinned_sdpa(name: str) -> Iterator[None]:
-    """Run torch's SDPA with the backend `name` in the block ("auto": torch chooses). Raises Unavailable: it does not
-    take the model's attention."""
+    """Run torch's SDPA with the backend `name` in the block ("auto": torch chooses)."""
     if name == "auto":
         yield
         return
-    try:
-        # the key of torch's cache on the disk does not include the backend, so code compiled for another one would run
-        with sdpa_kernel(BACKENDS[name]), functorch_config.patch(enable_autograd_cache=False):
-            yield
-    except RuntimeError as error:
-        if NO_KERNEL not in str(error):
-            raise
-        raise Unavailable(f"torch's SDPA has no attention {name} for this model") from error
+    # the key of torch's cache on the disk does not include the backend, so code compiled for another one would run
+    with sdpa_kernel(BACKENDS[name]), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 def use_loss(model: Any, name: str) -> None:

@@ -23,14 +23,16 @@ from test_fp8.common.report import Outcome, Result, measured
 from test_fp8.common.same_model import LOSS_TOLERANCE, DifferentModel, Reference
 from test_fp8.model import megatron
 from test_fp8.model.cases import BASELINE, MEASURES, Setting, chosen_cases
-from test_fp8.model.measure import Conditions, Measurement, free_memory, mean_pass_ms, measure_case
+from test_fp8.model.measure import Conditions, free_memory, measure_case
 from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed, make_deterministic
 
 OUT_OF_MEMORY = "out of memory"
+# How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
+NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
 EXPLAINED = (DifferentModel, ProofError, PrecisionError, Unavailable)  # their message says everything
-CONDITION_KEYS = "seq_length document_length accumulation rounds steps deterministic seed".split()
+CONDITION_KEYS = "seq_length accumulation rounds steps deterministic seed".split()
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -49,7 +51,7 @@ class Series:
     case: Case
     measure: str
     settings: Mapping[Setting, TrainingArguments]
-    found: dict[Setting, list[Measurement]] = field(default_factory=dict)
+    found: dict[Setting, list[Result]] = field(default_factory=dict)
     reasons: dict[Setting, str] = field(default_factory=dict)
     failed: str = ""
 
@@ -60,80 +62,61 @@ class Series:
 
     def refuse(self, setting: Setting, error: BaseException) -> None:
         """Note why a measurement failed: the machine's size or kind, or else a fault of the case."""
-        text = " ".join(str(error).split())
+        text, is_fault = " ".join(str(error).split()), False
         if is_out_of_memory(error):
             text = OUT_OF_MEMORY
-        elif not isinstance(error, EXPLAINED):
-            traceback.print_exception(error)
-            text = f"{type(error).__name__}: {text[:300]}"
+        elif not isinstance(error, Unavailable) and not text.startswith(NO_ATTENTION):
+            is_fault = True
+            if not isinstance(error, EXPLAINED):
+                traceback.print_exception(error)
+                text = f"{type(error).__name__}: {text[:300]}"
         self.reasons[setting] = text
-        if text != OUT_OF_MEMORY and not isinstance(error, Unavailable):
-            self.failed = text
+        self.failed = text if is_fault else self.failed
 
     def best(self) -> Setting | None:
         return max(self.found, key=self.tokens_per_second, default=None)
 
-    def laps(self, setting: Setting) -> dict[str, list[float]]:
-        """Of all measurements of a setting together."""
-        laps: dict[str, list[float]] = {}
-        for one in self.found[setting]:
-            for name, times in one.laps.items():
-                laps.setdefault(name, []).extend(times)
-        return laps
+    def speeds(self, setting: Setting) -> list[float]:
+        """Tokens/s of each measurement of a setting."""
+        arguments = self.settings[setting]
+        tokens = arguments.train_batch_size_tokens or 0
+        if self.measure == "bare":
+            tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
+        return [tokens / one["ms"] * 1e3 for one in self.found[setting]]
 
-    def tokens_per_second(self, setting: Setting, laps: Mapping[str, list[float]] | None = None) -> float:
-        """From the medians of `laps`, or of all measurements of `setting`."""
-        arguments, laps = self.settings[setting], laps or self.laps(setting)
-        if self.measure == "step":
-            return (arguments.train_batch_size_tokens or 0) / statistics.median(laps["step"]) * 1e3
-        tokens = arguments.per_device_train_batch_size * arguments.max_seq_length
-        return tokens / mean_pass_ms(laps, arguments.gradient_accumulation_steps or 1) * 1e3
+    def tokens_per_second(self, setting: Setting) -> float:
+        return statistics.median(self.speeds(setting))
 
     def result(self, flops_per_token: float) -> Result:
         setting = None if self.failed else self.best()
         arguments = self.settings[setting or next(iter(self.settings))]
+        measured = [s._asdict() | {"tokens_per_second": self.tokens_per_second(s)} for s in self.found]
         result: Result = {
             "row": self.case.name,
             "measure": self.measure,
             "variant": "megatron_core" if self.case.megatron is not None else arguments.model.variant,
             "compute": arguments.precision.compute,
             "configuration": {**self.case.overrides, **(self.case.megatron or {})},
-            "tried": [
-                s._asdict()
-                | (
-                    {"tokens_per_second": self.tokens_per_second(s)}
-                    if s in self.found
-                    else {"reason": self.reasons[s]}
-                )
-                for s in self.settings
-                if s in self.found or s in self.reasons
-            ],
+            "tried": measured + [s._asdict() | {"reason": why} for s, why in self.reasons.items()],
         }
         if setting is None:
             reason = self.failed or next(iter(self.reasons.values()), "not measured")
             return result | {"reason": reason, "failed": bool(self.failed)}
-        each, laps, speed = self.found[setting], self.laps(setting), self.tokens_per_second(setting)
-        rounds = [self.tokens_per_second(setting, one.laps) for one in each]
-        peaks = {
-            key: max((one.facts[key] for one in each if one.facts[key] is not None), default=None)
-            for key in ("allocated_gib", "reserved_gib", "loss_error")
+        each, speeds, speed = self.found[setting], self.speeds(setting), self.tokens_per_second(setting)
+        largest = {
+            key: max(one[key] for one in each) for key in ("allocated_gib", "reserved_gib", "loss_error")
         }
-        step = self.measure == "step"
-        return (
-            result
-            | each[-1].facts
-            | peaks
-            | {
-                "micro_batch": setting.micro_batch,
-                "tokens_per_second": speed,
-                "tflops": speed * flops_per_token / 1e12,
-                "pass_ms": None if step else mean_pass_ms(laps, arguments.gradient_accumulation_steps or 1),
-                "step_ms": statistics.median(laps["step"]) if step else None,
-                "rounds": rounds,
-                "drift": max(rounds) / min(rounds) - 1,
-                "samples": len(laps["step" if step else "later"]),
-            }
-        )
+        figures = {
+            "micro_batch": setting.micro_batch,
+            "tokens_per_second": speed,
+            "tflops": speed * flops_per_token / 1e12,
+            f"{'step' if self.measure == 'step' else 'pass'}_ms": statistics.median(
+                one["ms"] for one in each
+            ),
+            "rounds": speeds,
+            "drift": max(speeds) / min(speeds) - 1,
+        }
+        return result | each[-1] | largest | figures
 
 
 def measure(options: argparse.Namespace) -> Outcome:
@@ -180,7 +163,12 @@ def measure(options: argparse.Namespace) -> Outcome:
     if is_own_group:
         dist.destroy_process_group()
     failures = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
-    return Outcome(results, more, ["* the fastest bf16 of its measure; x bf16: the ratio to it"], failures)
+    lines = ["* the fastest bf16 of its measure; x bf16: the ratio to it"]
+    speeds = {
+        name: {r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name}
+        for name in MEASURES
+    }
+    return Outcome(results, more, lines, failures, speeds, "tokens/s")
 
 
 def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
@@ -192,7 +180,7 @@ def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     model = build_model(config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
     reference = Reference.of(model, batch.input_ids, batch.labels)
-    return Conditions(config, reference, batch, options.seconds, options.steps, options.document_length)
+    return Conditions(config, reference, batch, options.seconds, options.steps)
 
 
 def measure_settings(one: Series, turn: int, conditions: Conditions) -> None:
@@ -216,11 +204,8 @@ def measure_settings(one: Series, turn: int, conditions: Conditions) -> None:
             print(f"{label}: {one.reasons[setting]}", flush=True)
             continue
         one.found.setdefault(setting, []).append(found)
-        speed = one.tokens_per_second(setting, found.laps)
-        print(
-            f"{label}: {speed:,.0f} tokens/s, loss {found.facts['loss']:.5f}, {found.facts['attention']}",
-            flush=True,
-        )
+        speed = one.speeds(setting)[-1]
+        print(f"{label}: {speed:,.0f} tokens/s, loss {found['loss']:.5f}, {found['attention']}", flush=True)
 
 
 def add_ratios(results: Sequence[Result]) -> None:

@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -31,17 +32,10 @@ from model.fp8.precision import Precision
 from model.proof import ATTENTION_TOLERANCE, attention_errors
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common.cases import Unavailable
+from test_fp8.common.report import Result
 from test_fp8.common.same_model import DifferentModel, check_same_model, loss_error
-from test_fp8.common.timing import Laps, enqueue_ms, timed_ms, times_in
-from test_fp8.model.measure import (
-    MAX_STEPS,
-    Conditions,
-    Measurement,
-    allocated_gib,
-    asking_te_for,
-    free_memory,
-    peaks_gib,
-)
+from test_fp8.common.timing import enqueue_ms, laps_ms, timed_ms, times_in
+from test_fp8.model.measure import GIB, MAX_STEPS, Conditions, free_memory, memory_facts
 from train.config.arguments import TrainingArguments
 
 PACKAGE, VERSION = "megatron-core", "0.19.2"
@@ -315,24 +309,25 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
 
 def measure_case(
     arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
-) -> Measurement:
-    """Measure steps of Megatron-Core. Raises Unavailable; DifferentModel: another model, other GEMMs or another
-    attention than the case says."""
+) -> Result:
+    """Measure steps of Megatron-Core once; return facts as measure.measure_case does. Raises Unavailable;
+    DifferentModel: another model, other GEMMs or another attention than the case says."""
     require_megatron()
     free_memory()
-    before, config = allocated_gib(), conditions.config
+    before, config = torch.cuda.memory_allocated() / GIB, conditions.config
     samples, compute = arguments.per_device_train_batch_size, arguments.precision.compute
     ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
     reference, precision = conditions.reference, Precision(arguments.precision)
-    with free_attention(arguments.full_determinism), asking_te_for(arguments.model.attention_backend):
+    with free_attention(arguments.full_determinism):
         model, settings = build(config, arguments, switches, reference.weights)
         # the parameters are copies of these weights, by name and shape
         logits_error = check_same_model(model, reference.weights, compute, reference, ids)
         training = Training(model, settings, arguments)
+        one_pass, step = partial(training.passes, ids, labels, 1), partial(training.step, ids, labels)
         start = time.perf_counter()
         gemms: list[None] = []
         with te_backend.noted_gemms(precision.te, lambda: gemms.append(None)):
-            loss = float(training.passes(ids, labels, 1)[0])
+            loss = float(one_pass()[0])
         prepare_s = time.perf_counter() - start
         planned = FP8_GEMMS_A_LAYER * config.num_hidden_layers if compute == "fp8" else 0
         if len(gemms) != planned:
@@ -341,32 +336,23 @@ def measure_case(
         attention = te_backend.attention_backend_in_use(precision.te)
         if attention == "unfused":
             raise DifferentModel("Transformer Engine chose its unfused attention")
-        step = partial(training.step, ids, labels)
         step()
-        least = conditions.steps
-        count = times_in(conditions.seconds, timed_ms(step), least, max(least, MAX_STEPS))
-        one_pass = partial(training.passes, ids, labels, 1)
+        count = times_in(
+            conditions.seconds, timed_ms(step), conditions.steps, max(conditions.steps, MAX_STEPS)
+        )
         launch_ms = enqueue_ms(one_pass)
-        laps = Laps()
-        laps.mark()
-        for _ in range(count):
-            step()
-            laps.mark("step")
-        facts = peaks_gib() | {
+        facts = {
+            "ms": statistics.median(laps_ms([step] * count)),
             "loss": loss,
             "loss_error": error,
             "logits_error": logits_error,
             "prepare_s": prepare_s,
-            "capture_s": None,
             "launch_ms": launch_ms,
             "fp8_modules": planned // 3,
             "attention": attention,
             "loss_kind": "fused (TE)",
-            "before_gib": before,
             "proof": [f"attention: {attention}; FP8 GEMMs of a pass: {planned}", f"{PACKAGE} {VERSION}"],
-            "notes": [],
         }
-        found = Measurement(laps.ms(), facts)
         # last, because it chooses the attention anew
         check_attention(attention, config, precision, arguments.max_seq_length)
-    return found
+    return facts | memory_facts(before)

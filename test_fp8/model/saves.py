@@ -91,13 +91,12 @@ def measure_save(training: Training, saver: Saver, background: bool, steps: int)
 
 
 def share_lost(results: Sequence[Result]) -> float:
-    """Median seconds lost by a save in the background, as a share of a blocking save's; the first saves do not
-    count."""
-    lost: dict[bool, list[float]] = {True: [], False: []}
-    for r in results:
-        if not r["first"]:
-            lost[r["background"]].append(r["lost_s"])
-    return statistics.median(lost[True]) / statistics.median(lost[False])
+    """Median seconds lost by a save in the background, as a share of a blocking save's, without the first saves."""
+    lost = [
+        statistics.median(r["lost_s"] for r in results if r["background"] == background and not r["first"])
+        for background in (True, False)
+    ]
+    return lost[0] / lost[1]
 
 
 def measure(options: argparse.Namespace) -> Outcome:

@@ -61,16 +61,6 @@ def test_what_ran_is_what_was_pinned(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_missing_attention_is_unavailable_and_another_fault_is_one() -> None:
-    for error, expected in (
-        ("No available kernel. Aborting execution.", Unavailable),
-        ("a mistake", RuntimeError),
-    ):
-        with pytest.raises(expected) as raised, pinned_sdpa("cudnn"):
-            raise RuntimeError(error)
-        assert type(raised.value) is expected
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("scalar_code")
 def test_compiled_code_runs_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

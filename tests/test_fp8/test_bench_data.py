@@ -17,15 +17,15 @@ from train.data.stream import open_stream
 
 def results(rate: float = 2e8, milliseconds: float = 1.0, more_bytes: int = 0) -> list[dict[str, Any]]:
     read = {"what": "read", "boundaries": True, "batch_size": 8, "tokens_per_second": rate}
-    corpus = {"what": "corpus", "corpus": "600 B", "ms_per_1000_ids": milliseconds, "tokens_per_second": 1e8}
+    corpus = {"what": "corpus", "corpus": "600 B", "ms_per_1000_ids": milliseconds}
     sizes = (400_000, 400_000 + more_bytes)
     return [read, *({**corpus, "memory_of_ids_bytes": size} for size in sizes)]
 
 
 def test_each_missed_requirement_is_named() -> None:
     assert bench_data.misses(results()) == []
-    for missed, count in (({"rate": 5e7}, 1), ({"milliseconds": 20}, 2), ({"more_bytes": 1_000_000}, 1)):
-        assert len(bench_data.misses(results(**missed))) == count
+    for missed in ({"rate": 5e7}, {"milliseconds": 20}, {"more_bytes": 1_000_000}):
+        assert len(bench_data.misses(results(**missed))) == 1
 
 
 def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:

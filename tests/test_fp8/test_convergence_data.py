@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from test_fp8 import convergence_data
+from test_fp8.common.launch import Program
 from test_fp8.convergence import packages
 from test_fp8.convergence.packages import download, extract, texts_of, why_skipped
 
@@ -113,9 +114,9 @@ def test_from_wheels_to_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     programs, ran = {"train_tokenizer.py": train_tokenizer, "prepare_data.py": prepare_data}, []
 
-    def run(program: str, log: Path, *options: object) -> None:
-        ran.append(program)
-        assert programs[program]([str(option) for option in options]) == 0
+    def run(program: Program) -> None:
+        ran.append(program.script.removeprefix("train/"))
+        assert programs[ran[-1]]([str(option) for option in program.options]) == 0
 
     draw = random.Random(0)
 

@@ -18,14 +18,12 @@ from model.fp8.recipes import PrecisionConfig
 from model.variants import ATTENTION_BACKENDS
 from test_fp8 import bench_model
 from test_fp8.common.cases import Unavailable
-from test_fp8.common.same_model import DifferentModel, Reference
+from test_fp8.common.same_model import DifferentModel
 from test_fp8.model import megatron
 from test_fp8.model.cases import PRESETS
-from test_fp8.model.measure import Conditions
 from test_fp8.model.megatron import free_attention, to_megatron, transformer_config
 from tests.conftest import small_config
 from tests.test_fp8.test_bench_model import configured
-from train.data.stream import Batch
 
 NONDETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
@@ -83,23 +81,6 @@ def test_megatron_chooses_the_attention(before: str | None, monkeypatch: pytest.
             os.environ["NVTE_FUSED_ATTN"] = "1"  # as Megatron does
         assert os.environ.get(NONDETERMINISTIC) == before and os.environ["NVTE_FLASH_ATTN"] == "0"
         assert "NVTE_FUSED_ATTN" not in os.environ
-
-
-def test_a_missing_attention_is_no_fault_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(*_: object) -> None:
-        assert os.environ[NONDETERMINISTIC] == "0"
-        raise ValueError("No dot product attention backend is available for the provided inputs.")
-
-    precision = Precision(PrecisionConfig(compute="bf16"))
-    monkeypatch.setattr(megatron, "build", build)
-    monkeypatch.setattr(megatron, "require_megatron", lambda: None)
-    monkeypatch.setattr(megatron, "Precision", lambda _: precision)
-    ids = torch.zeros(2, 64, dtype=torch.int64)
-    conditions = Conditions(small_config(), Reference({}, torch.empty(0), []), Batch(ids, ids), 0.0)
-    arguments = configured(PRESETS["megatron_core_bf16"])
-    arguments.model.attention_backend, arguments.full_determinism = "flash", True
-    with pytest.raises(Unavailable):
-        megatron.measure_case(arguments, {}, conditions)
 
 
 @pytest.mark.parametrize(

@@ -110,18 +110,18 @@ def test_cases_are_trained_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
-def test_a_wrong_reduction_is_found_and_a_crash_costs_its_case_alone(
+def test_a_wrong_training_is_found_and_a_failure_costs_its_case_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More ranks get other gradients by another micro-batch; a configuration that train.py refuses ends its case."""
+    """Here the ranks of a case begin with other weights, and another case has a configuration that train.py refuses."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     train = zero_matrix.train
 
-    def wrong(settings: dict, folder: Path, ranks: list[int]) -> dict[int, Path]:
+    def wrong(settings: dict, folder: Path, ranks: int) -> list[list[dict]]:
         if settings["gradient_checkpointing"]:
-            settings = settings | {"hang_timeout_s": -1}
-        one = train(settings, folder, [1])
-        return one | train(settings | {"max_grad_norm": 1e-3, "seed": 1}, folder, [2])
+            return train(settings | {"hang_timeout_s": -1}, folder, ranks)
+        (folder / "other").mkdir()
+        return [train(settings | {"seed": 7}, folder / "other", ranks)[0], train(settings, folder, ranks)[1]]
 
     monkeypatch.setattr(zero_matrix, "train", wrong)
     status, results = matrix_of(
