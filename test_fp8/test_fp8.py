@@ -6,8 +6,9 @@ as a CUDA graph ("graph").
 
 fp32 (IEEE, no TF32) and bf16 are torch.nn.Linear. FP8 is te.Linear on bf16 parameters; the quantization of input,
 weight and gradient counts. Results are first compared with float32, and a wrong one gets no speed. Figures are medians
-for forward + backward, 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and for the forward
-alone. On a GPU the speed of plain matrix products is measured too ("ceiling"). All precisions of a shape take turns.
+for forward + backward, 6 x rows x in x out FLOP (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and for the
+forward alone. On a GPU the speed of plain matrix products is measured too ("ceiling"). All precisions of a shape take
+turns.
 
 Without a GPU, FP8 is the CPU reference on smaller shapes: results are right, speeds mean nothing.
 """
