@@ -49,6 +49,7 @@ COLUMNS: report.Columns = {
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Raises ValueError: the cache has no room for an answer, or the model no position for a token."""
     from model.config import load_config
+    from model.fp8.precision import check_fp8_gpu
     from test_fp8.model import decoding
 
     if options.cache < options.prompt + 2:
@@ -57,6 +58,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     if (longest := max(options.cache, options.prefill_length + 1)) > config.max_position_embeddings:
         raise ValueError(f"--cache, --prefill_length: {longest} tokens, and the model has "
                          f"{config.max_position_embeddings} positions")  # fmt: skip
+    check_fp8_gpu()
     results = decoding.measure(options, config)
     bf16 = {(r["what"], r["batch"]): r["tokens_per_s"] for r in results if r["row"] == "bf16"}
     for r in results:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from model.config import UserError
+from model.errors import UserError
 from model.fp8.machine import describe, headline
 from test_fp8.common.options import Options
 from train.engine import launchers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from model.autotune.timing import one_line
 from model.fp8.precision import DTYPES, Precision, PrecisionError
-from model.fp8.recipes import PrecisionConfig
+from model.fp8.recipes import PrecisionConfig, why_no_fp8
 from model.proof import proving_fp8
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms, take_turns
@@ -203,7 +203,8 @@ def measure_ceilings(rounds: int) -> dict[str, Result]:
     """What the GPU reaches in plain matrix products: precision -> {"tflops", "size"}. {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    kinds = ["fp32", "bf16", *(["fp8"] if torch.cuda.get_device_capability() >= (8, 9) else [])]
+    no_fp8 = why_no_fp8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    kinds = ["fp32", "bf16", *([] if no_fp8 else ["fp8"])]
     products = {kind: matrix_product(kind) for kind in kinds}
     for product in products.values():
         median_ms(product, rounds)

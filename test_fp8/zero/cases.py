@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from model.config import UserError
+from model.errors import UserError
 from model.variants import VARIANTS
 from test_fp8.common.cases import Case, is_under
 from test_fp8.common.folders import make_folder
