@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from model.autotune.timing import one_line
+from model.errors import UserError
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig, why_no_fp8
 from model.proof import proving_fp8
@@ -165,7 +166,7 @@ def measure_shape(
                         "errors": ready["step"][1],
                     }
                     parts |= {(precision, launch, part): run for part, (run, _) in ready.items()}
-            except (RuntimeError, ValueError, AssertionError) as error:
+            except (RuntimeError, ValueError, AssertionError, UserError) as error:
                 for launch in LAUNCHES:
                     if "errors" not in results[precision, launch]:
                         results[precision, launch]["reason"] = one_line(error)
