@@ -40,6 +40,7 @@ from train.planning.plan import Prediction
 from train.planning.setting import Setting
 from train.preflight.machine import cuda_devices
 
+CONDITION_KEYS = "micro_batch seq_length rounds steps".split()
 OPTIONS = Options(__file__, __doc__)
 OPTIONS.add("--gpus", None, "numbers of them; default: 1, 2, 4, ... of the host's", type=positive, nargs="+")
 OPTIONS.add("--stages", ByMachine([0, 1, 2, 3], [1]), "of ZeRO", type=int, nargs="*", choices=range(4))
@@ -198,7 +199,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     good = [r | {"each": r["tokens_per_second"] / r["ranks"]} for r in report.measured(results)]
     return report.Outcome(
         results,
-        {key: getattr(options, key) for key in ("config", "micro_batch", "seq_length", "rounds", "steps")},
+        {"model": Path(options.config).name, **{key: getattr(options, key) for key in CONDITION_KEYS}},
         failures=[f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r],
         panels={"tokens/s of a GPU": report.curves(good, "row", "ranks", "each")},
         xlabel="GPUs",
