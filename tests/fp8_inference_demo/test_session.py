@@ -96,16 +96,6 @@ def test_who_looks_at_a_text_sees_it_grow(folder: Path, stop: tuple[str, ...]) -
     assert session.timing.decode_tokens == 2 * run.timing.decode_tokens == 14, "of all batches"
 
 
-def test_a_row_whose_context_ends_first_is_complete(folder: Path) -> None:
-    options = ("--precision", "fp32", "--max_new_tokens", 7, "--max_length", 12, "--ignore_eos")
-    session = session_of(folder, *options)
-    session.load(None, 2)
-    requests = [Request("", [1] * tokens, 0) for tokens in (3, 8)]
-    completions, run = session.complete(requests)
-    assert [(c.tokens, c.finish_reason) for c in completions] == [(7, "length"), (4, "length")]
-    assert run.full == {1}
-
-
 def test_a_completion_that_ends_at_eos_says_so_and_counts_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
