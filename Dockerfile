@@ -12,7 +12,7 @@ FROM ${PYTORCH_IMAGE}
 # The image holds packages at its own versions; those that are tested here are in requirements*.txt.
 ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1 TOKENIZERS_PARALLELISM=false
 WORKDIR pretraining
-COPY requirements.txt requirements-prep.txt requirements-gpu.txt ./
+COPY requirements.txt requirements-prep.txt requirements-gpu.txt constraints-gpu.txt ./
 RUN pip uninstall -y transformer-engine flash-attn \
  && pip install -r requirements.txt -r requirements-prep.txt \
  && pip install --no-build-isolation -r requirements-gpu.txt

@@ -39,6 +39,7 @@ if [[ "$mode" == gpu ]]; then
   setup_env
   has_module pytest || die "pytest is missing: $PY -m pip install -r requirements-dev.txt"
   has_module datatrove || die "the tests prepare data: $PY -m pip install -r requirements-prep.txt"
+  has_module torchao || die "the tests of torchao need it: $PY -m pip install -c requirements.txt torchao"
   gpus="$("$PY" -c 'import torch; print(torch.cuda.device_count())')"
   ((gpus > 0)) || die "--gpu needs a CUDA device and torch sees none"
   if has_module ruff && has_module mypy; then lint; else say "no ruff or mypy here: lint and types are not checked"; fi

@@ -3,6 +3,7 @@ shows what it runs on.
 
 It imports nothing of train/. Without torch, for who checks arguments: config, variants, keys and fp8/recipes.
 transformers' model class is imported only where it is used (hf_baseline). `need` is what programs begin with.
+`install_command` is for errors about optional packages.
 """
 
 import importlib.util
@@ -23,3 +24,9 @@ def need(what: str, *packages: str, requirements: str = "requirements.txt") -> N
             file=sys.stderr,
         )
         sys.exit(2)
+
+
+def install_command(*packages: str, requirements: str = "requirements.txt") -> str:
+    """Return the command that installs the tested versions of optional packages, which `requirements` lists."""
+    file = Path(__file__).resolve().parent.parent / requirements
+    return shlex.join([sys.executable, "-m", "pip", "install", "-c", str(file), *packages])

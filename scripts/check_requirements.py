@@ -4,9 +4,9 @@
 Standard library only, since it runs before anything is installed. A line of the file reads
 `name[extras]==version  # from X, optional: why`, the comment and its parts being optional themselves:
 
-- with --exact (our own virtual environment) every package must have its pinned version;
-- without (an environment somebody else made) a version not below `from` is accepted, an `optional` package may be
-  missing, and standard error names both.
+- with --exact (our own virtual environment) every installed package must have its pinned version;
+- without (an environment somebody else made) a version not below `from` is accepted, and standard error names it;
+- an `optional` package may be missing, which standard error names without --exact; with --optional it may not.
 
 With --keep nothing is printed unless an installed package would be replaced: then standard error lists all that would
 be installed, and the exit status is 3.
@@ -32,7 +32,7 @@ def parse(text: str) -> list[re.Match]:
     is not `name==version`."""
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
+        if not line.strip() or line.lstrip().startswith(("#", "-c ")):
             continue
         match = LINE.match(line.strip())
         if match is None:
@@ -55,7 +55,9 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[re.Match], list[str]]:
+def to_install(
+    requirements: list[re.Match], exact: bool, optional: bool = False
+) -> tuple[list[re.Match], list[str]]:
     """(requirements that pip must install, remarks about what stays as it is)."""
     wanted, remarks = [], []
     for requirement in requirements:
@@ -63,9 +65,10 @@ def to_install(requirements: list[re.Match], exact: bool) -> tuple[list[re.Match
         have = installed_version(name)
         if have == version:
             continue
-        if not exact and have is None and requirement["optional"]:
+        if have is None and requirement["optional"] and not optional:
             needed = f", for {requirement['why']}" if requirement["why"] else ""
-            remarks.append(f"{name} is not installed (optional{needed}; tested with {version})")
+            if not exact:
+                remarks.append(f"{name} is not installed (optional{needed}; tested with {version})")
         elif not exact and have is not None and floor is not None and numbers(have) >= numbers(floor):
             remarks.append(f"{name} {have} stays (tested with {version})")
         else:
@@ -77,12 +80,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="requirements files")
     parser.add_argument("--exact", action="store_true", help="only the pinned versions will do")
+    parser.add_argument("--optional", action="store_true", help="also install missing optional packages")
     parser.add_argument("--keep", action="store_true", help="fail if an installed package would be replaced")
     arguments = parser.parse_args()
     wanted, remarks = [], []
     for file in arguments.files:
         try:
-            found = to_install(parse(file.read_text(encoding="utf-8")), arguments.exact)
+            found = to_install(parse(file.read_text(encoding="utf-8")), arguments.exact, arguments.optional)
         except (OSError, ValueError) as error:
             print(f"{file}: {error}", file=sys.stderr)
             return 1

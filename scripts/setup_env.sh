@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by run_training.sh and run_tests.sh, which set ROOT (the repository root) and then call
 #
-#   setup_env [dev]
+#   setup_env [dev]    (dev: also what the tests need, and missing optional packages)
 #
 # It sets PY (the Python to use) and HAS_GPU (0 or 1), and puts PY's folder first on PATH. PY is that of the active
 # environment (venv or conda), else a Python that has everything, else that of ROOT/.venv, which the first run makes.
@@ -71,7 +71,7 @@ has_cuda_torch() {
 
 # Specifications that pip has to install for the given files; remarks go to standard error.
 missing_requirements() {
-  "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} "$@" ||
+  "$PY" "$ROOT/scripts/check_requirements.py" ${EXACT:+"$EXACT"} ${OPTIONAL:+"$OPTIONAL"} "$@" ||
     die "the requirements could not be read; see the line above"
 }
 
@@ -224,7 +224,7 @@ install_requirements() {
         die "Transformer Engine's torch extension is compiled here and nvcc is missing: install CUDA or load its module"
       # Compiled against the torch that is there, not against one in a build sandbox.
       pip_install setuptools wheel pybind11
-      pip_install --no-build-isolation "${specs[@]}"
+      pip_install --no-build-isolation -c "$ROOT/constraints-gpu.txt" "${specs[@]}"
     else
       pip_install "${specs[@]}"
     fi
@@ -262,7 +262,7 @@ build_shm_op()' 2>&1 | news "$log" || die "DeepSpeed's CPU communication could n
 
 setup_env() {
   local files=("$ROOT/requirements.txt")
-  HAS_GPU=0
+  HAS_GPU=0 OPTIONAL="${1:+--optional}"
   if [[ "$(nvidia-smi -L 2>/dev/null || true)" == *GPU\ 0:* ]]; then HAS_GPU=1; fi
   if ((HAS_GPU)); then files+=("$ROOT/requirements-gpu.txt"); fi
   if [[ "${1:-}" == dev ]]; then files+=("$ROOT/requirements-prep.txt" "$ROOT/requirements-dev.txt"); fi

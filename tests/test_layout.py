@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
 from scripts import architecture
 from scripts.architecture import ROOT, arrows, imported_modules, reached, room_of, sources
+from scripts.check_requirements import parse
 
 ONLY_IN = {
     "transformer_engine": {"model/fp8/te_backend.py", "model/fp8/quantizers.py"},
@@ -118,3 +120,35 @@ def test_the_questions_name_files_that_are_there() -> None:
         named = set(re.findall(r"`([\w/]+\.(?:py|sh|md|json))", answer))
         assert 1 <= len(named) <= 3, answer
         assert not [name for name in named if not (ROOT / name).is_file()], answer
+
+
+# Packages that the machine chooses or that come with another one, and other people's that a benchmark looks for.
+NOT_LISTED = {"torch", "triton", "nvidia", "megatron", "pythainlp"}
+NAMES = {"fasttext": "fasttext-numpy2-wheel", "transformer_engine_torch": "transformer_engine"}
+
+
+def test_requirements_list_what_is_imported() -> None:
+    listed = {
+        kind: {
+            requirement["name"].replace("-", "_")
+            for requirement in parse((ROOT / f"requirements{kind}.txt").read_text(encoding="utf-8"))
+        }
+        for kind in ("", "-gpu", "-prep", "-dev")
+    }
+    own = {path.stem for path in ROOT.iterdir()} | {"check_requirements", "__future__"}
+    missing = set()
+    for top in (*architecture.TOP, "scripts", "tests"):
+        for file in sorted((ROOT / top).rglob("*.py")):
+            path = file.relative_to(ROOT)
+            kinds = ["", "-gpu"]
+            if top in ("scripts", "tests"):
+                kinds += ["-prep", "-dev"]
+            elif room_of(path) in PREPARATION:
+                kinds += ["-prep"]
+            allowed = {name for kind in kinds for name in listed[kind]}
+            names = {name.split(".")[0] for name in imported_modules(path)} - own - NOT_LISTED
+            names -= set(sys.stdlib_module_names)
+            missing |= {
+                (str(path), name) for name in names if NAMES.get(name, name).replace("-", "_") not in allowed
+            }
+    assert not missing

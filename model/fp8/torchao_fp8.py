@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model import install_command
 from model.fp8.machine import leave_out
 from model.fp8.recipes import STATE_BLOCK
 from model.fp8.te_backend import BackendError
@@ -42,7 +43,8 @@ def _torchao() -> SimpleNamespace:
         float8: Any = importlib.import_module("torchao.float8")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or choose another model.variant",
+            f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or choose another "
+            "model.variant",
             code="not_installed",
         ) from error
     return SimpleNamespace(
@@ -116,8 +118,8 @@ def _quantization() -> SimpleNamespace:
         of_fp8: Any = importlib.import_module("torchao.optim.subclass_fp8")
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"torchao cannot be imported ({error}); pip install -r requirements.txt, or set precision.optimizer_states "
-            "to bf16_remainder",
+            f"torchao cannot be imported ({error}). Install it with {install_command('torchao')}, or set "
+            "precision.optimizer_states to bf16_remainder",
             code="not_installed",
         ) from error
     return SimpleNamespace(

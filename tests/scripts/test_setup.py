@@ -28,7 +28,7 @@ def set_up(machine: dict[str, str], tmp_path: Path, before: str = ":") -> subpro
     """setup_env in a copy of the repository's root; `before` comes first."""
     root = tmp_path / "root"
     shutil.copytree(ROOT / "scripts", root / "scripts")
-    for file in ROOT.glob("requirements*.txt"):
+    for file in ROOT.glob("*.txt"):
         shutil.copy(file, root)
     script = f'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; {before}; setup_env; echo "PY=$PY"'
     return subprocess.run(
@@ -41,6 +41,21 @@ def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Pat
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"PY={tmp_path}/venv/bin/python\n", "nothing to install, nothing to say"
     assert not (tmp_path / "root" / ".venv").exists()
+
+
+def test_gpu_packages_are_installed_with_constraints(tmp_path: Path) -> None:
+    asked = tmp_path / "asked.txt"
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "requirements-gpu.txt").write_text("-c constraints-gpu.txt\nabsent==1.0\n")
+    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; exit 0; }}'
+    python = executable(tmp_path / "python", f'{stand_in}\nexec {sys.executable} "$@"')
+    script = f"ROOT={tmp_path} PY={python}; source scripts/setup_env.sh; nvcc() {{ :; }}"
+    command = ["bash", "-euo", "pipefail", "-c", f"{script}; install_requirements $ROOT/requirements-gpu.txt"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    arguments = asked.read_text().splitlines()[-1].split()
+    assert arguments[-3:] == ["-c", f"{tmp_path}/constraints-gpu.txt", "absent==1.0"]
+    constraints = check_requirements.parse((ROOT / "constraints-gpu.txt").read_text())
+    assert {"nvidia-cutlass-dsl", "quack-kernels", "apache-tvm-ffi"} <= {c["name"] for c in constraints}
 
 
 # A requirement that pip must install into the active environment, SETUP_REPLACE -> exit status; whether pip is asked
@@ -299,7 +314,7 @@ plain==3.0  # from 2.9
 @pytest.mark.parametrize(
     ("installed", "exact", "wanted"),
     [
-        ({}, True, ["exact==1.2.3", "lenient[extra]==2.0", "plain==3.0"]),
+        ({}, True, ["exact==1.2.3", "plain==3.0"]),
         ({}, False, ["exact==1.2.3", "plain==3.0"]),
         ({"exact": "1.2.3", "lenient": "1.10", "plain": "2.10.1"}, False, []),
         ({"exact": "1.2.3", "lenient": "1.10", "plain": "2.10.1"}, True, ["lenient[extra]==2.0", "plain==3.0"]),
@@ -311,12 +326,16 @@ def test_what_pip_has_to_install(
     installed: dict[str, str], exact: bool, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_requirements, "installed_version", installed.get)
-    found, remarks = check_requirements.to_install(check_requirements.parse(REQUIREMENTS), exact)
+    requirements = check_requirements.parse(REQUIREMENTS)
+    found, remarks = check_requirements.to_install(requirements, exact)
     assert [requirement["spec"] for requirement in found] == wanted
     assert any("lenient" in remark for remark in remarks) == (
         not exact and "lenient[extra]==2.0" not in wanted
     )
     assert any("(optional, for --that;" in remark for remark in remarks) == (not exact and not installed)
+    with_optional, _ = check_requirements.to_install(requirements, exact, optional=True)
+    added = {r["spec"] for r in with_optional} - set(wanted)
+    assert added == (set() if installed else {"lenient[extra]==2.0"})
 
 
 def test_the_repositorys_requirements_are_pinned() -> None:

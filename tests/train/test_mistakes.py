@@ -158,7 +158,7 @@ MISTAKES: list[tuple[str, Mistake, list[str]]] = [
         damaged_checkpoint,
         ["resume_from_checkpoint", "step-00000003 has no manifest.json", "give auto, never, or the path"],
     ),
-    ("a package that is missing", tracker_that_is_not_installed, ['report_to "wandb"', "pip install wandb"]),
+    ("a package that is missing", tracker_that_is_not_installed, ['report_to "wandb"', "pip install"]),
     ("a file as output_dir", a_file_as_output, ["output_dir", "is not a folder", "choose another folder"]),
     ("prepared data as output_dir", data_as_output, ["output_dir", "prepared data", "choose another folder"]),
     ("an export as output_dir", export_as_output, ["is a checkpoint, an export", "--resume_from_checkpoint"]),

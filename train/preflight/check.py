@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from model import install_command
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
 from model.fp8.recipes import EIGHT_BITS, RECIPES
@@ -134,8 +135,8 @@ def check_states(args: TrainingArguments) -> None:
     states, package = args.precision.optimizer_states, RECIPES["tensorwise"].package
     if states in EIGHT_BITS and importlib.util.find_spec(package) is None:
         raise ConfigurationError(
-            f"precision.optimizer_states {states} needs the package {package}, which is not installed; pip install -r "
-            "requirements.txt, or set it to bf16_remainder"
+            f"precision.optimizer_states {states} needs the package {package}, which is not installed. Install it "
+            f"with {install_command(package)}, or set it to bf16_remainder"
         )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from model import install_command
 from model.keys import NOT_GIVEN, unicode
 from train.data.format import DataError
 from train.prepare.output import SLURM_NAME, WORK_NAME
@@ -271,7 +272,8 @@ def _hub_files(name: str) -> list[tuple[Path, str]]:
     """The files of a dataset of the Hugging Face hub, which datasets downloads into its cache once."""
     if importlib.util.find_spec("datasets") is None:
         raise DataError(
-            f"input {name} needs the package datasets, which is not installed; pip install datasets",
+            f"input {name} needs the package datasets, which is not installed. Install it with "
+            + install_command("datasets", requirements="requirements-prep.txt"),
             code="package_missing",
             key="datasets",
         )

@@ -28,6 +28,7 @@ from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.utils.logging import logger
 
+from model import install_command
 from model.errors import UserError
 from train.data.format import DataError
 from train.prepare.tally import Stage
@@ -168,7 +169,8 @@ def run_ray(stages: list[Stage], folder: Path, workers: int) -> None:
         import ray
     except ImportError as error:
         raise DataError(
-            "--executor ray needs the package ray, which is not installed: pip install ray",
+            "--executor ray needs the package ray, which is not installed. Install it with "
+            + install_command("ray", requirements="requirements-prep.txt"),
             code="package_missing",
             key="ray",
         ) from error

@@ -16,6 +16,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.utils.lid import FT176LID
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
+from model import install_command
 from train.data.format import DataError
 from train.prepare.tally import Tally
 
@@ -67,13 +68,15 @@ def language_filter(languages: list[str], threshold: float, file: str) -> BaseFi
 
 def language_model(languages: list[str], given: str | None) -> str:
     """The absolute path of a model that knows the languages asked for, after a download where no file is given."""
-    try:
-        LanguageFilter(languages)
-    except ImportError as error:
-        raise DataError(f"--languages: {error}", code="package_missing", key="--languages") from error
     url = FT176LID.MODEL_URL
     try:
+        LanguageFilter(languages)
         file = given or cached_asset_path_or_download(url, namespace="lid", subfolder="ft176", progress=False)
+    except ImportError as error:
+        packages = ("fasttext-numpy2-wheel", "fasteners", *(() if given else ("aiohttp", "requests")))
+        install = install_command(*packages, requirements="requirements-prep.txt")
+        message = f"--languages: {error}. Install the packages that it needs with {install}"
+        raise DataError(message, code="package_missing", key="--languages") from error
     except Exception as error:  # fsspec raises many kinds
         raise DataError(
             f"--languages: cannot download {url} ({error}); fetch it where there is a network and give it "
@@ -135,8 +138,9 @@ def check_splitter(language: str) -> None:
         splitter.span_tokenize("One sentence.")
     except (ImportError, ValueError, LookupError, OSError) as error:
         raise DataError(
-            f"--quality with --quality_language {language}: {error}. The rules for en, de, fr and most other European "
-            "languages need no more than `pip install spacy`; datatrove's tokenizer_assignment.csv lists all",
+            f"--quality with --quality_language {language}: {error}. For en, de, fr and most other European languages, "
+            f"install spacy with {install_command('spacy', requirements='requirements-prep.txt')}; datatrove's "
+            "tokenizer_assignment.csv lists what each language needs",
             code="no_word_splitter",
             key="--quality_language",
         ) from error

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from model import install_command
 from train.record.fp8_health import FP8_HEALTH, scalars
 from train.record.run_folder import RunFolder
 
@@ -45,8 +46,8 @@ def check_installed(report_to: str | Sequence[str]) -> None:
         # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
         if spec is None or spec.origin is None:
             raise ValueError(
-                f"report_to {json.dumps(name)} needs the package {name}, which is not installed; pip install {name}, "
-                'or set report_to to "none"'
+                f"report_to {json.dumps(name)} needs the package {name}, which is not installed. Install it with "
+                f'{install_command(name)}, or set report_to to "none"'
             )
 
 
@@ -229,7 +230,7 @@ def is_copied(folder: RunFolder, own: str, of: str) -> bool:
 
 
 def has_wandb_key() -> bool:
-    from requests.utils import get_netrc_auth  # a requirement of wandb, which reads netrc as well
+    from requests.utils import get_netrc_auth  # installed with wandb, which reads netrc as well
 
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(url))

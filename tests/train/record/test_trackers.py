@@ -248,7 +248,7 @@ def test_a_tracker_that_is_not_installed_is_named(report_to, folder_of_that_name
     first = report_to if isinstance(report_to, str) else report_to[0]
     spec = importlib.machinery.ModuleSpec(first, None) if folder_of_that_name else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(ValueError, match=f'pip install {first}, or set report_to to "none"'):
+    with pytest.raises(ValueError, match=f"pip install .* {first}, "):
         check_installed(report_to)
     check_installed("none")
 
