@@ -96,7 +96,11 @@ def read_json_file(path: Path) -> Any:
         raise JsonError(f"{path}: {name} is not JSON; give a finite number", code="not_json", key=str(path))
 
     if path.suffix in (".yaml", ".yml"):
-        raise ValueError(f"{path}: YAML is not read; write the same keys as JSON in a file named .json")
+        raise JsonError(
+            f"{path}: YAML is not read; write the same keys as JSON in a file named .json",
+            code="yaml",
+            key=str(path),
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from model.errors import UserError
+from model.config import JsonError
 from model.fp8.recipes import PrecisionConfig
 from model.hub import HubError, local_folder
 from model.keys import STRICT, option
@@ -26,7 +26,7 @@ from model.variants import ATTENTION_BACKENDS, VARIANTS, SpeedConfig
 from train.config import command_line, msamp
 from train.config.across_keys import problems_across_keys
 from train.config.schedule import order_problems
-from train.config.schema import parse, read_json
+from train.config.schema import ConfigurationError, parse, read_json
 from train.data.mixture import MixtureStage
 from train.files import REPOSITORY, data_folder
 
@@ -34,12 +34,6 @@ CONFIG_FOLDER = REPOSITORY / "train_args"
 DEFAULT_DEEPSPEED = "ds_config_zero1.json"
 
 SMALLEST_WINDOW = 16  # steps of spike_window: the median of fewer says little
-
-
-class ConfigurationError(UserError, ValueError):
-    """The configuration cannot be used; the message lists every problem with its key."""
-
-    code = "configuration"
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -275,12 +269,14 @@ class TrainingArguments:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ConfigurationError(f"{source}: {text[error.start :][:40]!a} is not Unicode text") from error
+            raise ConfigurationError(
+                f"{source}: {text[error.start :][:40]!a} is not Unicode text", code="not_unicode"
+            ) from error
         arguments, problems, bad = parse(cls, raw)
         problems += problems_across_keys(arguments, bad)
         if problems:
             plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-            raise ConfigurationError("\n  ".join([f"{source} has {plural}:", *problems]))
+            raise ConfigurationError(f"{source} has {plural}:", problems=problems)
         return arguments
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,12 +302,16 @@ class TrainingArguments:
             below = given // micro_tokens * micro_tokens
             valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
             raise ConfigurationError(
-                f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest that are: {valid}"
+                f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest that are: {valid}",
+                code="batch_not_divisible",
+                key="train_batch_size_tokens",
             )
         if given is not None and steps is not None and given != micro_tokens * steps:
             raise ConfigurationError(
                 f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}: {sizes}, "
-                f"x {steps} = {micro_tokens * steps}; remove one of the two keys"
+                f"x {steps} = {micro_tokens * steps}; remove one of the two keys",
+                code="batch_contradiction",
+                key="train_batch_size_tokens",
             )
         out.gradient_accumulation_steps = steps or (given // micro_tokens if given else 1)
         out.train_batch_size_tokens = micro_tokens * out.gradient_accumulation_steps
@@ -319,9 +319,9 @@ class TrainingArguments:
         out.deepspeed = load_deepspeed(self.deepspeed)
         problems = msamp.apply(out.deepspeed, out.precision)
         if problems or (msamp.asked(out.deepspeed) and (problems := problems_across_keys(out, set()))):
-            raise ConfigurationError("\n  ".join(["the DeepSpeed configuration has a problem:", *problems]))
+            raise ConfigurationError("the DeepSpeed configuration has a problem:", problems=problems)
         if problems := order_problems(out):
-            raise ConfigurationError("\n  ".join(problems))
+            raise ConfigurationError(problems=problems)
         return out
 
 
@@ -332,8 +332,8 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
     path = find_config(DEFAULT_DEEPSPEED if value is None else value, "deepspeed")
     try:
         return read_json(path)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    except JsonError as error:
+        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
 
 
 def find_config(name: str, what: str) -> Path:
@@ -345,7 +345,7 @@ def find_config(name: str, what: str) -> Path:
         if candidate.is_file():
             return candidate
     if Path(name).is_dir():
-        raise ConfigurationError(f"{what}: {name} is a folder; give a JSON file")
+        raise ConfigurationError(f"{what}: {name} is a folder; give a JSON file", code="folder", key=name)
     kind = "ds" if what == "deepspeed" else "train"
     there = sorted(path.name for path in CONFIG_FOLDER.glob(f"{kind}_config_*.json"))
     here = [str(path) for path in Path(name).parent.glob("*.json")]
@@ -353,7 +353,9 @@ def find_config(name: str, what: str) -> Path:
     raise ConfigurationError(
         f"{what}: no file {' or '.join(dict.fromkeys(map(str, candidates)))}; "
         f"{f'did you mean {near[0]}? ' if near else ''}"
-        f"train_args/, of which a bare name is enough, has {', '.join(there)}"
+        f"train_args/, of which a bare name is enough, has {', '.join(there)}",
+        code="no_such_file",
+        key=name,
     )
 
 
@@ -376,8 +378,8 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
         raw = read_json(path)
         for key, text in overrides:
             command_line.override(raw, TrainingArguments, key, text)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    except JsonError as error:
+        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
     if raw.get("output_dir") is None:
         raw["output_dir"] = str(Path("output") / path.stem)
     arguments = TrainingArguments.from_dict(raw, f"{path} with the command line" if overrides else str(path))
@@ -386,7 +388,7 @@ def load_arguments(argv: list[str]) -> TrainingArguments:
         model.config = local_folder(model.config, weights=False)
         model.init_from = model.init_from and local_folder(model.init_from)
     except HubError as error:
-        raise ConfigurationError(str(error)) from error
+        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
     for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
         for name, folder in folders.items():
             folders[name] = data_folder(folder)

@@ -8,6 +8,7 @@ from typing import Any
 from model.config import json_mistake
 from model.keys import RESUME
 from train.config.schema import (
+    ConfigurationError,
     Node,
     example,
     in_words,
@@ -60,7 +61,7 @@ def schema_text(cls: type) -> str:
 def split(argv: list[str], cls: type) -> tuple[str, list[tuple[str, str]]]:
     """CONFIG, and the (key, text) of the others. DeepSpeed's `--local_rank` is accepted and ignored.
 
-    Raises ValueError: no CONFIG or several, a key without a value.
+    Raises ConfigurationError: no CONFIG or several, a key without a value.
     """
     configs, overrides, words = [], [], list(argv)
     while words:
@@ -73,7 +74,11 @@ def split(argv: list[str], cls: type) -> tuple[str, list[tuple[str, str]]]:
             text = "true"
         elif not equals:
             if not words or words[0].startswith("--"):
-                raise ValueError(_unknown(key, cls) or f"{word} needs a value: {word} VALUE or {word}=VALUE")
+                if unknown_key := _unknown(key, cls):
+                    raise ConfigurationError(unknown_key, code="unknown_key", key=key)
+                raise ConfigurationError(
+                    f"{word} needs a value: {word} VALUE or {word}=VALUE", code="no_value", key=key
+                )
             text = words.pop(0)
         if not _is_local_rank(key):
             overrides.append((key, text))
@@ -82,8 +87,10 @@ def split(argv: list[str], cls: type) -> tuple[str, list[tuple[str, str]]]:
         unknown = [
             line for key, _ in overrides if (line := _unknown(key, cls))
         ]  # one may have swallowed CONFIG
-        raise ValueError(
-            "\n  ".join([f"one CONFIG is expected, {len(configs)} are given ({given}); see --help", *unknown])
+        raise ConfigurationError(
+            f"one CONFIG is expected, {len(configs)} are given ({given}); see --help",
+            problems=unknown,
+            code="config_count",
         )
     return configs[0], overrides
 
@@ -108,7 +115,8 @@ def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
     """Put the command line's `--path text` into the JSON object `raw`: as JSON where that gives a type that the key
     takes, else as the string itself. Names below a key that is an object (`data.sources.NAME`) set one entry of it.
 
-    Raises ValueError: the path goes through something that is no object; an object or a list that is not valid JSON.
+    Raises ConfigurationError: the path goes through something that is no object; an object or a list that is not
+    valid JSON.
     """
     names, target, node = path.split("."), raw, schema_of(cls)
     # an object of plain values takes the whole rest as one name: a data source may have a dot in its name
@@ -119,8 +127,10 @@ def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
             target[section] = {}
         target = target[section]
         if not isinstance(target, dict):
-            raise ValueError(
-                f"--{path}: {section} is {shown(target)}, not an object, so nothing in it can be set"
+            raise ConfigurationError(
+                f"--{path}: {section} is {shown(target)}, not an object, so nothing in it can be set",
+                code="not_an_object",
+                key=path,
             )
     name = ".".join(names)
     if "properties" in node:  # an unknown key keeps its text: it is named with the other problems
@@ -128,7 +138,9 @@ def override(raw: dict[str, Any], cls: type, path: str, text: str) -> None:
     try:
         target[name] = _value(text, node)
     except ValueError as error:
-        raise ValueError(f"--{path} {text} {error}{example(path, node)}") from error
+        raise ConfigurationError(
+            f"--{path} {text} {error}{example(path, node)}", code="invalid_json", key=path
+        ) from error
 
 
 def _entries(node: Node) -> Node:

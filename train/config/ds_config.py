@@ -176,9 +176,7 @@ def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str
         source = "the section deepspeed"
         if not isinstance(given, dict):
             source = str(find_config(DEFAULT_DEEPSPEED if given is None else given, "deepspeed"))
-        raise ConfigurationError(
-            "\n  ".join([f"{source}: the DeepSpeed configuration has {plural}:", *problems])
-        )
+        raise ConfigurationError(f"{source}: the DeepSpeed configuration has {plural}:", problems=problems)
     return config
 
 

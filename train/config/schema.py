@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from model.config import read_json_file
+from model.errors import UserError
 from train.files import shown
 
 Node = dict[str, Any]  # JSON schema of one value, without references
@@ -89,11 +90,41 @@ FOREIGN = {
 }
 
 
+class ConfigurationError(UserError, ValueError):
+    """The configuration cannot be used; the message lists every problem.
+
+    Args:
+        message: the error, or the heading of `problems`.
+        problems: one line each, which begins with the key it is about.
+
+    Attributes:
+        keys: the key of each problem.
+    """
+
+    code = "configuration"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        problems: Sequence[str] = (),
+        code: str | None = None,
+        key: str | None = None,
+    ):
+        self.keys = [problem.lstrip("-").split()[0].rstrip(":,") for problem in problems]
+        key = self.keys[0] if self.keys and key is None else key
+        super().__init__("\n  ".join([message, *problems] if message else problems), code=code, key=key)
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError: as read_json_file; no object."""
+    """The object in a JSON file. Raises JsonError: as read_json_file. ConfigurationError: no object."""
     value = read_json_file(path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: a JSON object is expected, this is {WORDS[json_type(value)]}")
+        raise ConfigurationError(
+            f"{path}: a JSON object is expected, this is {WORDS[json_type(value)]}",
+            code="not_an_object",
+            key=str(path),
+        )
     return value
 
 

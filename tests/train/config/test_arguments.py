@@ -1,4 +1,4 @@
-"""The training configuration: what is accepted, what is refused and with which words, and that every key is read."""
+"""The training configuration: what is accepted, what is refused with which key and code, and that every key is read."""
 
 import ast
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from model.config import load_config, load_sizes
+from model.errors import UserError
+from tests.conftest import numbers, refused
 from train.config.arguments import (
     CONFIG_FOLDER,
     REPOSITORY,
@@ -34,10 +36,11 @@ def arguments(**changes):
     return TrainingArguments.from_dict(raw)
 
 
-def refused(**changes):
-    with pytest.raises(ConfigurationError) as error:
+def problems_of(**changes) -> list[str]:
+    """Return the key of each problem."""
+    with refused(ConfigurationError) as error:
         arguments(**changes)
-    return str(error.value)
+    return error.value.keys
 
 
 def write(folder: Path, content, name="run.json") -> str:
@@ -53,110 +56,122 @@ def test_defaults_follow_the_documented_names():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "key", "values"),
     [
-        ({"learnin_rate": 1}, ["learnin_rate: unknown key", "did you mean learning_rate?"]),
-        ({"recipe": "delayed"}, ["recipe: unknown key", "precision.recipe"]),
-        ({"model__recipe": "delayed"}, ["model.recipe: unknown key", "precision.recipe"]),
-        ({"precision__amax_histroy_len": 16}, ["precision.amax_histroy_len", "precision.amax_history_len"]),
-        ({"max_steps": True}, ["max_steps: true is given, an integer above 0 is expected"]),
-        ({"max_steps": 10.0}, ["max_steps: 10.0 is given, an integer above 0 is expected"]),
-        ({"max_steps": "10"}, ['max_steps: "10" is given, an integer above 0 is expected']),
-        ({"seed": None}, ["seed: null is given, an integer between 0 and 4294967295 is expected"]),
+        # a key that is unknown, and the one that is suggested
+        ({"learnin_rate": 1}, "learnin_rate", "learning_rate"),
+        ({"recipe": "delayed"}, "recipe", "precision.recipe"),
+        ({"model__recipe": "delayed"}, "model.recipe", "precision.recipe"),
+        ({"precision__amax_histroy_len": 16}, "precision.amax_histroy_len", "precision.amax_history_len"),
+        ({"lr": 1e-4}, "lr", "learning_rate"),
+        # a value that is not allowed, and what is
+        ({"max_steps": True}, "max_steps", "true"),
+        ({"max_steps": 10.0}, "max_steps", "10.0"),
+        ({"max_steps": "10"}, "max_steps", '"10"'),
+        ({"max_steps": "hundert für"}, "max_steps", '"hundert für"'),
+        ({"seed": None}, "seed", "null 0 4294967295"),
+        ({"seed": -1}, "seed", "-1 0 4294967295"),
+        ({"seed": 2**32}, "seed", "4294967296 4294967295"),
+        ({"learning_rate": False}, "learning_rate", "false 100"),
+        ({"learning_rate": 0}, "learning_rate", "0 100"),
+        ({"learning_rate": float("nan")}, "learning_rate", "NaN"),
+        ({"hang_timeout_s": 1e12}, "hang_timeout_s", "1000000000000.0"),
+        ({"hang_timeout_s": float("inf")}, "hang_timeout_s", "Infinity"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio", "1.5 0 1"),
+        ({"adam_beta1": 1.0}, "adam_beta1", "1.0"),
+        ({"spike_window": 3}, "spike_window", "3 16 1000000"),
+        ({"model": "tiny"}, "model", '"tiny" --model.config'),
+        ({"data__sources": ["a"]}, "data.sources", """["a"] --data.sources '{"NAME": "data/pretrain"}'"""),
+        ({"data__sources": {}}, "data.sources", """{} '{"NAME": "data/pretrain"}'"""),
+        ({"data__sources": {"a": 5}}, "data.sources.a", "5"),
+        ({"deepspeed": 5}, "deepspeed", "5 --deepspeed"),
+        ({"deepspeed": ""}, "deepspeed", '""'),
         (
-            {"learning_rate": False},
-            ["learning_rate: false is given, a number above 0 and of at most 100 is expected"],
+            {"precision__bf16_modules": "lm_head"},
+            "precision.bf16_modules",
+            """--precision.bf16_modules '["lm_head"]'""",
         ),
-        ({"model": "tiny"}, ['model: "tiny" is given, an object', "for example --model.config VALUE"]),
+        ({"precision__auto": "autotune.json"}, "precision.auto", '"autotune.json"'),
+        ({"precision__compute": "fp4"}, "precision.compute", "fp4 fp8"),
+        ({"model__init_from": ""}, "model.init_from", '""'),
+        ({"model__attention_backend": "cudnn"}, "model.attention_backend", "auto, fused, flash, unfused"),
+        ({"model__compile": "yes"}, "model.compile", '"yes"'),
+        ({"save_strategy": "epoch"}, "save_strategy", '"epoch" steps, no'),
+        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type", '"cosin" cosine, linear, constant,'),
+        ({"data__weights": "x"}, "data.weights", '"x"'),
+        ({"data__weights": {"a": "x"}}, "data.weights.a", '"x"'),
+        ({"data__weights": [5]}, "data.weights[0]", "5"),
+        ({"data__weights": [{"weight": {"a": 1}}]}, "data.weights[0].weight", "weights"),
+        ({"data__weights": {"b": 1}}, "data.weights", "'b'"),
+        ({"data__weights": {"a": 0}}, "data.weights", "'a'"),
+        # values that do not go together
+        ({"warmup_steps": 101}, "warmup_steps", "101 max_steps 100"),
+        ({"decay_steps": 5}, "lr_scheduler_type", "decay_steps 5 warmup_stable_decay"),
         (
-            {"data__sources": ["a"]},
-            ['data.sources: ["a"] is given', """--data.sources '{"NAME": "data/pretrain"}'"""],
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            "lr_scheduler_type",
+            "decay_steps null warmup_stable_decay",
         ),
-        ({"deepspeed": 5}, ["for example --deepspeed '{"]),
-        ({"precision__bf16_modules": "lm_head"}, ["a list", """--precision.bf16_modules '["lm_head"]'"""]),
+        ({"muon_momentum": 0.9}, "optim", '"adamw" muon_momentum 0.9'),
+        ({"model__variant": "hf"}, "model.variant", "precision.compute bf16"),
+        ({"model__variant": "torchao"}, "model.variant", "precision.recipe tensorwise rowwise"),
+        ({"precision__recipe": "rowwise"}, "model.variant", "te_layer rowwise delayed current block"),
+        ({"model__compile": True}, "model.compile", "hf torchao"),
         (
-            {"learning_rate": 0},
-            ["learning_rate: 0 is given, a number above 0 and of at most 100 is expected"],
+            {"per_device_train_batch_size": 1, "max_seq_length": 24},
+            "per_device_train_batch_size",
+            "1 max_seq_length 24 16",
         ),
-        ({"learning_rate": float("nan")}, ["learning_rate: NaN is given, a finite number above 0"]),
-        ({"seed": -1}, ["seed: -1", "between 0 and 4294967295"]),
-        ({"seed": 2**32}, ["seed: 4294967296", "between 0 and 4294967295"]),
-        ({"model__attention_backend": "cudnn"}, ["auto, fused, flash, unfused"]),
-        ({"min_lr_ratio": 1.5}, ["min_lr_ratio: 1.5", "between 0 and 1"]),
-        ({"adam_beta1": 1.0}, ["adam_beta1: 1.0", "below 1"]),
-        ({"warmup_steps": 101}, ["warmup_steps 101, max_steps 100", "longer than the run"]),
-        ({"decay_steps": 5}, ["decay_steps 5", "warmup_stable_decay"]),
-        ({"muon_momentum": 0.9}, ['optim "adamw", muon_momentum 0.9', "belongs to muon"]),
-        ({"lr_scheduler_type": "warmup_stable_decay"}, ["decay_steps null", "warmup_stable_decay"]),
-        ({"save_strategy": "epoch"}, ['save_strategy: "epoch" is given, one of steps, no']),
-        ({"lr_scheduler_type": "cosin"}, ['"cosin"', "cosine, linear, constant, warmup_stable_decay"]),
         (
-            {"data__sources": {}},
-            ["data.sources: {} is given", "at least one entry", """'{"NAME": "data/pretrain"}'"""],
+            {"per_device_eval_batch_size": 1, "max_seq_length": 40},
+            "per_device_eval_batch_size",
+            "1 max_seq_length 40 16",
         ),
-        ({"spike_window": 3}, ["spike_window: 3 is given, an integer between 16 and 1000000"]),
-        ({"hang_timeout_s": 1e12}, ["hang_timeout_s: 1000000000000.0 is given, a number between 0 and"]),
-        (
-            {"hang_timeout_s": float("inf")},
-            ["hang_timeout_s: Infinity is given, a finite number between 0 and"],
-        ),
-        ({"precision__auto": "autotune.json"}, ["precision.auto"]),
-        ({"deepspeed": ""}, ['deepspeed: "" is given, a string that is not empty or an object']),
-        ({"model__init_from": ""}, ['model.init_from: "" is given, a string that is not empty or null']),
-        ({"data__sources": {"a": 5}}, ["data.sources.a: 5 is given, a string is expected"]),
-        (
-            {"data__weights": "x"},
-            ['data.weights: "x" is given, an object whose values are a number or a list'],
-        ),
-        ({"data__weights": {"a": "x"}}, ['data.weights.a: "x" is given, a number is expected']),
-        ({"data__weights": [5]}, ["data.weights[0]: 5 is given, an object is expected"]),
-        (
-            {"data__weights": [{"weight": {"a": 1}}]},
-            ["data.weights[0].weight: unknown key (did you mean weights?)"],
-        ),
-        ({"run_name": "\udce9"}, ["is not Unicode text"]),
-        ({"data__weights": {"b": 1}}, ["data.weights: there is no source 'b'"]),
-        ({"data__weights": {"a": 0}}, ["data.weights: the source 'a' has no weight above 0"]),
-        ({"model__variant": "hf"}, ["model.variant", "precision.compute", "bf16"]),
-        ({"model__variant": "torchao"}, ["recipe delayed", "precision.recipe to tensorwise or rowwise"]),
-        ({"precision__recipe": "rowwise"}, ["te_layer has no recipe rowwise", "delayed or current or block"]),
-        ({"model__compile": True}, ["model.compile", "hf or torchao"]),
-        ({"model__compile": "yes"}, ['model.compile: "yes" is given', "true or false"]),
-        ({"per_device_train_batch_size": 1, "max_seq_length": 24}, ["divisible by 16", "max_seq_length 24"]),
-        ({"per_device_eval_batch_size": 1, "max_seq_length": 40}, ["per_device_eval_batch_size 1"]),
-        ({"precision__compute": "fp4"}, ["precision.compute", "fp4", "fp8"]),
-        ({"speed__cuda_graphs": True, "gradient_checkpointing": True}, ["turn gradient_checkpointing or"]),
-        ({"precision__recipe": "block", "precision__margin": 1}, ["precision.margin"]),
+        ({"speed__cuda_graphs": True, "gradient_checkpointing": True}, "speed.cuda_graphs", "true"),
+        ({"precision__recipe": "block", "precision__margin": 1}, "precision.margin", "block"),
     ],
 )
-def test_bad_values_are_named_with_what_is_allowed(changes, words):
-    message = refused(**changes)
-    for word in words:
-        assert word in message
+def test_an_error_names_the_key_the_value_and_what_is_allowed(changes, key, values):
+    with refused(ConfigurationError, key=key) as error:
+        arguments(**changes)
+    for value in values.split():
+        assert value in str(error.value)
 
 
-def test_all_problems_come_at_once_without_follow_ups():
-    message = refused(
-        learnin_rate=1, max_steps="many", save_steps=-1, precision__margin=1.5, model__variant="best"
-    )
-    assert "5 problems" in message
-    for key in ("learnin_rate", "max_steps", "save_steps", "precision.margin", "model.variant"):
-        assert key in message
-    assert "warmup" not in message  # its check needs max_steps, which has no value
+def test_a_string_that_is_not_unicode_is_refused():
+    with refused(ConfigurationError, code="not_unicode"):
+        arguments(run_name="\udce9")
 
 
-def test_what_a_variant_does_not_have_is_named_with_other_problems():
-    message = refused(model__variant="torchao", precision__margin=-1, max_steps=0)
-    assert "3 problems" in message and "tensorwise or rowwise" in message and "precision.margin" in message
-    message = refused(model__variant="torchao", precision__recipe="mxfp8")
-    assert "has a problem" in message and "delayed, current, block, tensorwise, rowwise" in message
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        (  # the check of warmup_steps needs max_steps, which has no value
+            {
+                "learnin_rate": 1,
+                "max_steps": "many",
+                "save_steps": -1,
+                "precision__margin": 1.5,
+                "model__variant": "best",
+            },
+            {"learnin_rate", "max_steps", "save_steps", "precision.margin", "model.variant"},
+        ),
+        (
+            {"model__variant": "torchao", "precision__margin": -1, "max_steps": 0},
+            {"model.variant", "precision.margin", "max_steps"},
+        ),
+        ({"model__variant": "torchao", "precision__recipe": "mxfp8"}, {"precision.recipe"}),
+    ],
+)
+def test_all_problems_come_at_once_without_follow_ups(changes, keys):
+    found = problems_of(**changes)
+    assert set(found) == keys and len(found) == len(keys)
 
 
 def test_required_keys_are_named_when_missing():
-    with pytest.raises(ConfigurationError) as error:
+    with refused(ConfigurationError) as error:
         TrainingArguments.from_dict({})
-    for key in ("max_steps: required", "model.config: required", "data.sources: required"):
-        assert key in str(error.value)
+    assert {"max_steps", "model.config", "data.sources"} == set(error.value.keys)
 
 
 def test_integers_are_accepted_as_numbers_and_compare_equal():
@@ -178,15 +193,34 @@ def test_resolve_derives_accumulation_from_tokens_and_back():
     assert a.gradient_accumulation_steps is None  # the original is untouched
 
 
-def test_batches_that_do_not_divide_or_disagree_are_refused():
-    a = arguments(per_device_train_batch_size=4, max_seq_length=64, train_batch_size_tokens=2000)
-    with pytest.raises(ConfigurationError, match="2000 is not divisible.*1792 or 2048"):
-        a.resolve(1)
-    with pytest.raises(ConfigurationError, match="not divisible.*nearest that are: 2304"):
-        a.resolve(9)
-    b = arguments(max_seq_length=64, train_batch_size_tokens=2048, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigurationError, match="contradicts gradient_accumulation_steps 2.*remove one"):
-        b.resolve(1)
+@pytest.mark.parametrize(
+    ("changes", "ranks", "code", "values"),
+    [
+        (
+            {"per_device_train_batch_size": 4, "train_batch_size_tokens": 2000},
+            1,
+            "batch_not_divisible",
+            [1792, 2048],
+        ),
+        (
+            {"per_device_train_batch_size": 4, "train_batch_size_tokens": 2000},
+            9,
+            "batch_not_divisible",
+            [2304],
+        ),
+        (
+            {"train_batch_size_tokens": 2048, "gradient_accumulation_steps": 2},
+            1,
+            "batch_contradiction",
+            [2048, 2],
+        ),
+    ],
+)
+def test_batches_that_do_not_divide_or_disagree_are_refused(changes, ranks, code, values):
+    a = arguments(max_seq_length=64, **changes)
+    with refused(ConfigurationError, code=code, key="train_batch_size_tokens") as error:
+        a.resolve(ranks)
+    assert set(values) <= set(numbers(error.value))
 
 
 def test_resolved_configuration_round_trips_through_a_file(tmp_path):
@@ -215,35 +249,38 @@ def test_command_line_overrides(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "code", "key", "named"),
     [
-        ([], "one CONFIG is expected, 0 are given"),
-        (["{config}", "other.json"], "2 are given"),
-        (["{config}", "--learning_rate"], "--learning_rate needs a value"),
-        (["{config}", "--seed", "--run_name", "x"], "--seed needs a value"),
-        (["{config}", "--verbose"], "--verbose: unknown key; --help lists all keys"),
-        (["{config}", "--learning_rat", "--seed", "1"], "unknown key (did you mean learning_rate?)"),
-        (["--verbose", "{config}"], "--verbose: unknown key"),
-        (["{config}", "--data.sources", "a"], '"a" is given, an object'),
-        (["{config}", "--data.sources", "{a:b}"], "--data.sources {a:b} is not valid JSON: Expecting prop"),
+        ([], "config_count", None, ""),
+        (["{config}", "other.json"], "config_count", None, "other.json"),
+        (["{config}", "--learning_rate"], "no_value", "learning_rate", ""),
+        (["{config}", "--seed", "--run_name", "x"], "no_value", "seed", ""),
+        (["{config}", "--verbose"], "unknown_key", "verbose", "--help"),
+        (["{config}", "--learning_rat", "--seed", "1"], "unknown_key", "learning_rat", "learning_rate"),
+        (["--verbose", "{config}"], "config_count", "verbose", ""),
+        (["{config}", "--data.sources", "a"], "configuration", "data.sources", '"a"'),
+        (["{config}", "--data.sources", "{a:b}"], "invalid_json", "data.sources", "{a:b}"),
+        (["{config}", "--data.sources", '{"a": "b",}'], "invalid_json", "data.sources", "at character 11"),
+        (["{config}", "--data.weights", "[1,"], "invalid_json", "data.weights", "--data.weights '{"),
+        (["{config}", "--deepspeed.optimizer", "{"], "invalid_json", "deepspeed.optimizer", "{"),
+        (["{config}", "--optimizer", "{"], "configuration", "optimizer", "optim"),
+        (["{config}", "--max_steps.a", "1"], "not_an_object", "max_steps.a", "100"),
+        (["{config}", "--max_stesp", "1"], "configuration", "max_stesp", "max_steps"),
+        (["{config}", "--output_dir="], "configuration", "output_dir", '""'),
+        (["/"], "folder", "/", ""),
         (
-            ["{config}", "--data.sources", '{"a": "b",}'],
-            "is not valid JSON: there is a comma behind the last entry",
+            ["elsewhere/no_such_config"],
+            "no_such_file",
+            "elsewhere/no_such_config",
+            "train_config_bf16",
         ),
-        (["{config}", "--data.weights", "[1,"], "at character 4; for example --data.weights '{"),
-        (["{config}", "--deepspeed.optimizer", "{"], "--deepspeed.optimizer { is not valid JSON"),
-        (["{config}", "--optimizer", "{"], "optimizer: unknown key"),
-        (["{config}", "--max_steps.a", "1"], "max_steps is 100, not an object"),
-        (["{config}", "--max_stesp", "1"], "did you mean max_steps?"),
-        (["/"], "CONFIG: / is a folder; give a JSON file"),
-        (["elsewhere/no_such_config"], "of which a bare name is enough, has train_config_bf16"),
     ],
 )
-def test_command_line_errors(argv, words, tmp_path):
+def test_command_line_errors(argv, code, key, named, tmp_path):
     path = write(tmp_path, MINIMAL)
-    with pytest.raises(ConfigurationError) as error:
+    with refused(ConfigurationError, code=code, key=key) as error:
         load_arguments([word.replace("{config}", path) for word in argv])
-    assert words in str(error.value)
+    assert named in str(error.value)
 
 
 FOREIGN_ARGV = {
@@ -264,9 +301,9 @@ FOREIGN_ARGV = {
 def test_the_name_of_another_program_is_answered_with_ours(words, key, tmp_path):
     path = write(tmp_path, MINIMAL)
     for argv in ([path, *words.split()], [*words.split(), path]):
-        with pytest.raises(ConfigurationError) as error:
+        with refused(ConfigurationError) as error:
             load_arguments(argv)
-        assert f"(use {key}" in str(error.value)
+        assert key in str(error.value)
 
 
 def test_what_stands_for_a_foreign_name_is_a_key():
@@ -274,7 +311,6 @@ def test_what_stands_for_a_foreign_name_is_a_key():
         assert re.match(r"[\w.]+", use)[0] in keys_of(TrainingArguments) and name not in keys_of(
             TrainingArguments
         )
-    assert "(use learning_rate)" in refused(lr=1e-4)
 
 
 def test_a_list_of_names_needs_no_json(tmp_path):
@@ -292,7 +328,7 @@ def test_yaml_is_refused_as_such(tmp_path):
     for name in ("run.yaml", "run.yml"):
         path = write(tmp_path, "max_steps: 3\n", name)
         for argv in ([path], [write(tmp_path, MINIMAL), "--model.config", path]):
-            with pytest.raises(ValueError, match=rf"{name}: YAML .* JSON"):
+            with refused(UserError, code="yaml", key=path):
                 load_sizes(load_arguments(argv).model.config)
 
 
@@ -323,16 +359,16 @@ def test_an_output_dir_that_cannot_be_a_folder_is_refused(tmp_path, monkeypatch)
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch(), link.symlink_to("nowhere")
     for output_dir, place in ((file, file), (file / "a" / "b", file), (link, link)):
-        with pytest.raises(ConfigurationError) as error:
+        with refused(ConfigurationError, key="output_dir") as error:
             load_arguments([path, "--output_dir", str(output_dir)])
-        assert f'output_dir "{output_dir}": {place} is there and is not a folder' in str(error.value)
+        assert f"{place} " in str(error.value)
     for output_dir in (tmp_path, tmp_path / "new" / "run"):
         assert load_arguments([path, "--output_dir", str(output_dir)]).output_dir == str(output_dir)
     assert not (tmp_path / "new").exists()
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "output").touch()
-    with pytest.raises(ConfigurationError, match='output_dir "output/run": output is there'):
+    with refused(ConfigurationError, key="output_dir"):
         load_arguments([path])  # the default's
 
 
@@ -344,27 +380,25 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code"),
     [
-        ('{"max_steps": 1,}', "line 1 column"),
-        ('{"max_steps": 1, "max_steps": 2}', "max_steps is given twice"),
-        ('{"max_steps": NaN}', "NaN is not JSON"),
-        ("[]", "a JSON object is expected, this is a list"),
+        ('{"max_steps": 1,}', "not_json"),
+        ('{"max_steps": 1, "max_steps": 2}', "duplicate_key"),
+        ('{"max_steps": NaN}', "not_json"),
+        ("[]", "not_an_object"),
     ],
 )
-def test_broken_json_is_located(text, words, tmp_path):
+def test_broken_json_is_located(text, code, tmp_path):
     path = write(tmp_path, text)
-    with pytest.raises(ConfigurationError) as error:
+    with refused(ConfigurationError, code=code) as error:
         load_arguments([path])
-    assert words in str(error.value) and path in str(error.value)
+    assert path in str(error.value)
 
 
 def test_bare_names_are_looked_up_here_first_then_in_train_args(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_arguments(["train_config_tiny.json"]).max_steps == 250
     assert load_arguments(["train_config_tiny"]).output_dir == "output/train_config_tiny"
-    with pytest.raises(ConfigurationError, match='output_dir: "" is given, a string that is not empty'):
-        load_arguments(["train_config_tiny", "--output_dir="])
     write(tmp_path, MINIMAL, "train_config_tiny.json")
     assert load_arguments(["train_config_tiny.json"]).max_steps == 100
 
@@ -417,7 +451,7 @@ def test_resume_leaves_the_rest_free():
 
 def test_differences_name_the_key_and_both_values():
     old, new = {"model": {"hidden_size": 8, "a": 1}, "b": 1}, {"model": {"hidden_size": 16, "a": 1}, "b": 1}
-    assert list(map(str, differences(old, new))) == ["model.hidden_size: 8 -> 16"]
+    assert differences(old, new) == [Difference("model.hidden_size", 8, 16)]
     assert differences(old, old) == []
 
 
@@ -446,7 +480,6 @@ def test_help_and_table_name_every_key(capsys):
     for key, node in keys_of(TrainingArguments).items():
         assert f"--{key} " in printed and node["description"] in printed
         assert f" {key} " in shown
-    assert "--save_steps  (an integer of at least 0; default 0; may change on a resume)" in printed
     lines = {line.split()[-2]: line for line in shown.splitlines() if line.endswith("7")}
     assert lines["seed"].startswith("*")
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.conftest import refused
 from tests.train.config.test_arguments import arguments
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config
 from train.config.differences import resume_differences
@@ -27,29 +28,29 @@ def test_the_console_shows_what_is_not_the_default():
 
 
 def test_names_are_shown_in_their_own_letters() -> None:
-    """On the console, in train.log, in what a resume refuses and in what is wrong with a value."""
+    """On the console, in train.log and in what a resume refuses."""
     given, other = ({"data__sources": {name: f"data/{name}"}} for name in ("bücher", "книги"))
     one, two = (arguments(**sources).resolve(1) for sources in (given, other))
     assert '{"bücher": "data/bücher"}' in on_one_line(arguments(**given)) and "data/bücher" in table(one)
-    assert [*map(str, resume_differences(one.to_dict(), two.to_dict()))] == [
-        'data.sources: ["bücher"] -> ["книги"]'
-    ]
-    with pytest.raises(ValueError, match='max_steps: "hundert für" is given, an integer above 0'):
-        arguments(max_steps="hundert für")
+    (difference,) = resume_differences(one.to_dict(), two.to_dict())
+    assert "bücher" in str(difference) and "книги" in str(difference)
 
 
-def test_a_configuration_that_is_not_there_is_told_with_the_nearest(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "what", "named", "unnamed"),
+    [
+        ("my_runn.json", "CONFIG", ["my_run.json", "train_config_tiny.json"], [".json.json", "ds_config"]),
+        ("ds_config_zero_1", "deepspeed", ["ds_config_zero1.json"], ["train_config"]),
+        ("nothing_alike", "CONFIG", ["nothing_alike.json", "train_config_tiny.json"], ["my_run"]),
+    ],
+)
+def test_a_configuration_that_is_not_there_is_told_with_the_nearest(
+    tmp_path, monkeypatch, name, what, named, unnamed
+):
     """And a training's name with those of trainings alone."""
     (tmp_path / "my_run.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError) as found:
-        find_config("my_runn.json", "CONFIG")
-    told = str(found.value)
-    assert "did you mean my_run.json? train_args/" in told and "train_config_tiny.json" in told
-    assert ".json.json" not in told and "ds_config" not in told
-    with pytest.raises(
-        ConfigurationError, match="did you mean ds_config_zero1.json.* has ds_config_zero0.json"
-    ):
-        find_config("ds_config_zero_1", "deepspeed")
-    with pytest.raises(ConfigurationError, match="/nothing_alike.json; train_args/, of which"):
-        find_config("nothing_alike", "CONFIG")
+    with refused(ConfigurationError, code="no_such_file", key=name) as found:
+        find_config(name, what)
+    assert all(each in str(found.value) for each in named)
+    assert not any(each in str(found.value) for each in unnamed)

@@ -2,13 +2,13 @@
 
 import json
 import os
-import re
 import socket
 import sys
 
 import pytest
 
 from tests import programs
+from tests.conftest import numbers, refused
 from train.config import msamp
 from train.config.arguments import (
     CONFIG_FOLDER,
@@ -36,9 +36,11 @@ def arguments(deepspeed=None, compute="bf16", **changes):
     return TrainingArguments.from_dict(raw)
 
 
-def refused(deepspeed, **changes):
-    with pytest.raises(ConfigurationError) as error:
+def refusal(deepspeed, *keys, **changes) -> str:
+    """Return the message of the error; it has a problem with each of `keys` and no other."""
+    with refused(ConfigurationError) as error:
         resolve_ds_config(arguments(deepspeed, **changes), 2)
+    assert error.value.keys == list(keys)
     return str(error.value)
 
 
@@ -84,7 +86,7 @@ def test_ranks_add_gradients_up_in_the_type_that_is_asked_for():
     assert "communication_data_type" not in resolve_ds_config(arguments(), 2)
     precision = {"compute": "bf16", "gradient_communication": "fp32"}
     for changes in ({"precision": precision}, {}):
-        assert 'communication_data_type: "bf16"' in refused({"communication_data_type": "bf16"}, **changes)
+        refusal({"communication_data_type": "bf16"}, "communication_data_type", **changes)
 
 
 def with_msamp(level, precision=(), **section):
@@ -94,19 +96,8 @@ def with_msamp(level, precision=(), **section):
     return arguments(deepspeed, precision={"compute": "bf16", **dict(precision)})
 
 
-@pytest.mark.parametrize(
-    ("level", "states", "words"),
-    [
-        (
-            "O1",
-            "fp32",
-            "in FP8; stock DeepSpeed ignores the section): the nearest here is precision.gradient_com",
-        ),
-        ("O2", "fp8", "precision.optimizer_states fp8 (both moments in FP8, weights exactly float32)"),
-        ("O3", "fp8", "weights in FP8 are precision.compute fp8's copies"),
-    ],
-)
-def test_a_section_for_ms_amp_becomes_the_nearest_here_and_says_so(level, states, words):
+@pytest.mark.parametrize(("level", "states"), [("O1", "fp32"), ("O2", "fp8"), ("O3", "fp8")])
+def test_a_section_for_ms_amp_becomes_the_nearest_here_and_says_so(level, states):
     given = with_msamp(level, use_te=True)
     resolved = given.resolve(2)
     assert (resolved.precision.optimizer_states, resolved.precision.gradient_communication) == (
@@ -114,7 +105,7 @@ def test_a_section_for_ms_amp_becomes_the_nearest_here_and_says_so(level, states
         "bf16",
     )
     assert given.precision.optimizer_states == "fp32" and resolved.resolve(2) == resolved
-    assert words in msamp.described(resolved.deepspeed)
+    assert f"msamp {level}" in msamp.described(resolved.deepspeed)
     config = resolve_ds_config(given, 2)
     assert config["communication_data_type"] == "bf16" and "msamp" not in config
     # the same in this configuration's own keys goes on from it
@@ -130,93 +121,90 @@ def test_a_section_for_ms_amp_that_is_off_does_nothing():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "key", "named"),
     [
-        ({"level": "O4"}, 'msamp.opt_level: "O4" is given, O1, O2 or O3'),
-        ({"level": ["O1"]}, 'msamp.opt_level: \\["O1"\\] is given, O1, O2 or O3'),
-        ({"level": "O1", "enabled": "yes"}, 'msamp.enabled: "yes" is given, true or false'),
-        ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel: no such key.*did you mean opt_level"),
+        ({"level": "O4"}, "msamp.opt_level", '"O4" O1 O2 O3'),
+        ({"level": ["O1"]}, "msamp.opt_level", '["O1"] O1 O2 O3'),
+        ({"level": "O1", "enabled": "yes"}, "msamp.enabled", '"yes"'),
+        ({"level": "O1", "optlevel": "O2"}, "msamp.optlevel", "opt_level"),
         (
             {"level": "O1", "precision": {"gradient_communication": "fp32"}},
-            "asks for .* bf16, and fp32 is given",
+            "msamp.opt_level",
+            "precision.gradient_communication bf16 fp32",
         ),
-        ({"level": "O2", "precision": {"compute": "fp32"}}, "cannot have: .*made of bf16 weights"),
+        ({"level": "O2", "precision": {"compute": "fp32"}}, "msamp.opt_level", "precision.optimizer_states"),
     ],
 )
-def test_a_section_for_ms_amp_that_cannot_be_is_an_error(changes, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_a_section_for_ms_amp_that_cannot_be_is_an_error(changes, key, named):
+    with refused(ConfigurationError, key=key) as error:
         with_msamp(**changes).resolve(1)
+    assert all(name in str(error.value) for name in named.split())
 
 
 PACKED = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "words"),
+    "deepspeed",
     [
-        ({"zero_optimization": {"stage": 0}}, "without ZeRO DeepSpeed keeps float32 weights"),
-        ({"zero_optimization": {"stage": 1}}, "without data_types.grad_accum_dtype fp32"),
-        ("ds_config_zero2.json", "ZeRO 2 cuts gradients"),
-        ("ds_config_zero3.json", "ZeRO 3 makes the weights anew"),
+        {"zero_optimization": {"stage": 0}},
+        {"zero_optimization": {"stage": 1}},
+        "ds_config_zero2.json",
+        "ds_config_zero3.json",
     ],
 )
-def test_packed_states_are_refused_where_they_cannot_be(deepspeed, words):
-    with pytest.raises(ConfigurationError, match=words) as refused:
-        resolve_ds_config(arguments(precision=PACKED, deepspeed=deepspeed), 1)
-    assert "precision.optimizer_states bf16_remainder" in str(refused.value)
+def test_packed_states_are_refused_where_they_cannot_be(deepspeed):
+    refusal(deepspeed, "precision.optimizer_states", precision=PACKED)
     resolve_ds_config(arguments(precision=PACKED, deepspeed="ds_config_zero1.json"), 1)
 
 
 @pytest.mark.parametrize(
-    ("precision", "changes", "words"),
+    ("precision", "changes", "key"),
     [
-        ({**PACKED, "compute": "fp32"}, {}, "made of bf16 weights, and with compute fp32 there are none"),
-        (
-            {"compute": "fp32", "gradient_communication": "bf16"},
-            {},
-            "compute fp32 has gradients that bf16 would",
-        ),
-        ({"optimizer_moments": "fp32"}, {}, "only optimizer_states bf16_remainder reads it"),
-        (
-            PACKED,
-            {"adam_beta2": 0.99},
-            "second moments in bf16 would stand still with an adam_beta2 above 0.98",
-        ),
+        ({**PACKED, "compute": "fp32"}, {}, "precision.optimizer_states"),
+        ({"compute": "fp32", "gradient_communication": "bf16"}, {}, "precision.gradient_communication"),
+        ({"optimizer_moments": "fp32"}, {}, "precision.optimizer_moments"),
+        (PACKED, {"adam_beta2": 0.99}, "precision.optimizer_states"),
     ],
 )
-def test_states_that_cannot_be_say_why(precision, changes, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_states_that_cannot_be_are_refused(precision, changes, key):
+    with refused(ConfigurationError, key=key):
         arguments(precision=precision, **changes)
     arguments(precision={**PACKED, "optimizer_moments": "fp32"}, adam_beta2=0.99)
     arguments(precision=PACKED, adam_beta2=0.98)
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "key", "named"),
     [
-        ({"train_batch_size": 8}, ["train_batch_size: 8", "2 ranks", "16"]),
-        ({"train_micro_batch_size_per_gpu": 1}, ["per_device_train_batch_size", "makes it 4"]),
-        ({"gradient_accumulation_steps": 1}, ["gradient_accumulation_steps: 1", "makes it 2"]),
-        ({"gradient_clipping": 1.001}, ["gradient_clipping: 1.001", "max_grad_norm makes it 1.0"]),
-        ({"bf16": {"enabled": False}}, ["bf16.enabled: false", "precision.compute bf16"]),
-        ({"fp16": {"enabled": True}}, ["fp16.enabled: true", "precision.compute bf16"]),
-        ({"optimizer": {"type": "Lion", "params": {}}}, ['"Lion" is not supported', "AdamW"]),
+        ({"train_batch_size": 8}, "train_batch_size", "8 2 16"),
+        ({"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu", "1 4"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps", "1 2 train_batch_size_tokens"),
+        ({"gradient_clipping": 1.001}, "gradient_clipping", "1.001 max_grad_norm 1.0"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled", "false precision.compute"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled", "true precision.compute"),
+        ({"optimizer": {"type": "Lion", "params": {}}}, "optimizer.type", '"Lion" AdamW'),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
-            ["optimizer.params.lr: 1e-05", "learning_rate"],
+            "optimizer.params.lr",
+            "1e-05 learning_rate",
         ),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}}, ["optimizer.params.betas"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.9]}}},
+            "optimizer.params.betas",
+            "adam_beta1",
+        ),
         (
             {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},
-            ["ZeRO 0", "ZeRO 1"],
+            "data_types.grad_accum_dtype",
+            "fp32",
         ),
-        ({"steps_per_print": "auto"}, ['steps_per_print: "auto"']),
+        ({"steps_per_print": "auto"}, "steps_per_print", '"auto"'),
     ],
 )
-def test_contradictions_and_unknown_keys_are_refused(config, words):
-    message = refused(config)
-    for word in words:
-        assert word in message
+def test_contradictions_are_refused(config, key, named):
+    message = refusal(config, key)
+    assert all(name in message for name in named.split())
 
 
 ZERO_VALUES = {
@@ -275,25 +263,19 @@ def at(path: str, value: object) -> dict:
 @pytest.mark.parametrize(("path", "values"), ZERO_VALUES.items())
 def test_a_value_that_is_not_supported_is_named_with_its_key(path, values):
     for value in values:
-        message = refused(at(path, value))
-        assert f"\n  {path}: {json.dumps(value)} is" in message and "a problem" in message
+        assert json.dumps(value) in refusal(at(path, value), path)
 
 
 @pytest.mark.parametrize(("path", "near"), NEAREST.items())
 def test_a_key_that_is_not_supported_is_named_with_the_nearest(path, near):
-    message = refused(at(path, {"type": "auto"} if path == "scheduler" else "auto"))
-    assert f"\n  {path}: " in message and "a problem" in message  # what is in it is not complained about
-    if near:
-        assert f"{near}?" in message
-    if path in INSTEAD:
-        assert INSTEAD[path] in message
+    message = refusal(at(path, {"type": "auto"} if path == "scheduler" else "auto"), path)
+    assert (near or "") in message and INSTEAD.get(path, "") in message
 
 
 def test_problems_name_the_file_that_has_them(tmp_path):
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "overlap_com": True}}))
-    message = refused(str(path))
-    assert message.startswith(f"{path}: ") and "zero_optimization.overlap_com: " in message
+    assert str(path) in refusal(str(path), "zero_optimization.overlap_com")
 
 
 def test_every_key_is_accepted_with_each_value_that_it_takes():
@@ -316,36 +298,32 @@ def test_without_zero_gradients_are_added_up_in_the_parameters_type(compute, dty
     assert resolve_ds_config(config, 1)["data_types"] == {"grad_accum_dtype": dtype}
     other = "fp32" if dtype == "bf16" else "bf16"
     config = arguments({**stage_0, "data_types": {"grad_accum_dtype": other}}, precision=precision)
-    with pytest.raises(ConfigurationError, match="data_types.grad_accum_dtype: "):
+    with refused(ConfigurationError, key="data_types.grad_accum_dtype"):
         resolve_ds_config(config, 1)
 
 
 def test_fp16_excludes_zero_0():
     """DeepSpeed 0.19.8 would divide its gradients by a loss scale that it has not multiplied by."""
     for config in ({}, "ds_config_zero0.json"):
-        assert "use stage 1, 2 or 3, or set precision.compute to bf16" in refused(config, compute="fp16")
+        assert {1, 2, 3} <= set(numbers(refusal(config, "zero_optimization.stage", compute="fp16")))
     for stage in (1, 2, 3):
         resolve_ds_config(arguments(f"ds_config_zero{stage}.json", compute="fp16"), 2)
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "compute", "words"),
+    ("deepspeed", "compute", "key"),
     [
-        ("ds_config_zero2.json", "bf16", "ZeRO 2 is not supported: DeepSpeed 0.19.8 .* use stage 1 with"),
-        ("ds_config_zero3.json", "fp8", "ZeRO 3 is not supported: .* use stage 1 with"),
-        (
-            {"zero_optimization": {"stage": 1}},
-            "bf16",
-            "ZeRO 1 without float32 accumulation is not .*_zero1.json",
-        ),
-        (None, "fp32", "ZeRO 1 in float32 is not .* use stage 0, or precision.compute bf16"),
-        (None, "fp16", 'precision.compute: with optim "muon" fp16 is not supported'),
-        ({"optimizer": {"type": "AdamW"}}, "bf16", 'has the type "AdamW", and Muon is asked for'),
+        ("ds_config_zero2.json", "bf16", "zero_optimization.stage"),
+        ("ds_config_zero3.json", "fp8", "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 1}}, "bf16", "zero_optimization.stage"),
+        (None, "fp32", "zero_optimization.stage"),
+        (None, "fp16", "precision.compute"),
+        ({"optimizer": {"type": "AdamW"}}, "bf16", "optimizer"),
     ],
 )
-def test_muon_is_refused_where_deepspeeds_is_none(deepspeed, compute, words):
-    assert re.search(words, refused(deepspeed, compute=compute, optim="muon"))
-    if not (isinstance(deepspeed, dict) and "optimizer" in deepspeed):
+def test_muon_is_refused_where_deepspeeds_is_none(deepspeed, compute, key):
+    refusal(deepspeed, key, compute=compute, optim="muon")
+    if key != "optimizer":
         resolve_ds_config(arguments(deepspeed, compute=compute), 2)
 
 
@@ -357,17 +335,16 @@ def test_muon_runs_at_zero_1_and_0(deepspeed, compute):
 
 
 def test_what_packs_adamws_states_does_not_pack_muons():
-    packed = {"compute": "bf16", "optimizer_states": "bf16_remainder"}
-    assert "it packs what AdamW keeps" in refused(None, precision=packed, optim="muon")
+    refusal(None, "precision.optimizer_states", precision=PACKED, optim="muon")
 
 
 def test_deepspeeds_own_muon_is_named_by_its_key():
-    assert 'optim "muon"; remove the section' in refused({"optimizer": {"type": "Muon"}})
+    refusal({"optimizer": {"type": "Muon"}}, "optimizer")
 
 
 def test_all_problems_come_at_once():
-    message = refused({"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}})
-    assert "3 problems" in message
+    config = {"gradient_clipping": 2, "zero": 1, "optimizer": {"type": "SGD"}}
+    refusal(config, "zero", "gradient_clipping", "optimizer.type")
 
 
 def test_a_matching_optimizer_section_is_removed():

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from tests.train.config.test_ds_config import arguments, refused
+from tests.train.config.test_ds_config import arguments, refusal
 from train.config.arguments import CONFIG_FOLDER
 from train.config.ds_config import resolve_ds_config
 
 
 def test_compiled_layers_exclude_zero_3():
     changes = dict(model={"config": "tiny", "variant": "hf", "compile": True}, precision={"compute": "bf16"})
-    assert "use stage 0, 1 or 2, or set model.compile to false" in refused("ds_config_zero3.json", **changes)
+    assert "model.compile" in refusal("ds_config_zero3.json", "zero_optimization.stage", **changes)
     resolve_ds_config(arguments("ds_config_zero2.json", **changes), 2)
     changes["model"]["compile"] = False
     resolve_ds_config(arguments("ds_config_zero3.json", **changes), 2)
@@ -32,7 +32,7 @@ def test_recomputation_needs_the_layer_as_a_leaf(variant: str, fused_rope: bool,
     changes = dict(model={"config": "tiny", "variant": variant}, speed={"fused_rope": fused_rope})
     for leaf in ({}, {"classes": ["Other"]}, {"classes": "MistralAttention"}):
         own = shipped | {"zero_optimization": zero | {"leaf_module": leaf}}
-        message = refused(own, gradient_checkpointing=True, **changes)
+        message = refusal(own, "zero_optimization.leaf_module", gradient_checkpointing=True, **changes)
         assert f'leaf_module": {{"classes": ["{layer}"]}}' in message
         resolve_ds_config(arguments(own, **changes), 2)
     for leaf in (zero["leaf_module"], {"classes": f"model.somewhere.{layer}"}, {"name_suffixes": ["layers"]}):
