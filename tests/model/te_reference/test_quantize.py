@@ -1,9 +1,12 @@
 """Conversion back from FP8, and products; test_te_recorded.py has quantization and scales, by Transformer Engine."""
 
+import math
+
 import pytest
 import torch
 
 from model.te_reference.quantize import (
+    amax,
     dequantize,
     fp8_matmul,
     quantize_blocks,
@@ -12,6 +15,7 @@ from model.te_reference.quantize import (
     values_of,
 )
 
+INF, NAN = math.inf, math.nan
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -23,6 +27,11 @@ def test_values_are_those_of_the_conversion(dtype):
         found, expected = values_of(layout), layout.float()
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
         assert found.stride() == expected.stride()
+
+
+def test_amax_passes_over_nan_only():
+    for values, largest in (([NAN, -4.0, 3.0], 4), ([NAN, NAN], 0), ([NAN, -INF], INF), ([], 0)):
+        assert amax(torch.tensor(values)) == largest
 
 
 def test_what_is_transposed_has_the_same_values():
