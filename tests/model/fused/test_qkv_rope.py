@@ -12,7 +12,8 @@ from model.te_reference.rotary import split_and_rotate as reference_split
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,D,tokens", [(8, 2, 16, 40), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)]
+    "heads,kv_heads,D,tokens",
+    [(32, 8, 64, 256), (8, 2, 16, 40), (4, 2, 128, 33), (3, 1, 80, 17), (2, 2, 8, 16)],
 )
 def test_split_and_rotate_equals_the_reference(
     fused: Callable, device: str, heads: int, kv_heads: int, D: int, tokens: int
