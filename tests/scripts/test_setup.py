@@ -24,13 +24,15 @@ import check_requirements
 pytestmark = pytest.mark.process
 
 
-def set_up(machine: dict[str, str], tmp_path: Path, before: str = ":") -> subprocess.CompletedProcess[str]:
+def set_up(
+    machine: dict[str, str], tmp_path: Path, before: str = ":", argument: str = ""
+) -> subprocess.CompletedProcess[str]:
     """setup_env in a copy of the repository's root; `before` comes first."""
     root = tmp_path / "root"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     for file in ROOT.glob("*.txt"):
         shutil.copy(file, root)
-    script = f'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; {before}; setup_env; echo "PY=$PY"'
+    script = f'set -euo pipefail; ROOT=$PWD; source scripts/setup_env.sh; {before}; setup_env {argument}; echo "PY=$PY"'
     return subprocess.run(
         ["bash", "-c", script], env=machine, cwd=root, capture_output=True, text=True, timeout=120
     )
@@ -41,6 +43,19 @@ def test_set_up_where_everything_is_there(machine: dict[str, str], tmp_path: Pat
     assert run.returncode == 0, run.stderr
     assert run.stdout == f"PY={tmp_path}/venv/bin/python\n", "nothing to install, nothing to say"
     assert not (tmp_path / "root" / ".venv").exists()
+
+
+@pytest.mark.parametrize(("argument", "installed"), [("", False), ("dev", True)])
+def test_optional_packages_are_installed_for_the_tests_only(
+    machine: dict[str, str], tmp_path: Path, argument: str, installed: bool
+) -> None:
+    asked = tmp_path / "asked.txt"
+    stand_in = f'[[ "$*" == *"pip install"* ]] && {{ echo "$*" >> {asked}; cat >/dev/null; exit 0; }}'
+    executable(tmp_path / "venv/bin/python", f'{stand_in}\nexec {sys.executable} "$@"')
+    before = "echo 'absent==1.0  # optional: x' >> requirements.txt"
+    run = set_up(machine, tmp_path, before, argument)
+    assert run.returncode == 0, run.stderr
+    assert (asked.exists() and "absent==1.0" in asked.read_text()) == installed
 
 
 def test_gpu_packages_are_installed_with_constraints(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def language_model(languages: list[str], given: str | None) -> str:
     except ImportError as error:
         packages = ("fasttext-numpy2-wheel", "fasteners", *(() if given else ("aiohttp", "requests")))
         install = install_command(*packages, requirements="requirements-prep.txt")
-        message = f"--languages: {error}. Install the packages that it needs with {install}"
+        message = f"--languages needs packages that are not installed ({error}). Install them with {install}"
         raise DataError(message, code="package_missing", key="--languages") from error
     except Exception as error:  # fsspec raises many kinds
         raise DataError(
@@ -138,9 +138,9 @@ def check_splitter(language: str) -> None:
         splitter.span_tokenize("One sentence.")
     except (ImportError, ValueError, LookupError, OSError) as error:
         raise DataError(
-            f"--quality with --quality_language {language}: {error}. For en, de, fr and most other European languages, "
-            f"install spacy with {install_command('spacy', requirements='requirements-prep.txt')}; datatrove's "
-            "tokenizer_assignment.csv lists what each language needs",
+            f"--quality with --quality_language {language}: {str(error).rstrip('.')}. For en, de, fr and most other "
+            f"European languages, install spacy with {install_command('spacy', requirements='requirements-prep.txt')}; "
+            "datatrove's tokenizer_assignment.csv lists what each language needs",
             code="no_word_splitter",
             key="--quality_language",
         ) from error
