@@ -80,7 +80,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     cannot be written, or replaced; what was written is removed, what was there is as it was.
     """
     if why := why_not_written(out.parent):
-        raise CheckpointError(f"{out.parent} {why}")
+        raise CheckpointError(f"{out.parent} {why}", code="not_writable", key=str(out.parent))
     lock = Lock(out.with_name(f"{out.name}.lock"), "export", out, "OUT")
     with naming(out):
         lock.acquire()
@@ -112,7 +112,7 @@ def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str
             f"as {out.with_name(form)}"
         )
     if found:
-        raise CheckpointError("; ".join(found))
+        raise CheckpointError("; ".join(found), code="not_exportable", key=str(out))
     partial = out.with_name(f"{out.name}.partial")
     _remove(partial)  # of an export that was killed; what stayed in it would be taken for a part of this one
     try:
@@ -212,7 +212,11 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
-        raise CheckpointError(f"{path}: missing weights {missing}, unknown weights {unexpected}")
+        raise CheckpointError(
+            f"{path}: missing weights {missing}, unknown weights {unexpected}",
+            code="other_weights",
+            key=str(path),
+        )
     model.tie_weights()
     model.config.dtype = dtype
     transformers_logging.disable_progress_bar()
@@ -298,7 +302,9 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     ):
         raise CheckpointError(
             f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of "
-            f"{path}: a fault of this program; export --format hf"
+            f"{path}: a fault of this program; export --format hf",
+            code="codes_differ",
+            key=str(path),
         )
     return [
         f"{codes}: codes and scales equal those that training ({variant}, {' and '.join(trained.recipes)} scaling) "
@@ -348,7 +354,9 @@ def checkpoint_of(given: Path) -> Path:
     except CheckpointError as error:
         problem = str(error)
     raise CheckpointError(
-        f"{problem}; give a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}"
+        f"{problem}; give a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}",
+        code="no_checkpoint",
+        key=str(given),
     )
 
 
@@ -359,14 +367,18 @@ def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> No
     if encoder.vocab_size > (allowed := state.model_config["vocab_size"]):
         raise DataError(
             f"--tokenizer {folder} has a vocabulary of {encoder.vocab_size}, the model one of {allowed}: it is another "
-            "model's"
+            "model's",
+            code="other_tokenizer",
+            key=str(folder),
         )
     if encoder.sha256() in _trained_with(state):
         return
     if must_be_the_same:
         raise DataError(
             f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
-            "that tokenizer as --tokenizer DIR"
+            "that tokenizer as --tokenizer DIR",
+            code="other_tokenizer",
+            key=str(folder),
         )
     print(
         f"note: {folder / encoder.files[0]} is not the file that the model was trained with: it has to give the "

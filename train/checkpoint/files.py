@@ -181,14 +181,18 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         content = json.loads(text)
         values = [content[key] for key in keys]
         if (schema := content["schema"]) != SCHEMA:
-            raise CheckpointError(f"{file} has schema {schema}; this version reads {SCHEMA}")
+            raise CheckpointError(
+                f"{file} has schema {schema}; this version reads {SCHEMA}", code="other_schema", key=str(file)
+            )
         del content["sha256"]
         if text != _signed(content):
-            raise CheckpointError(f"{file} is altered: its sha256 is not the one in it")
+            raise CheckpointError(
+                f"{file} is altered: its sha256 is not the one in it", code="altered", key=str(file)
+            )
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r}") from error
+        raise CheckpointError(f"{file} is damaged: {error!r}", code="damaged", key=str(file)) from error
     return values
 
 
@@ -197,12 +201,16 @@ def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     the folder was given the name of another step; as `read_signed`."""
     found = read_signed(path / MANIFEST, "step", "files")
     if not found:
-        raise CheckpointError(f"{path} has no {MANIFEST}: it was never committed")
+        raise CheckpointError(
+            f"{path} has no {MANIFEST}: it was never committed", code="not_committed", key=str(path)
+        )
     step, files = found
     if FOLDER.fullmatch(path.name) and step_of(path) != step:
         raise CheckpointError(
             f"{path} is named as of step {step_of(path)} and is of step {step}, as its {MANIFEST} says: rename it to "
-            f"{name_of(step)}"
+            f"{name_of(step)}",
+            code="other_step",
+            key=str(path),
         )
     return {e["name"]: (int(e["bytes"]), str(e["sha256"])) for e in files}
 
@@ -216,7 +224,9 @@ def rolled_back(path: Path) -> list[list[int]] | None:
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. It says which samples a rollback leaves out. Restore it, or remove it to go on with what the "
-            "checkpoint itself says"
+            "checkpoint itself says",
+            code=error.code,
+            key=error.key,
         ) from error
     return ranges if checkpoint == identity(path) else None
 
@@ -343,11 +353,15 @@ def check_given(path: Path, root: Path, hashes: bool = True) -> None:
             own = "auto, which goes on from this run's newest good one, or " if is_of(newest, root) else ""
             raise CheckpointError(
                 f"resume_from_checkpoint {str(path)!r} is a run's folder: give {own}the path of one of its "
-                f"{len(inside)} checkpoints; the newest good one is {newest}"
+                f"{len(inside)} checkpoints; the newest good one is {newest}",
+                code="run_folder",
+                key="resume_from_checkpoint",
             )
         raise CheckpointError(
             f"resume_from_checkpoint {str(path)!r}: {'; '.join(found)}; give auto, never, or the path of a checkpoint"
-            + others_than(path, root)
+            + others_than(path, root),
+            code="no_checkpoint",
+            key="resume_from_checkpoint",
         )
 
 
@@ -379,7 +393,9 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
     if candidates:
         raise CheckpointError(
             f"none of the {len(candidates)} checkpoints in {root} verifies; restore one, or start anew with "
-            "--resume_from_checkpoint never"
+            "--resume_from_checkpoint never",
+            code="none_verifies",
+            key=str(root),
         )
     return None
 
@@ -392,7 +408,7 @@ def meant_by(given: Path, log: Callable[[str], None]) -> Path | None:
     """
     if not given.is_dir() or FOLDER.fullmatch(given.resolve().name) or (given / RUN_STATE).is_file():
         if found := problems(given):
-            raise CheckpointError("; ".join(found))
+            raise CheckpointError("; ".join(found), code="no_checkpoint", key=str(given))
         return given
     root = given / "checkpoints"
     return newest_good(root if root.is_dir() else given, log)
@@ -429,7 +445,9 @@ def branch_at(root: Path, path: Path) -> Path | None:
     raise CheckpointError(
         f"resume_from_checkpoint {path} is of another run, and {root} has checkpoints ({own[-1].name} is the newest) "
         "of a run that did not begin there: choose another output_dir, or go on with that run, with "
-        "--resume_from_checkpoint auto"
+        "--resume_from_checkpoint auto",
+        code="other_run",
+        key="resume_from_checkpoint",
     )
 
 
@@ -443,8 +461,12 @@ def read_state(path: Path) -> RunState:
         if unknown := sorted(values.keys() - {key.name for key in fields(RunState)}):
             raise CheckpointError(
                 f"{path / RUN_STATE} is of another version of this program, with {', '.join(unknown)}, which this one "
-                "does not know: go on with that version"
+                "does not know: go on with that version",
+                code="other_version",
+                key=unknown[0],
             )
         return RunState(**values)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / RUN_STATE} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{path / RUN_STATE} cannot be read: {error}", code="damaged", key=str(path / RUN_STATE)
+        ) from error

@@ -57,18 +57,18 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     Raises CheckpointError, on all ranks: a path given that does not verify, or of another run than the one whose
     checkpoints are here; committed checkpoints, none of which verifies; a rank that does not see what rank 0 chose.
     """
-    decision: list[Any] = [None, None, False]
+    decision: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             decision[0] = _choose_on_rank_0(root, setting, log)
         except (CheckpointError, OSError) as error:
-            decision[1:] = str(error), may_pass(error)
+            refusal = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
+            refusal.may_pass = may_pass(error)
+            decision[1] = refusal
     dist.broadcast_object_list(decision, src=0)
-    path, problem, passes = decision
-    if problem:
-        refusal = CheckpointError(problem)
-        refusal.may_pass = passes
-        raise refusal
+    path, refused = decision
+    if refused:
+        raise refused
     if path is None:
         return None
     try:
@@ -80,7 +80,9 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     if blind := [rank for rank, found in enumerate(every) if found is None or found != every[0]]:
         raise CheckpointError(
             f"ranks {blind} do not see the checkpoint {path} that rank 0 sees; output_dir must be a folder that all "
-            "nodes share"
+            "nodes share",
+            code="not_shared",
+            key=str(path),
         )
     return path
 

@@ -50,6 +50,22 @@ class Change:
         return f"{self.what}" + (f" (cannot change on a resume: {self.never})" if self.never else "")
 
 
+class ChangesError(CheckpointError):
+    """The configuration differs from that of the checkpoint, and the differences are not or cannot be allowed.
+
+    Attributes:
+        changes: the differences.
+    """
+
+    code = "change_not_allowed"
+    changes: list[Change] = []
+
+    @property
+    def keys(self) -> list[str]:
+        """What allow_changes_on_resume has to name, or the keys that cannot change."""
+        return list(dict.fromkeys(change.key for change in self.changes))
+
+
 def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Iterable[str]) -> list[str]:
     """Continue `state` where `saved`, of the checkpoint `path`, stopped. Returns what the log should say.
 
@@ -99,14 +115,22 @@ def allowed_changes(
             options += f" {allowing(keys)}" if keys else ""
             remedy = f"To train from an earlier step in a new folder, pass {options}"
         raise ConfigurationError(
-            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. {remedy}"
+            f"max_steps is {max_steps}, but {path} is already at step {saved.step}. {remedy}",
+            code="past_max_steps",
+            key="max_steps",
         )
     refused = [c for c in found if c.never]
     unnamed = [c for c in found if not (c.never or allow is True or c.key in (allow or ()))]
     if refused or unnamed:
         stages = [] if refused else [*_another_stage(saved, state, found), *_from_here_alone(saved, state)]
         lines = ["\n  ".join(map(str, refused + unnamed)), *stages, _remedy(saved, state, refused, found)]
-        raise CheckpointError(f"{path} is of a run that was configured differently:\n  " + "\n".join(lines))
+        refusal = ChangesError(
+            f"{path} is of a run that was configured differently:\n  " + "\n".join(lines),
+            code="cannot_change" if refused else None,
+        )
+        refusal.changes = refused or found
+        refusal.key = refusal.keys[0]
+        raise refusal
     return found
 
 

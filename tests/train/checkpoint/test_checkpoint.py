@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from tests.conftest import refused
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import load
 from train.checkpoint.files import (
@@ -37,6 +39,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, set_aside
 from train.checkpoint.save import Job, Ranks, SaveError, rank_state
+from train.files import size_text
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -73,12 +76,10 @@ def test_a_branch_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
         begin_at(start, make(root, step))
     chosen, (said,) = choose(root, str(start))
     assert chosen == root / "step-00000006"
-    assert said.startswith(
-        f"this run began at {start} and goes on from its own step-00000006; to begin there again"
-    )
+    assert str(start) in said and "step-00000006" in said
     (root / "step-00000006" / RUN_STATE).write_text("")
     assert choose(root, str(start))[0] == root / "step-00000005"
-    with pytest.raises(CheckpointError, match="step-00000004 is of another run.*choose another output_dir"):
+    with refused(CheckpointError, code="other_run", key="resume_from_checkpoint"):
         choose(root, str(other))
     assert choose(root, str(root / "step-00000005")) == (root / "step-00000005", []), "its own is an order"
     shutil.copytree(start, tmp_path / "copy" / start.name)
@@ -87,7 +88,7 @@ def test_a_branch_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:
     )
     shutil.rmtree(start)
     assert choose(root, str(start))[0] == root / "step-00000005"
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with refused(CheckpointError, code="no_checkpoint"):
         choose(root, str(tmp_path / "old" / "step-00000002"))
 
 
@@ -104,8 +105,9 @@ def test_a_rank_that_sees_another_checkpoint_or_none_is_named(
         every[:] = [mine, theirs]
 
     monkeypatch.setattr(load.dist, "all_gather_object", all_gather)
-    with pytest.raises(CheckpointError, match=r"ranks \[1\] do not see .*step-00000003 .* all nodes share"):
+    with refused(CheckpointError, code="not_shared", key=str(path)) as error:
         choose(tmp_path)
+    assert "[1]" in str(error.value)
 
 
 def test_a_whole_checkpoint_has_no_problems(tmp_path: Path) -> None:
@@ -125,25 +127,23 @@ def test_a_folder_without_a_manifest_does_not_count(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (make(tmp_path, 2) / MANIFEST).unlink()
     assert choose(tmp_path)[0] == tmp_path / "step-00000001"
-    with pytest.raises(CheckpointError, match="never committed"):
+    with refused(CheckpointError, code="no_checkpoint"):
         choose(tmp_path, str(tmp_path / "step-00000002"))
 
 
 @pytest.mark.parametrize("setting", ["always", "step-00000099", "{root}/step-00000099"])
 def test_what_can_be_resumed_from_is_listed(tmp_path: Path, setting: str) -> None:
-    allowed = "; give auto, never, or the path of a checkpoint"
     root = tmp_path / "checkpoints"
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, code="no_checkpoint", key="resume_from_checkpoint"):
         choose(root, setting.format(root=root))
-    assert str(error.value).endswith(f"is not a folder{allowed}")
     for last, newest in ((2, "step-00000001, step-00000002"), (7, ", ".join(map(name_of, range(3, 8))))):
         root = tmp_path / f"{last}/checkpoints"
         for step in range(1, last + 1):
             make(root, step)
         (make(root, last + 1) / MANIFEST).unlink()
-        with pytest.raises(CheckpointError) as error:
+        with refused(CheckpointError, code="no_checkpoint") as error:
             choose(root, setting.format(root=root))
-        assert str(error.value).endswith(f"{allowed}; committed in {root}: {newest}")
+        assert str(error.value).endswith(f" {root}: {newest}")
 
 
 @pytest.mark.parametrize("part", [".", "checkpoints"])
@@ -153,54 +153,44 @@ def test_of_a_runs_folder_it_is_said_which_path_to_give(tmp_path: Path, part: st
     newest = [make(root, step) for step in (1, 2, 3)][1]
     (root / "step-00000003/weights.pt").unlink()
     given = str(tmp_path / "run" / part)
-    for own, auto in (
-        (tmp_path / "branch", ""),
-        (root, "auto, which goes on from this run's newest good one, or "),
-    ):
-        with pytest.raises(CheckpointError) as error:
+    for own in (tmp_path / "branch", root):
+        with refused(CheckpointError, code="run_folder", key="resume_from_checkpoint") as error:
             choose(own, given)
-        assert str(error.value) == (
-            f"resume_from_checkpoint {given!r} is a run's folder: give {auto}the path of one of its 3 checkpoints; the "
-            f"newest good one is {newest}"
-        )
+        assert str(newest) in str(error.value) and ("auto" in str(error.value)) == (own == root)
 
 
 def test_a_damaged_checkpoint_is_not_offered_again(tmp_path: Path) -> None:
     make(tmp_path, 1), (make(tmp_path, 2) / "weights.pt").unlink()
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, code="no_checkpoint") as error:
         choose(tmp_path, str(tmp_path / "step-00000002"))
-    assert "weights.pt is missing" in str(error.value) and str(error.value).endswith(": step-00000001")
+    assert "weights.pt" in str(error.value) and str(error.value).endswith(": step-00000001")
 
 
 @pytest.mark.parametrize(
-    "damage,message",
+    "damage,file",
     [
-        (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing"),
-        (lambda p: (p / "weights.pt").write_bytes(b"x"), "weights.pt has 1 bytes, the manifest says 512"),
-        (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt is altered"),
-        (lambda p: (p / MANIFEST).write_text("{"), "manifest.json is damaged"),
-        (lambda p: (p / MANIFEST).write_text("{}"), "manifest.json is damaged: KeyError"),
-        (
-            lambda p: (p / MANIFEST).write_text('{"schema": 2, "files": [{"name": "weights.pt"}]}'),
-            "manifest.json is damaged: KeyError",
-        ),
+        (lambda p: (p / "weights.pt").unlink(), "weights.pt"),
+        (lambda p: (p / "weights.pt").write_bytes(b"x"), "weights.pt"),
+        (lambda p: (p / "weights.pt").write_bytes(bytes(range(255)) * 2 + b"ab"), "weights.pt"),
+        (lambda p: (p / MANIFEST).write_text("{"), MANIFEST),
+        (lambda p: (p / MANIFEST).write_text("{}"), MANIFEST),
+        (lambda p: (p / MANIFEST).write_text('{"schema": 2, "files": [{"name": "weights.pt"}]}'), MANIFEST),
     ],
 )
-def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, message: str) -> None:
+def test_damage_is_named_and_the_previous_one_used(tmp_path: Path, damage, file: str) -> None:
     make(tmp_path, 1)
     damage(make(tmp_path, 2))
     path, log = choose(tmp_path)
     assert path == tmp_path / "step-00000001"
-    assert len(log) == 1 and message in log[0]
-    with pytest.raises(CheckpointError, match=message):
+    assert len(log) == 1 and file in log[0]
+    with refused(CheckpointError, code="no_checkpoint") as error:
         choose(tmp_path, str(tmp_path / "step-00000002"))
+    assert str(tmp_path / "step-00000002" / file) in str(error.value)
 
 
 def test_nothing_usable_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
     (make(tmp_path, 2) / "weights.pt").unlink()
-    with pytest.raises(
-        CheckpointError, match="none of the 1 checkpoints .* verifies.*--resume_from_checkpoint never"
-    ):
+    with refused(CheckpointError, code="none_verifies", key=str(tmp_path)):
         choose(tmp_path)
 
 
@@ -210,7 +200,8 @@ def test_a_single_flipped_bit_is_found_in_any_file(tmp_path: Path) -> None:
         whole = file.read_bytes()
         for byte in (0, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
-            assert problems(path) == [f"{file} is altered: its sha256 is not the manifest's"]
+            (problem,) = problems(path)
+            assert str(file) in problem
         file.write_bytes(whole)
     assert problems(path) == []
 
@@ -224,7 +215,7 @@ def test_an_old_checkpoint_that_stays_ends_no_run(tmp_path: Path, monkeypatch: p
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(checkpoint_files.shutil, "rmtree", fails)
-    with pytest.warns(UserWarning, match="step-00000001 could not be removed: .* busy"):
+    with pytest.warns(UserWarning, match="step-00000001"):
         checkpoint_files.discard_old(tmp_path / "step-00000002", 1)
 
 
@@ -262,7 +253,7 @@ def test_files_that_other_machines_keep_to_themselves_are_not_committed(
     monkeypatch.setattr(checkpoint_files, "SEEN_WITHIN_S", 0.2)
     elsewhere = {"name": "rank_00008.pt", "bytes": 5, "sha256": "0"}
     for _ in range(2):  # nothing of it is seen, then a part
-        with pytest.raises(OSError, match="rank_00008.pt, of 5 bytes, .* a folder that all nodes share"):
+        with pytest.raises(OSError, match="rank_00008.pt"):
             write_manifest(path, [*entries, elsewhere])
         (path / "rank_00008.pt").write_bytes(b"1234")
     assert committed(tmp_path) == []
@@ -281,8 +272,9 @@ def test_a_manifest_that_is_not_surely_on_the_disk_commits_nothing(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(f"{where}.sync_folder", fails)
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError) as error:
         make(tmp_path, 1)
+    assert error.value.errno == 5
     assert committed(tmp_path) == []
 
 
@@ -347,22 +339,26 @@ def test_a_manifest_of_another_schema_or_without_its_hash_is_refused(tmp_path: P
     path = make(tmp_path, 1)
     content = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps({**content, "schema": 3}, indent=1))
-    assert problems(path) == [f"{path}/manifest.json has schema 3; this version reads 2"]
+    with refused(CheckpointError, code="other_schema", key=str(path / MANIFEST)):
+        read_manifest(path)
     del content["sha256"]
     (path / MANIFEST).write_text(json.dumps(content, indent=1))
-    assert problems(path) == [f"{path}/manifest.json is damaged: KeyError('sha256')"]
+    with refused(CheckpointError, code="damaged", key=str(path / MANIFEST)):
+        read_manifest(path)
 
 
 def test_a_folder_with_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
     """Its step would be taken from the one and the other: a later save would find its place taken, or go before it."""
     make(tmp_path, 1)
     renamed = make(tmp_path, 10).rename(tmp_path / name_of(20))
-    told = f"{renamed} is named as of step 20 and is of step 10, as its manifest.json says: rename it to step-00000010"
-    assert problems(renamed, hashes=False) == problems(renamed) == [told]
-    with pytest.raises(CheckpointError, match=f"{told}; give auto"):
+    with refused(CheckpointError, code="other_step", key=str(renamed)) as error:
+        read_manifest(renamed)
+    assert name_of(10) in str(error.value)
+    assert problems(renamed, hashes=False) == problems(renamed) == [str(error.value)]
+    with refused(CheckpointError, code="no_checkpoint"):
         choose(tmp_path, str(renamed))
-    chosen = tmp_path / name_of(1), [f"checkpoint step-00000020 is not used: {told}"]
-    assert choose(tmp_path) == chosen
+    chosen, (told,) = choose(tmp_path)
+    assert chosen == tmp_path / name_of(1) and name_of(20) in told
     renamed.rename(tmp_path / name_of(10))
     assert choose(tmp_path) == (tmp_path / name_of(10), [])
     best = (tmp_path / name_of(10)).rename(tmp_path / "best")  # says nothing of a step
@@ -381,11 +377,11 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
 
 def test_a_save_without_room_leaves_what_is_committed(tmp_path: Path) -> None:
     path = make(tmp_path, 2)
-    with pytest.raises(OSError, match=r"has not the room: .* are free and .* GB are needed"):
+    with pytest.raises(OSError, match=re.escape(size_text(2**60))):
         make_room(path, needed=2**60)
     with pytest.raises(FileExistsError):
         make_room(path, needed=0)
-    assert "what it wrote is removed" in undo_save(path, 2**60, SaveError("rank 0: full"))
+    assert str(path) in undo_save(path, 2**60, SaveError("rank 0: full"))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"] and problems(path) == []
 
 
@@ -407,15 +403,11 @@ def test_a_run_state_of_a_newer_version_is_named_as_one(tmp_path: Path) -> None:
     """Not as damaged: its hash is right."""
     file = make(tmp_path, 3) / RUN_STATE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"horizon": 7}))
-    with pytest.raises(CheckpointError, match="is of another version of this program, with horizon, which"):
+    with refused(CheckpointError, code="other_version", key="horizon"):
         read_state(file.parent)
-    for content, problem in (
-        ("[]", "cannot be read"),
-        ("{}", "cannot be read.*step"),
-        ("{", "cannot be read"),
-    ):
+    for content in ("[]", "{}", "{"):
         file.write_text(content)
-        with pytest.raises(CheckpointError, match=problem):
+        with refused(CheckpointError, code="damaged", key=str(file)):
             read_state(file.parent)
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from fp8_inference_demo import fp8_inference
 from fp8_inference_demo.session import Session
 from model.config import load_sizes
+from tests.conftest import numbers, refused
 from tests.train.runs import run
 from train import export
 from train.checkpoint import files
@@ -35,33 +36,22 @@ from train.data.encoder import TextEncoder
 from train.data.format import DataError
 from train.evaluation.models import plan
 from train.files import sha256_file
+from train.guard.lock import LockError
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def refusal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path, *options: str
-) -> str:
-    monkeypatch.setattr(sys, "argv", ["export.py", str(path), str(path.parent / "out"), *options])
-    with pytest.raises(SystemExit) as stop:
-        export.main()
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", ["checkpoints/step-00000009", "checkpoints/step-00000011", "step-00000003"])
-def test_the_committed_checkpoints_are_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
-) -> None:
+def test_the_committed_checkpoints_are_listed(tmp_path: Path, given: str) -> None:
     root = tmp_path / "run" / "checkpoints"
     for step in range(3, 10):
         (root / name_of(step)).mkdir(parents=True)
         (root / name_of(step) / MANIFEST).touch()
     (root / name_of(9) / MANIFEST).unlink()
-    message = refusal(monkeypatch, capsys, tmp_path / "run" / given)
-    assert "give a committed one, RUN/checkpoints/step-NNNNNNNN" in message
+    with refused(CheckpointError, code="no_checkpoint", key=str(tmp_path / "run" / given)) as error:
+        export.checkpoint_of(tmp_path / "run" / given)
     newest = ", ".join(name_of(step) for step in range(4, 9))
-    assert message.endswith(f"; committed in {root}: {newest}\n")
+    assert str(error.value).endswith(f" {root}: {newest}")
 
 
 @pytest.mark.parametrize("given", ["", "checkpoints"])
@@ -69,7 +59,7 @@ def test_of_a_run_the_newest_good_one_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
 ) -> None:
     root = tmp_path / "run" / "checkpoints"
-    with pytest.raises(CheckpointError, match=f"{tmp_path} is no checkpoint and holds none; give a"):
+    with refused(CheckpointError, code="no_checkpoint", key=str(tmp_path)):
         export.checkpoint_of(tmp_path)
     for step in range(3, 6):
         (root / name_of(step)).mkdir(parents=True)
@@ -78,14 +68,11 @@ def test_of_a_run_the_newest_good_one_is_taken(
     (root / name_of(5) / RUN_STATE).write_text("{ ")
     assert export.checkpoint_of(tmp_path / "run" / given) == root / name_of(4)
     told = capsys.readouterr()
-    assert told.out == f"{root / name_of(4)}, the newest good one\n"
-    assert told.err.startswith(f"checkpoint {name_of(5)} is not used: ")
+    assert str(root / name_of(4)) in told.out and name_of(5) in told.err
     assert export.checkpoint_of(root / name_of(3)) == root / name_of(3) and not capsys.readouterr().out
     (root / name_of(3) / RUN_STATE).unlink()
     (root / name_of(4) / RUN_STATE).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"none of the 3 checkpoints in .* verifies.*; give a committed one"
-    ):
+    with refused(CheckpointError, code="no_checkpoint"):
         export.checkpoint_of(tmp_path / "run" / given)
 
 
@@ -109,13 +96,6 @@ def test_one_that_its_run_replaces_while_it_is_verified_is_not_called_damaged(
     save(3)
     monkeypatch.setattr(files, "sha256_file", hashed)
     assert export.checkpoint_of(tmp_path) == root / name_of(6) and not capsys.readouterr().err
-
-
-def test_nothing_is_listed_where_there_is_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    message = refusal(monkeypatch, capsys, tmp_path / "nowhere" / "run")
-    assert message.endswith("run is not a folder; give a committed one, RUN/checkpoints/step-NNNNNNNN\n")
 
 
 def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
@@ -153,9 +133,7 @@ def test_of_a_tokenizers_folder_nothing_but_the_tokenizer_is_taken(
     (model / "notes").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "exported_from.json", "README.md", "onnx"):
         (model / name).write_text("theirs")
-    with pytest.raises(
-        CheckpointError, match="model has no tokenizer.model or tokenizer.json; --tokenizer DIR"
-    ):
+    with refused(CheckpointError, code="not_exportable"):
         export.export(tmp_path, out, model)
     (model / "tokenizer.json").write_text("theirs")
     (model / "chat_template.jinja").write_text("theirs")
@@ -183,11 +161,8 @@ def test_bos_and_eos_are_those_of_the_tokenizer(trained: Path, data: Path, tmp_p
         return lines, {(file["bos_token_id"], str(file["eos_token_id"])) for file in files}
 
     assert named(1, 2) == ([], {(1, "2")}) and named(1, [7, 2]) == ([], {(1, "[7, 2]")})
-    lines = [
-        "bos_token_id 1, as in the tokenizer; the model's configuration has 5",
-        "eos_token_id 2, as in the tokenizer; the model's configuration has 7",
-    ]
-    assert named(5, 7) == (lines, {(1, "2")})
+    lines, ids = named(5, 7)
+    assert [numbers(line) for line in lines] == [[1, 5], [2, 7]] and ids == {(1, "2")}
     for source in state["data_fingerprint"][
         "sources"
     ].values():  # the one that is given is not that of training
@@ -225,7 +200,7 @@ def test_exporting_again_replaces_the_files_of_an_export_alone(
         return rename(self, to)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(OSError, match="out cannot be replaced"):
+    with pytest.raises(OSError):
         export.export(path, out, data / "tokenizer")
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
     cannot_move.clear()
@@ -235,7 +210,7 @@ def test_exporting_again_replaces_the_files_of_an_export_alone(
     assert left == written | kept
     assert {name for name in left if (out / name).read_bytes() == f"the former {name}".encode()} == kept
     cannot_move.append("LICENSE")
-    with pytest.raises(OSError, match="LICENSE cannot be moved"):
+    with pytest.raises(OSError, match="LICENSE"):
         export.export(path, out, data / "tokenizer")
     assert [file.read_text() for file in tmp_path.glob("out.discarded-*/LICENSE")] == ["the former LICENSE"]
     assert written <= {file.name for file in out.iterdir()}
@@ -276,7 +251,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there/exported_from.json").touch()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    with pytest.raises(CheckpointError, match="link is a link; name the folder itself"):
+    with refused(CheckpointError, code="not_exportable"):
         export.export(tmp_path, tmp_path / "link", tmp_path)
     assert (tmp_path / "link").is_symlink() and list((tmp_path / "there").iterdir())
 
@@ -290,25 +265,13 @@ def test_a_place_that_is_no_exports_is_refused(tmp_path: Path, monkeypatch: pyte
     access = os.access
     monkeypatch.setattr("train.files.os.access", lambda path, mode: path != closed and access(path, mode))
     before = sorted(tmp_path.rglob("*"))
-    for out, why in (
-        (
-            tmp_path / "run",
-            "run exists and is no export of this program; choose another folder, or move it away$",
-        ),
-        (
-            checkpoints / "step-00000020",
-            "is where a run saves, which removes what is no checkpoint; choose another",
-        ),
-        (
-            tmp_path / "tokenizer.json/out",
-            f"cannot be written: {tmp_path}/tokenizer.json is no folder; choose",
-        ),
-        (
-            closed / "out",
-            f"^{closed} cannot be written: {closed} is not this user's to write to; choose another",
-        ),
+    for out, code in (
+        (tmp_path / "run", "not_exportable"),
+        (checkpoints / "step-00000020", "not_exportable"),
+        (tmp_path / "tokenizer.json/out", "not_writable"),
+        (closed / "out", "not_writable"),
     ):
-        with pytest.raises(CheckpointError, match=why):
+        with refused(CheckpointError, code=code):
             export.export(tmp_path, out, tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -331,86 +294,67 @@ def test_what_could_not_be_written_whole_is_removed(
     (model / "tokenizer.json").write_text("theirs")
     (out / "exported_from.json").write_text("before")
     expected = OSError if isinstance(error, SafetensorError) else KeyboardInterrupt
-    with pytest.raises(expected, match="out could not be written: No space" if expected is OSError else None):
+    with pytest.raises(expected):
         export.export(tmp_path, out, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert (out / "exported_from.json").read_text() == "before"
 
 
 def test_a_second_export_to_a_folder_that_is_being_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each removes what the other writes."""
     run, out = tmp_path / "run", tmp_path / "out"
-    begun, said = list[Path](), list[str]()
+    begun = list[Path]()
 
     def write_model(path: Path, partial: Path, form: str, tokenizer: Path) -> list[str]:
         partial.mkdir()
         begun.append(partial)
         (partial / "config.json").write_text(f"export {len(begun)}")
         if len(begun) == 1:
-            said.append(refusal(monkeypatch, capsys, run))
+            with refused(LockError) as error:
+                export.export(run, out, run)
+            assert str(os.getpid()) in str(error.value)
         return []
 
     monkeypatch.setattr(export, "_write_model", write_model)
     monkeypatch.setattr(export, "write_card", lambda *_: None)
     monkeypatch.setattr(export, "identity", lambda path: "identity")
-    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
-    monkeypatch.setattr(export, "check_tokenizer", lambda *_: None)
-    monkeypatch.setattr(export, "tokenizer_of", lambda *_: run)
     config = {"data": {"sources": {}}}
     state = SimpleNamespace(train_config=config, step=1, consumed_tokens=1, changes=[], began_at={})
     monkeypatch.setattr(export, "read_state", lambda path: state)
     run.mkdir()
     (run / "tokenizer.json").touch()
     export.export(run, out, run)
-    (message,) = said
-    assert message.startswith(f"error: {out} is in use by another export: process {os.getpid()} on ")
-    assert "or choose another OUT; its out.lock goes with it" in message
     assert (out / "config.json").read_text() == "export 1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Given, or that of the training's folder, which was prepared again since."""
     folder = tmp_path / "tokenizer"
-    state = SimpleNamespace(
+    state: Any = SimpleNamespace(
         model_config={"vocab_size": 4},
-        train_config={"data": {"sources": {"text": str(tmp_path)}}},
         data_fingerprint={"sources": {"text": {"tokenizer_sha256": "1234"}}},
     )
-    monkeypatch.setattr(export, "checkpoint_of", lambda given: given)
-    monkeypatch.setattr(export, "read_state", lambda path: state)
-    option = ("--tokenizer", str(folder))
-    message = refusal(monkeypatch, capsys, tmp_path, *option)
-    assert f"--tokenizer {folder}: no tokenizer.model or tokenizer.json there" in message
+    with refused(DataError, code="no_tokenizer", key=str(folder)):
+        export.check_tokenizer(folder, state, False)
     folder.mkdir()
     model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "c": 4}, unk_token="a")
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-    message = refusal(monkeypatch, capsys, tmp_path, *option)
-    assert f"--tokenizer {folder} has a vocabulary of 5, the model one of 4: it is another model's" in message
+    with refused(DataError, code="other_tokenizer", key=str(folder)) as error:
+        export.check_tokenizer(folder, state, False)
+    assert {4, 5} <= set(numbers(error.value))
     state.model_config["vocab_size"] = 8  # ids that the tokenizer has not, as of a padded vocabulary, may be
-    message = refusal(monkeypatch, capsys, tmp_path)
-    assert f"{folder} is not the tokenizer that the model was trained with" in message
-    (tmp_path.parent / "out").mkdir(
-        exist_ok=True
-    )  # what it may be otherwise, and where it may not be written
-    message = refusal(monkeypatch, capsys, tmp_path, *option)
-    assert "out exists and is no export" in message
-    assert message.startswith(
-        f"note: {folder}/tokenizer.json is not the file that the model was trained with: it has to"
-    )
-    encoder = TextEncoder(folder)
-    state.data_fingerprint["sources"]["text"]["tokenizer_sha256"] = encoder.sha256()
-    assert "note" not in refusal(monkeypatch, capsys, tmp_path, *option)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path), ".", *option])
-    with pytest.raises(SystemExit):
-        export.main()
-    assert f"{tmp_path} exists and is no export" in capsys.readouterr().err
+    with refused(DataError, code="other_tokenizer", key=str(folder)):
+        export.check_tokenizer(folder, state, True)
+    export.check_tokenizer(folder, state, False)
+    assert f"{folder}/tokenizer.json" in capsys.readouterr().err
+    state.data_fingerprint["sources"]["text"]["tokenizer_sha256"] = TextEncoder(folder).sha256()
+    for must_be_the_same in (True, False):
+        export.check_tokenizer(folder, state, must_be_the_same)
+    assert not capsys.readouterr().err
 
 
 def test_the_tokenizer_that_transformers_reads_fits_the_model(
@@ -439,7 +383,7 @@ def test_the_tokenizer_that_transformers_reads_fits_the_model(
 
 
 def test_without_an_option_the_runs_own_tokenizer_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of its data, found from another folder too, else of its hf/; of none, no option is spoken of as given."""
     path = tmp_path / "run/checkpoints/step-00000003"
@@ -452,10 +396,10 @@ def test_without_an_option_the_runs_own_tokenizer_is_taken(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr("train.files.REPOSITORY", tmp_path)
-    message = refusal(monkeypatch, capsys, path)
-    assert message.startswith(
-        "error: there is no tokenizer in data/mine/tokenizer, where the training had its own"
-    )
+    monkeypatch.setattr(sys, "argv", ["export.py", str(path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as stop:
+        export.main()
+    assert stop.value.code == 2 and not taken
     for folder in (tmp_path / "run/hf", tmp_path / "data/mine/tokenizer"):
         folder.mkdir(parents=True)
         (folder / "tokenizer.json").touch()
@@ -468,9 +412,7 @@ def test_libraries_do_not_talk_over_the_answer(tmp_path: Path) -> None:
     """transformers imports torchao, which warns on a machine without its CUDA libraries."""
     command = [sys.executable, str(ROOT / "train/export.py"), str(tmp_path / "no"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.splitlines()[0].startswith(
-        f"error: {tmp_path / 'no'} is not a folder"
-    )
+    assert done.returncode == 2 and str(tmp_path / "no") in done.stderr.splitlines()[0]
 
 
 def test_at_zero_3_deepspeed_says_nothing_of_its_own(
@@ -478,7 +420,6 @@ def test_at_zero_3_deepspeed_says_nothing_of_its_own(
 ) -> None:
     run(settings, max_steps=1, warmup_steps=0, deepspeed="ds_config_zero3.json")
     out, error = capfd.readouterr()
-    assert "a Hugging Face folder" in out
     assert not [
         word for word in ("zero checkpoint", "Reconstructed", "Gathering", "shards:") if word in out + error
     ]

@@ -63,9 +63,7 @@ def test_what_cannot_be_replaced_stays_and_the_next_export_works(
         busy.setattr(Path, "rename", fails)
         with pytest.raises(OSError) as found:
             exports("new")
-    assert (
-        str(found.value) == f"[Errno 16] {out} cannot be replaced, and is as it was: Device or resource busy"
-    )
+    assert found.value.errno == errno.EBUSY and str(out) in str(found.value)
     assert weights(out) == "old" and left(out) == ["hf", "tokenizer.json"]
     assert weights(exports("new")) == "new" and left(out) == ["hf", "tokenizer.json"]
 
@@ -84,9 +82,8 @@ def test_an_old_export_that_cannot_be_removed_is_told_and_hinders_nothing(
         in_use.setattr(shutil, "rmtree", fails)
         assert weights(exports("new")) == "new"
     _, aside, _ = left(out)
-    said = capsys.readouterr().err
-    assert aside.startswith("hf.discarded-") and f"{aside} could not be removed: [Errno 39]" in said
-    assert said.endswith(f"to remove it: rm -r {out.parent / aside}\n")
+    assert aside.startswith("hf.discarded-")
+    assert capsys.readouterr().err.endswith(f"rm -r {out.parent / aside}\n")
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     assert weights(exports("newer")) == "newer" and left(out) == ["hf", aside, "tokenizer.json"]
 
@@ -99,7 +96,7 @@ def test_of_an_export_that_was_killed_nothing_gets_into_the_next(
     (partial / "model-00001-of-00002.safetensors").touch()
     with monkeypatch.context() as closed:
         closed.setattr(shutil, "rmtree", lambda folder: os.rmdir(folder))
-        with pytest.raises(OSError, match="not empty.*hf.partial"):
+        with pytest.raises(OSError, match="hf.partial"):
             exports("new")
     assert not (tmp_path / "hf").exists()
     assert not list(exports("new").glob("model-*")) and left(tmp_path / "hf") == ["hf", "tokenizer.json"]

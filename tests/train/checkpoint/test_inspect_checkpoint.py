@@ -26,6 +26,8 @@ from train.checkpoint.files import (
     write_manifest,
 )
 
+TAKES = 'a resume with "auto" takes step-{:08}'
+
 
 def make(root: Path, step: int, ranks: int = 2, **state: Any) -> Path:
     """A committed checkpoint of two files."""
@@ -53,15 +55,14 @@ def test_good_ones_at_each_level(tmp_path: Path, capsys: pytest.CaptureFixture) 
         os.utime(file, (noon - 3600 * hours,) * 2)  # the last one that was written counts
     status, out = inspect(capsys, tmp_path, "--verify")
     assert status == 0
-    assert (
-        "step-00000010  6,400 tokens, 2 ranks, ZeRO 1, 0.0 MB, 2026-01-02 12:05\n    committed, verified"
-        in out
-    )
-    assert "step-00000020  12,800 tokens, 1 rank, ZeRO 1" in out
-    assert 'a resume with "auto" takes step-00000020' in out and out.count("    committed") == 2
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("step-")}
+    assert lines.keys() == {name_of(10), name_of(20)}
+    for value in ("6,400 ", "2 ranks", "ZeRO 1", "0.0 MB", "2026-01-02 12:05"):
+        assert value in lines[name_of(10)]
+    assert "12,800 " in lines[name_of(20)] and TAKES.format(20) in out
     assert inspect(capsys, root, "--verify")[1].splitlines()[:4] == out.splitlines()[:4]
     status, out = inspect(capsys, newest)
-    assert status == 0 and "sizes hold (--verify computes the hashes)" in out and "00000010" not in out
+    assert status == 0 and "--verify" in out and "00000010" not in out
 
 
 def test_of_one_that_is_not_the_newest_auto_is_not_said_to_take_it(
@@ -72,51 +73,39 @@ def test_of_one_that_is_not_the_newest_auto_is_not_said_to_take_it(
     copy = first.rename(tmp_path / "best")
     for one in (tmp_path / "checkpoints" / name_of(20), copy):
         status, out = inspect(capsys, one)
-        assert status == 0 and "committed, sizes hold" in out and "auto" not in out
+        assert status == 0 and one.name in out and "auto" not in out
 
 
 def test_prepared_data_are_no_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """They have a manifest.json, too."""
     (tmp_path / MANIFEST).write_text('{"schema": 1, "shards": []}')
-    assert inspect(capsys, tmp_path) == (
-        2,
-        f"error: {tmp_path} holds no checkpoint: neither it nor its checkpoints/ has a step-* folder\n",
-    )
+    assert inspect(capsys, tmp_path)[0] == 2
 
 
 def test_what_resumes_changed_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     changes = [{"step": 4, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
     make(tmp_path, 10, changes=changes, began_at={"path": "old/step-00000002", "manifest_sha256": "0"})
-    lines = inspect(capsys, tmp_path)[1].splitlines()
-    assert lines[2:4] == [
-        "    began at old/step-00000002",
-        "    changed at step 4: learning_rate: 0.0003 -> 0.0001",
-    ]
+    out = inspect(capsys, tmp_path)[1]
+    assert "old/step-00000002" in out and "learning_rate: 0.0003 -> 0.0001" in out
 
 
 @pytest.mark.parametrize(
-    "damage,message,needs_verify",
+    "damage,file,needs_verify",
     [
-        (lambda p: (p / "weights.pt").unlink(), "weights.pt is missing", False),
-        (lambda p: os.truncate(p / "weights.pt", 9), "weights.pt has 9 bytes, the manifest says 5120", False),
-        (lambda p: (p / "weights.pt").write_bytes(bytes(5120)), "weights.pt is altered", True),
-        (
-            lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text() + " "),
-            "manifest.json is altered",
-            False,
-        ),
+        (lambda p: (p / "weights.pt").unlink(), "weights.pt", False),
+        (lambda p: os.truncate(p / "weights.pt", 9), "weights.pt", False),
+        (lambda p: (p / "weights.pt").write_bytes(bytes(5120)), "weights.pt", True),
+        (lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text() + " "), MANIFEST, False),
     ],
 )
 def test_damage_is_named_and_the_status_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture, damage, message: str, needs_verify: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture, damage, file: str, needs_verify: bool
 ) -> None:
     make(tmp_path, 10)
     damage(make(tmp_path, 20))
     status, out = inspect(capsys, tmp_path, "--verify")
-    assert status == 1 and message in out and "committed, damaged" in out
-    assert 'a resume with "auto" takes step-00000010' in out
-    status, out = inspect(capsys, tmp_path)
-    assert (status, message in out) == ((0, False) if needs_verify else (1, True))
+    assert status == 1 and str(tmp_path / name_of(20) / file) in out and TAKES.format(10) in out
+    assert inspect(capsys, tmp_path)[0] == (0 if needs_verify else 1)
 
 
 @pytest.mark.parametrize("when", ["before it is looked at", "while its hashes are computed"])
@@ -137,8 +126,7 @@ def test_one_that_its_run_removes_meanwhile_is_not_called_damaged(
     monkeypatch.setattr(inspect_checkpoint, "problems", problems)
     status, out = inspect(capsys, tmp_path, "--verify")
     assert not old.exists() and "damaged" not in out
-    assert "step-00000010  is gone: a run has removed or moved it meanwhile\n" in out
-    assert status == 0 and 'a resume with "auto" takes step-00000020' in out
+    assert status == 0 and TAKES.format(20) in out
 
 
 def test_a_damaged_note_of_a_rollback_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -146,12 +134,12 @@ def test_a_damaged_note_of_a_rollback_is_named(tmp_path: Path, capsys: pytest.Ca
     assert inspect(capsys, tmp_path)[0] == 0
     (tmp_path / "rollback.json").write_text("{")
     status, out = inspect(capsys, tmp_path)
-    assert status == 1 and "rollback.json is damaged" in out and 'a resume with "auto" is refused' in out
+    assert status == 1 and "rollback.json" in out
 
 
 def test_the_size_is_that_of_all_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     os.truncate(make(tmp_path, 10) / "weights.pt", 2_500_000)
-    assert "step-00000010  6,400 tokens, 2 ranks, ZeRO 1, 2.5 MB, " in inspect(capsys, tmp_path)[1]
+    assert " 2.5 MB" in inspect(capsys, tmp_path)[1]
 
 
 def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -161,21 +149,15 @@ def test_what_was_never_committed(tmp_path: Path, capsys: pytest.CaptureFixture)
     (tmp_path / "latest").write_text("step-00000030")
     status, out = inspect(capsys, tmp_path, "--verify")
     assert status == 0  # the newest committed one is that of step 10
-    assert out.count("not committed: no manifest.json") == 2
-    assert "step-00000030  no readable run state" in out and "takes step-00000010" in out
+    assert name_of(20) in out and name_of(30) in out and TAKES.format(10) in out
     assert inspect(capsys, tmp_path / "step-00000030")[0] == 1
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert inspect(capsys, tmp_path / "nowhere") == (
-        2,
-        f"error: {tmp_path / 'nowhere'} is not a folder; give an output_dir, its checkpoints, or one of them\n",
-    )
-    status, out = inspect(capsys, tmp_path)
-    assert status == 2 and out.endswith("has a step-* folder\n")
+    assert inspect(capsys, tmp_path / "nowhere")[0] == inspect(capsys, tmp_path)[0] == 2
     for name in ("b", "a"):  # as in output/
         (tmp_path / name / "checkpoints").mkdir(parents=True)
-    assert inspect(capsys, tmp_path)[1].endswith("has a step-* folder; in it are a, b\n")
+    assert inspect(capsys, tmp_path)[1].endswith(" a, b\n")
 
 
 @pytest.mark.interpreter

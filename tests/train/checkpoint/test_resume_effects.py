@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from model.fp8.precision import Precision
+from tests.conftest import refused
 from tests.train.checkpoint.test_resume_changes import FREE, KEYS, NEVER
 from tests.train.runs import curve, metrics, run
 from train import setup, train
@@ -50,16 +51,16 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[list[tuple], 
 
 
 def test_a_run_goes_on_otherwise_and_says_so_wherever_it_is_looked_for(
-    own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    own_trained: Path, settings: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it at once, from the last checkpoint: a longer cosine, other settings of AdamW and of clipping, which
     DeepSpeed's checkpoint would bring back; noted in the metrics and the next checkpoint, and gone on from."""
     before, settings_of_engine = curve(own_trained), watched(monkeypatch)
-    with pytest.raises(CheckpointError, match=r"adam_beta1: 0\.9 -> 0\.8(?s:.)*weight_decay"):
+    with refused(CheckpointError, code="change_not_allowed") as error:
         run(settings, **ALL_AT_ONCE, allow_changes_on_resume=["learning_rate"])
+    assert set(error.value.keys) == ALL_AT_ONCE.keys()
     run(settings, **ALL_AT_ONCE, allow_changes_on_resume=list(ALL_AT_ONCE))
     assert settings_of_engine() == AS_IN_ALL_AT_ONCE
-    assert "the learning rate of step 7 is " in capsys.readouterr().out
     entries = [
         {"step": 6, "key": key, "old": settings.get(key), "new": new} for key, new in ALL_AT_ONCE.items()
     ]
@@ -169,7 +170,7 @@ def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(
         "resume_from_checkpoint": str(start),
         "allow_changes_on_resume": ["max_steps"],
     }
-    with pytest.raises(CheckpointError, match="max_steps: 12 -> 8"):
+    with refused(CheckpointError, key="max_steps"):
         run(settings, **{**command, "allow_changes_on_resume": False})
     assert not branch.exists()
     run(settings, **command)
@@ -186,33 +187,32 @@ def test_a_branch_decays_in_a_folder_of_its_own_and_goes_on_there(
     capsys.readouterr()
     run(settings, **command)
     out = capsys.readouterr().out
-    assert f"this run began at {start} and goes on from its own step-00000006" in out
-    assert f"resumed from {branch / 'checkpoints/step-00000006'}" in out
+    assert str(start) in out and str(branch / "checkpoints/step-00000006") in out
     assert curve(branch) == whole and not list(branch.glob("checkpoints.discarded-*"))
 
     # the checkpoint that it began at may be gone; another run's is not mixed in
     start.rename(tmp_path / start.name)
     run(settings, **command)
-    assert "nothing to train" in capsys.readouterr().out
+    assert curve(branch) == whole
     other = {**command, "resume_from_checkpoint": str(stable / "checkpoints/step-00000008")}
-    with pytest.raises(CheckpointError, match="of a run that did not begin there: choose another output_dir"):
+    with refused(CheckpointError, code="other_run"):
         run(settings, **other)
 
 
 def test_max_steps_below_the_step_of_the_run_is_refused(
-    own_trained: Path, settings: dict, tmp_path: Path, capfd: pytest.CaptureFixture
+    own_trained: Path, settings: dict, tmp_path: Path
 ) -> None:
     """Before anything is written. What the message names trains on in a new folder."""
     before = {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")}
     settings |= {"max_steps": 4, "allow_changes_on_resume": ["max_steps"]}
-    with pytest.raises(ConfigurationError) as refused:
+    with refused(ConfigurationError, code="past_max_steps", key="max_steps") as error:
         run(settings)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
     assert train.main([str(config)]) == 2
     assert {path: path.stat().st_mtime_ns for path in own_trained.rglob("*")} == before
     checkpoint = own_trained / "checkpoints/step-00000003"
-    assert f"--resume_from_checkpoint {checkpoint} --output_dir" in str(refused.value)
+    assert f"--resume_from_checkpoint {checkpoint} --output_dir" in str(error.value)
     branch = run(settings, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "branch"))
     assert [step for step, *_ in curve(branch)] == [4]
 
@@ -275,7 +275,7 @@ SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.
 
 def test_every_key_that_may_be_allowed_is_tried_below() -> None:
     tried = {*RATES, *NUMBERS, *ELSEWHERE, *SHOWN_ELSEWHERE, "gradient_accumulation_steps"}
-    assert tried == KEYS.keys() - FREE - NEVER.keys()
+    assert tried == KEYS.keys() - FREE - NEVER
 
 
 def gone_on(
@@ -385,5 +385,5 @@ def test_what_a_model_says_of_other_than_sizes_may_change(
     assert steps[0][1] != curve(trained)[3][1] and steps[0][1] == pytest.approx(
         curve(trained)[3][1], rel=0.15
     )
-    with pytest.raises(CheckpointError, match="hidden_size: .* -> 64 .*weights of these sizes"):
+    with refused(CheckpointError, code="cannot_change", key="model.config"):
         gone_on(trained, settings, tmp_path, {"model": {"config": str(tmp_path / "narrow.json")}})
