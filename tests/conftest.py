@@ -101,12 +101,14 @@ def _few_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_of_other_tests() -> Iterator[None]:
-    """Neither their models nor the deterministic kernels that a whole run in this process turns on."""
+    """Neither their models, nor their attention backend, nor the deterministic kernels that a run turns on."""
     import torch
 
     from model.fp8 import te_backend
 
     te_backend.forget_models()
+    if torch.cuda.is_available():
+        te_backend.choose_attention_backend("auto")
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -169,7 +169,9 @@ def _swiglu_cut(M: int, fp8: bool) -> Cut:
     """The same for gate and up, whose columns are not split."""
     if M <= 16:
         return Cut(64, 128, 8, 4, PROGRAMS)
-    return Cut(64, 256, 4, 3, PROGRAMS) if fp8 else Cut(64, 128, 4, 4, PROGRAMS)
+    if fp8:
+        return Cut(64, 256, 4, 3, PROGRAMS)
+    return Cut(64, 128, 4, 4 if M <= 64 else 3, PROGRAMS)  # shared memory holds three stages of 128 rows
 
 
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:

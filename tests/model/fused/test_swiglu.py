@@ -73,9 +73,14 @@ def check_fp8_swiglu(
 FP8_SWIGLU = [(16, 80), (4, 16), (36, 48), (136, 1040)]
 
 
+def te_kernels() -> Any:
+    te_backend.load()  # makes it importable
+    return importlib.import_module("transformer_engine_torch")
+
+
 def of_format(name: str, scale: float) -> Any:
     """Transformer Engine's quantizer of delayed scaling."""
-    kernels = importlib.import_module("transformer_engine_torch")
+    kernels = te_kernels()
     tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     scales, amax = torch.full((1,), scale, device="cuda"), torch.zeros(1, device="cuda")
     return tensors.Float8Quantizer(scales, amax, getattr(kernels.DType, f"kFloat8{name}"))
@@ -102,7 +107,7 @@ def test_swiglu_in_fp8_is_exact_on_the_gpu(M: int, F: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["E4M3", "E5M2"])
 def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> None:
     """Beyond the largest value that one, both ways; NaN stays NaN and is no largest value; infinities as theirs."""
-    kernels = importlib.import_module("transformer_engine_torch")
+    kernels = te_kernels()
     swiglu, dswiglu = delayed_swiglu()
     torch.manual_seed(0)
     x = torch.randn(272, 2 * 208, device="cuda").bfloat16()
@@ -126,7 +131,7 @@ def test_swiglu_in_fp8_saturates_as_transformer_engines_kernels(name: str) -> No
 @pytest.mark.gpu
 def test_the_gradient_of_swiglu_is_cast_once() -> None:
     """The fused cast is nearer to float32 than the way over bf16."""
-    kernels = importlib.import_module("transformer_engine_torch")
+    kernels = te_kernels()
     torch.manual_seed(0)
     x = torch.randn(96, 2 * 80, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(96, 80, device="cuda", dtype=torch.bfloat16)
