@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from model.errors import UserError
+
 DESCRIBED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOW = (
     "start ranks with train/launch.py, torchrun or deepspeed, which set all of these, or with srun or mpirun; to train "
@@ -26,6 +28,12 @@ HOW = (
 PORT = "29500"
 # Any host is this, so that it says something of a single one alone.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class LauncherError(UserError, ValueError):
+    """What started this process, or a hostfile, does not describe the ranks; `key` names the variable or file."""
+
+    code = "launcher"
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     """Describe this process as torch's launchers do, if srun or mpirun started it as one of several; what is described
     already stays. A process that nothing describes is alone.
 
-    Raises ValueError: it is described in part, twice and differently, or nothing says where rank 0 is."""
+    Raises LauncherError: it is described in part, twice and differently, or nothing says where rank 0 is."""
     given = {name: environment.get(name, "") for name in DESCRIBED}
     if given["RANK"]:
         _check_described(given)
@@ -88,9 +96,11 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     found = _described_by(launcher, environment)
     for name, value in found.items():
         if environment.get(name, value) not in ("", value):
-            raise ValueError(
+            raise LauncherError(
                 f"{name}={environment[name]} is set, and {launcher.name} says {value}; unset {name}, or start as many "
-                f"tasks as it says"
+                f"tasks as it says",
+                code="launcher_contradicted",
+                key=name,
             )
     if found["WORLD_SIZE"] == "1":
         return
@@ -151,34 +161,48 @@ class Nodes:
 def nodes_of(hostfile: str | Path, here: Collection[str]) -> Nodes:
     """By a file of DeepSpeed's, lines of `host slots=N`, the first that of rank 0; `here`: names of this host.
 
-    Raises ValueError: a line is no such line, hosts have unequal slots, this one is not among them."""
+    Raises LauncherError: a line is no such line, hosts have unequal slots, this one is not among them."""
     slots: dict[str, int] = {}
     try:
         lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"hostfile {hostfile}: {error}") from error
+        raise LauncherError(
+            f"hostfile {hostfile}: {error}", code="hostfile_unreadable", key=str(hostfile)
+        ) from error
     for number, line in enumerate(lines, 1):
         if not (text := line.partition("#")[0].strip()):
             continue
         match = re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", text)
         if not match or match[1] in slots:
             what = "is there twice" if match else 'is no "host slots=N"'
-            raise ValueError(f"hostfile {hostfile}, line {number}: {text!r} {what}")
+            raise LauncherError(
+                f"hostfile {hostfile}, line {number}: {text!r} {what}",
+                code="hostfile_line",
+                key=str(hostfile),
+            )
         slots[match[1]] = int(match[2])
     if not slots:
-        raise ValueError(f'hostfile {hostfile} names no host; each line is "host slots=N"')
+        raise LauncherError(
+            f'hostfile {hostfile} names no host; each line is "host slots=N"',
+            code="hostfile_empty",
+            key=str(hostfile),
+        )
     if len(set(slots.values())) > 1:
-        raise ValueError(
+        raise LauncherError(
             f"hostfile {hostfile}: {', '.join(f'{host} has {n}' for host, n in slots.items())} slots; ranks are "
-            "numbered node by node, as many on each, and the slowest node sets the pace: give each the smallest number"
+            "numbered node by node, as many on each, and the slowest node sets the pace: give each the smallest number",
+            code="hostfile_unequal_slots",
+            key=str(hostfile),
         )
     names = list(slots)
     if len(names) == 1 and names[0] in LOOPBACK:
         here = names
     if (found := next((host for host in names if host in here), None)) is None:
-        raise ValueError(
+        raise LauncherError(
             f"hostfile {hostfile} names {', '.join(names)}, and this host is {', '.join(sorted(here))}: name it there "
-            "as it calls itself"
+            "as it calls itself",
+            code="hostfile_without_this_host",
+            key=str(hostfile),
         )
     return Nodes(slots[found], len(names), names.index(found), names[0])
 
@@ -186,11 +210,13 @@ def nodes_of(hostfile: str | Path, here: Collection[str]) -> Nodes:
 def nodes_by_hostfile(environment: Mapping[str, str]) -> dict[str, str]:
     """What HOSTFILE says in the settings of run_training.sh by which that is said without one; {} if it is not set.
 
-    Raises ValueError: as nodes_of, or one of them is set."""
+    Raises LauncherError: as nodes_of, or one of them is set."""
     if not (hostfile := environment.get("HOSTFILE")):
         return {}
     if given := [name for name in ("NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR") if environment.get(name)]:
-        raise ValueError(f"HOSTFILE says what {given[0]} would: set one of them")
+        raise LauncherError(
+            f"HOSTFILE says what {given[0]} would: set one of them", code="hostfile_and_setting", key=given[0]
+        )
     nodes = nodes_of(hostfile, names_of_this_host())
     return {name.upper(): str(value) for name, value in vars(nodes).items()}
 
@@ -213,25 +239,35 @@ def _number(text: str, default: int) -> int:
 def _check_described(given: dict[str, str]) -> None:
     wrong = [n for n, text in given.items() if not (text if n == "MASTER_ADDR" else text.isdecimal())]
     if wrong:
-        raise ValueError(
-            f"RANK={given['RANK']} is set, but {', '.join(wrong)} not, or to no number: {HOW}RANK"
+        raise LauncherError(
+            f"RANK={given['RANK']} is set, but {', '.join(wrong)} not, or to no number: {HOW}RANK",
+            code="rank_described_in_part",
+            key=wrong[0],
         )
     if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        raise ValueError(
-            f"RANK={given['RANK']} is not below WORLD_SIZE={given['WORLD_SIZE']}: {HOW}both, or mend them"
+        raise LauncherError(
+            f"RANK={given['RANK']} is not below WORLD_SIZE={given['WORLD_SIZE']}: {HOW}both, or mend them",
+            code="rank_out_of_range",
+            key="RANK",
         )
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
     for name, alone in {"WORLD_SIZE": ("", "0", "1"), "LOCAL_RANK": ("", "0")}.items():
         if environment.get(name, "") not in alone:
-            raise ValueError(f"{name}={environment[name]} is set, but RANK not: {HOW}{name}")
+            raise LauncherError(
+                f"{name}={environment[name]} is set, but RANK not: {HOW}{name}",
+                code="rank_described_in_part",
+                key=name,
+            )
     for name, least in ONE_OF_SEVERAL.items():
         if _number(environment.get(name, ""), 0) >= least:
-            raise ValueError(
+            raise LauncherError(
                 f"this is one of several tasks ({name}={environment[name]}), and what started it does not say of how "
                 "many: each would train by itself. Start them with srun, with mpirun of Open MPI, MPICH or Intel MPI, "
-                "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+                "or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+                code="task_not_described",
+                key=name,
             )
 
 
@@ -246,15 +282,19 @@ def _described_by(launcher: Launcher, environment: Mapping[str, str]) -> dict[st
     if told[launcher.size] == "1":
         return {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     if wrong := [name for name, text in told.items() if not text.isdecimal()]:
-        raise ValueError(
+        raise LauncherError(
             f"{launcher.name} started this process ({launcher.sign} is set), but {', '.join(wrong)} not, or to no "
-            f"number: pass its whole environment on; to train with one process, unset {launcher.sign}"
+            f"number: pass its whole environment on; to train with one process, unset {launcher.sign}",
+            code="launcher_described_in_part",
+            key=wrong[0],
         )
     number, size, local, here = map(int, told.values())
     if number >= size or local >= here or here > size:
-        raise ValueError(
+        raise LauncherError(
             f"{launcher.name} started this process as rank {number} of {size}, {local} of {here} on its node, by "
-            f"{', '.join(names)}: these do not go together; start it anew from a clean shell"
+            f"{', '.join(names)}: these do not go together; start it anew from a clean shell",
+            code="rank_out_of_range",
+            key=launcher.rank,
         )
     return {
         "RANK": str(number),
@@ -280,7 +320,9 @@ def _first_of(launcher: Launcher, environment: Mapping[str, str]) -> str:
     if launcher.name == "srun" and nodes:
         return first_host(nodes)
     how = "srun --export=ALL,MASTER_ADDR=HOST" if launcher.name == "srun" else "mpirun -x MASTER_ADDR=HOST"
-    raise ValueError(
+    raise LauncherError(
         f"{launcher.name} started ranks on several hosts, and nothing says which has rank 0: set MASTER_ADDR to it "
-        f"({how}; MPICH and Intel MPI: -genv MASTER_ADDR HOST)"
+        f"({how}; MPICH and Intel MPI: -genv MASTER_ADDR HOST)",
+        code="no_master_addr",
+        key="MASTER_ADDR",
     )

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.engine import launchers
+from train.engine.launchers import LauncherError
 
 TIMEOUT_S = 50.0  # with the start of Python, and on a slow file system, within a minute
 SETTING = "NODES_TIMEOUT_S"
@@ -32,14 +33,18 @@ LATE = (
 def meet(environment: Mapping[str, str] = os.environ) -> None:
     """Return when all ranks have come; at once on one node. `environment`: as `launchers.adopt` left it.
 
-    Raises ValueError, on all ranks that were reached: nodes have unequal numbers of ranks, two are the same rank,
+    Raises LauncherError, on all ranks that were reached: nodes have unequal numbers of ranks, two are the same rank,
     MASTER_PORT is in use, MASTER_ADDR is another host. ConnectionError: ranks, or rank 0, did not come in time."""
     if not launchers.several_nodes(environment) or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     try:
         timeout_s = float(environment.get(SETTING) or TIMEOUT_S)
     except ValueError as error:
-        raise ValueError(f"{SETTING}={environment[SETTING]}: a number of seconds is expected") from error
+        raise LauncherError(
+            f"{SETTING}={environment[SETTING]}: a number of seconds is expected",
+            code="nodes_timeout",
+            key=SETTING,
+        ) from error
     at = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     me = {
         "rank": launchers.rank(environment),
@@ -107,13 +112,15 @@ def _listen(port: int, ranks: int) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise ValueError(
-            f"MASTER_PORT={port} is in use on this host by another process; give another port, the same to every rank"
+        raise LauncherError(
+            f"MASTER_PORT={port} is in use on this host by another process; give another port, the same to every rank",
+            code="port_in_use",
+            key="MASTER_PORT",
         ) from error
 
 
 def _reach_oneself(at: tuple[str, int], server: socket.socket, token: str, host: str) -> None:
-    """Raises ValueError: MASTER_ADDR is not where rank 0 is."""
+    """Raises LauncherError: MASTER_ADDR is not where rank 0 is."""
     try:
         with socket.create_connection(at, ANSWER_S) as own:
             own.sendall(json.dumps({"token": token}).encode() + b"\n")
@@ -127,9 +134,11 @@ def _reach_oneself(at: tuple[str, int], server: socket.socket, token: str, host:
         why = "nothing came back"
     except OSError as error:
         why = str(error)
-    raise ValueError(
+    raise LauncherError(
         f"MASTER_ADDR={at[0]} is not this host, {host}, on which rank 0 is ({why}); set it to a name or an address of "
-        f"{host} that all nodes reach, or start rank 0 on {at[0]}"
+        f"{host} that all nodes reach, or start rank 0 on {at[0]}",
+        code="master_addr_elsewhere",
+        key="MASTER_ADDR",
     )
 
 
@@ -209,7 +218,7 @@ def _come(at: tuple[str, int], me: dict[str, Any], deadline: float, timeout_s: f
 
 def _raise(problem: str, late: bool) -> None:
     if problem:
-        raise ConnectionError(problem) if late else ValueError(problem)
+        raise ConnectionError(problem) if late else LauncherError(problem, code="ranks_differ", key="RANK")
 
 
 def _numbers(ranks: list[int]) -> str:

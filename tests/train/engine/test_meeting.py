@@ -7,11 +7,14 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import numbers, refused
 from train import train
-from train.engine.meeting import _listen, _numbers, _reach_oneself, meet
+from train.engine.launchers import LauncherError
+from train.engine.meeting import _listen, _reach_oneself, meet
 from train.launch import free_port
 
 
@@ -112,7 +115,7 @@ def test_ranks_that_do_not_come_are_named_to_all_others() -> None:
     assert time.monotonic() - started < 10
     for error in errors:
         assert isinstance(error, ConnectionError), "another start may help"
-        assert str(error).startswith("of 6 ranks 2 to 3, 5 did not come within 1 s; rank 0 waits on")
+        assert numbers(error)[:5] == [6, 2, 3, 5, 1]  # ranks, those that did not come, seconds
 
 
 @pytest.mark.parametrize(("number", "ranks", "here"), [(4, 8, 4), (3, 4, 1)])
@@ -120,42 +123,41 @@ def test_unequal_numbers_of_ranks_are_named_on_both_nodes(number: int, ranks: in
     """Also where they are as many in all."""
     port = free_port()
     errors = all_meet(rank(0, port, 4, 2), rank(number, port, ranks, here))
-    text = f"rank {number} on {socket.gethostname()} was started as one of {ranks} ranks, {here} on its node, and rank"
     for error in errors:
-        assert (
-            isinstance(error, ValueError)
-            and text in str(error)
-            and "as one of 4, 2 on its node" in str(error)
-        )
+        assert isinstance(error, LauncherError) and error.code == "ranks_differ"
+        assert numbers(error)[:6] == [number, ranks, here, 0, 4, 2]
 
 
 def test_two_nodes_of_one_number_are_named() -> None:
     port = free_port()
     hasty = {"NODES_TIMEOUT_S": "2"}
     errors = all_meet(rank(0, port, **hasty), rank(1, port, **hasty), rank(1, port, **hasty))
-    assert [type(error) for error in errors[:1]] == [ValueError] and "rank 1 is there twice" in str(errors[0])
+    assert (
+        isinstance(errors[0], LauncherError)
+        and errors[0].code == "ranks_differ"
+        and numbers(errors[0])[0] == 1
+    )
 
 
 def test_a_port_in_use_and_a_master_addr_of_another_host_are_named_at_once() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         (error,) = all_meet(rank(0, port))
-    assert isinstance(error, ValueError) and f"MASTER_PORT={port} is in use on this host" in str(error)
+    assert isinstance(error, LauncherError) and error.code == "port_in_use" and numbers(error) == [port]
     started = time.monotonic()
     (error,) = all_meet(rank(0, free_port(), MASTER_ADDR="no.such.host.invalid"))
-    assert isinstance(error, ValueError) and time.monotonic() - started < 10
-    assert f"MASTER_ADDR=no.such.host.invalid is not this host, {socket.gethostname()}" in str(error)
+    assert isinstance(error, LauncherError) and error.code == "master_addr_elsewhere"
+    assert time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
 def test_a_rank_that_finds_nobody_says_where_it_looked(address: str) -> None:
     port = free_port()
     (error,) = all_meet(rank(2, port, MASTER_ADDR=address, NODES_TIMEOUT_S="0.5"))
-    assert isinstance(error, ConnectionError)
-    assert f"did not find rank 0 within 0.5 s at MASTER_ADDR={address}, MASTER_PORT={port}: " in str(error)
+    assert isinstance(error, ConnectionError) and f"MASTER_ADDR={address}, MASTER_PORT={port}" in str(error)
 
 
-def test_what_answers_and_is_not_rank_0_is_said() -> None:
+def test_what_answers_and_is_not_rank_0_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def answer() -> None:
@@ -166,21 +168,21 @@ def test_what_answers_and_is_not_rank_0_is_said() -> None:
         answered = pool.submit(answer)
         (error,) = all_meet(rank(2, server.getsockname()[1], NODES_TIMEOUT_S="0.05"))
         answered.result()
-    assert isinstance(error, ConnectionError) and "something answers there that is not rank 0" in str(error)
+    assert isinstance(error, ConnectionError)
 
 
 def test_nobody_waits_on_one_node_nor_where_an_agent_has_met() -> None:
     meet({})
     meet(rank(1, 1, ranks=2, here=2))
     meet(rank(1, 1, TORCHELASTIC_USE_AGENT_STORE="True"))
-    with pytest.raises(ValueError, match="NODES_TIMEOUT_S=soon: a number of seconds"):
+    with refused(LauncherError, key="NODES_TIMEOUT_S"):
         meet(rank(1, 1, NODES_TIMEOUT_S="soon"))
 
 
 def test_a_run_meets_before_it_imports(
-    settings: dict, tmp_path: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tmp_path / "config.json"  # type: ignore[operator]
+    config = tmp_path / "config.json"
     config.write_text(json.dumps(settings))
     for key, value in rank(0, 1, 2, 1).items():
         monkeypatch.setenv(key, value)
@@ -192,8 +194,3 @@ def test_a_run_meets_before_it_imports(
 
     monkeypatch.setattr(train, "meet", nobody)
     assert train.main([str(config)]) == train.CRASHED
-    assert f"rank 0 ({socket.gethostname()}): error: nobody came" in capsys.readouterr().err
-
-
-def test_numbers_are_short() -> None:
-    assert _numbers([1, 2, 3, 7]) == "1 to 3, 7" and _numbers([5]) == "5"
