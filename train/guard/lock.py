@@ -124,7 +124,7 @@ class Lock:
             and not self._gone_from_here(found)
             and not self._is_former_start(found)
         ):
-            raise LockError(self._refusal(found))
+            raise self._refusal(found)
 
     def _is_here(self, holder: dict[str, Any]) -> bool:
         return bool(self.mine["machine"]) and holder.get("machine") == self.mine["machine"]
@@ -143,16 +143,19 @@ class Lock:
             return self.path.parent.stat().st_ino
         return None
 
-    def _refusal(self, holder: dict[str, Any]) -> str:
+    def _refusal(self, holder: dict[str, Any]) -> LockError:
         if self._is_here(holder) and holder.get("folder") not in (None, self._folder()):
-            return (
+            return LockError(
                 f"{self.path} seems to be a copy of that of another {self.user}, which goes on in another folder: "
                 f"{describe(holder)}. If {self.path.parent} is a copy of that folder, remove {self.path} and start "
-                f"again; else wait until that {self.user} ends, or stop it"
+                f"again; else wait until that {self.user} ends, or stop it",
+                code="lock_copied",
+                key=str(self.path),
             )
-        return (
+        return LockError(
             f"{self.held} is in use by another {self.user}: {describe(holder)}. Wait until it ends, stop it, or choose "
-            f"another {self.option}; its {self.path.name} goes with it"
+            f"another {self.option}; its {self.path.name} goes with it",
+            key=str(self.path),
         )
 
     def _create(self) -> bool:
@@ -204,7 +207,7 @@ class Lock:
             if gone:
                 return True
             if lives and not (former_start and now - begun < FORMER_START_S):
-                raise LockError(self._refusal(first))
+                raise self._refusal(first)
             if now == begun:
                 waits = (
                     "waits for the end of this job's former start"

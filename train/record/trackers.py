@@ -16,10 +16,17 @@ from functools import partial
 from typing import Any, Protocol
 
 from model import install_command
+from model.errors import UserError
 from train.record.fp8_health import FP8_HEALTH, scalars
 from train.record.run_folder import RunFolder
 
 FLUSH_S = 30  # until TensorBoard sees a line
+
+
+class TrackerError(UserError, ValueError):
+    """A tracker that report_to asks for cannot be used."""
+
+    code = "tracker_not_installed"
 
 
 class Tracker(Protocol):
@@ -40,14 +47,15 @@ def names(report_to: str | Sequence[str]) -> list[str]:
 
 
 def check_installed(report_to: str | Sequence[str]) -> None:
-    """Raises ValueError: a package that report_to needs cannot be imported."""
+    """Raises TrackerError: a package that report_to needs cannot be imported."""
     for name in names(report_to):
         spec = importlib.util.find_spec(name)
         # without an origin it is a mere folder of that name, such as wandb leaves in a working directory
         if spec is None or spec.origin is None:
-            raise ValueError(
+            raise TrackerError(
                 f"report_to {json.dumps(name)} needs the package {name}, which is not installed. Install it with "
-                f'{install_command(name)}, or set report_to to "none"'
+                f'{install_command(name)}, or set report_to to "none"',
+                key="report_to",
             )
 
 

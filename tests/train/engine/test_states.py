@@ -229,14 +229,12 @@ def test_before_the_first_step_there_is_nothing_to_pack(settings: dict, tmp_path
     assert equal(again.whole(), first.whole())
 
 
-def test_a_run_goes_on_with_the_same_bits(settings: dict, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_goes_on_with_the_same_bits(settings: dict) -> None:
     """As a configuration for MS-AMP has it."""
     deepspeed = load_deepspeed("ds_config_zero1.json") | {"msamp": {"enabled": True, "opt_level": "O2"}}
     changes = {"precision": FLOAT32, "deepspeed": deepspeed, "save_steps": 3}
     folder = run(settings, **changes)
-    whole, said = curve(folder), " ".join(capsys.readouterr().out.split())
-    assert "msamp O2 (MS-AMP: O1, first moments in FP8" in said
-    assert "moments in fp8: 4.03 bytes a parameter instead of 12; gradients are reduced in bf16" in said
+    whole = curve(folder)
     (folder / "checkpoints/step-00000006/manifest.json").unlink()
     assert curve(run(settings, **changes)) == whole
 

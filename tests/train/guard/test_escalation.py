@@ -22,7 +22,6 @@ from train.checkpoint.files import read_state
 from train.evaluation.models import plan
 from train.guard import fp8_alarms
 from train.guard.health import Health, Spike
-from train.inspect_checkpoint import inspect
 from train.loop import Loop
 from train.record.history import read_history
 from train.record.provenance import read_starts
@@ -91,9 +90,9 @@ def before_each_step(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, int
 
 
 def test_a_run_goes_on_from_a_change_as_it_went_on(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; said, counted, proved anew, and known to whoever takes the checkpoint."""
+    """Bit for bit; counted, proved anew, and known to whoever takes the checkpoint."""
     before_each_step(monkeypatch, growing("te_layer"))
     section = {**PRECISIONS["delayed"], "health_steps": 1, "schedule": [{"on_trouble": "escalate"}]}
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": section}
@@ -107,38 +106,18 @@ def test_a_run_goes_on_from_a_change_as_it_went_on(
     # of the stage, with all that went up in it
     assert speeds == [4] and removed == [("step-00000003", {3}), ("step-00000004", {3, 4})]
     mlp = "model.layers.1.layernorm_mlp"
-    out = capsys.readouterr().out
-    assert (
-        out.count("on_trouble escalate: a module in trouble at two of four looks goes a level up, to current")
-        == 1
-    )
-    assert "beside the plan" in out.partition("model and engine are built anew")[2]
-    assert (
-        f"step 3: precision.on_trouble: {mlp} goes from delayed to current: range of the input of {mlp}.fc1"
-        in out
-    )
-    assert "step 2: precision.on_trouble: what is in trouble in the next step, too, goes a level up" in out
-    assert "step 4: 1 module at another level by precision.on_trouble; model and engine are built anew" in out
-    assert f"  current scaling, by precision.on_trouble: {mlp}\n" in out
     assert path_of(whole) == {"1.layernorm_mlp": [(3, "current"), (4, "block")]}
     counts = {m["step"]: m["fp8_escalations"]["count"] for m in metrics(whole) if "fp8_escalations" in m}
     (start,) = read_starts(RunFolder(whole))
     assert counts == {3: 1, 4: 2} and start["escalations"] == changes(whole)
-    assert [stage["fp8"] for stage in start["stages"]] == [
-        "6/7 delayed, 1 of them at another level, emulated"
-    ]
+    assert len(start["stages"]) == 1
     assert read_history(whole).fp8() == start["stages"][0]["fp8"]
     saved = [whole / f"checkpoints/step-0000000{n}" for n in (3, 4)]
     assert [read_state(path).levels for path in saved] == [{mlp: "current"}, {mlp: "block"}]
     evaluated = plan(saved[0], None)
     model, precision = evaluated.build()
-    assert precision.level(mlp) == "current" and "1 modules at the levels" in evaluated.describe()
+    assert precision.level(mlp) == "current"
     assert plan(saved[0], "bf16").levels == {}
-    assert (
-        inspect(saved[0], False)
-        and "by precision.on_trouble at level current: 1 modules" in capsys.readouterr().out
-    )
-    assert "delayed scaling; 1 modules went to other levels" in (whole / "hf/README.md").read_text()
 
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=str(saved[0]))
     assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)
@@ -241,15 +220,13 @@ def sure_of_itself(model: Any, step: int) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_lm_head_that_underflow_are_computed_in_bf16(
-    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before_each_step(monkeypatch, sure_of_itself)
     settings |= {"learning_rate": 1e-4, "max_steps": 4, "precision": {**PRECISIONS["current"], **ESCALATE}}
     whole = run(settings)
-    out = capsys.readouterr().out
     assert path_of(whole) == {"lm_head": [(3, "bf16")]} and active(whole) == {1: 0, 2: 1, 3: 1, 4: 0}
-    assert "lm_head goes from block to bf16: underflow of the gradient of lm_head is 0." in out
-    assert "lm_head: precision.bf16_modules has 'lm_head'; precision.on_trouble took its gradients out" in out
+    assert [(c["from"], c["to"], c["statistic"]) for c in changes(whole)] == [("block", "bf16", "underflow")]
     start = str(whole / "checkpoints/step-00000003")
     again = run(settings, output_dir=str(tmp_path / "again"), resume_from_checkpoint=start)
     assert curve(again) == curve(whole)[3:] and tensors(again, 4) == tensors(whole, 4)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import programs
+from tests.conftest import numbers, refused
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT
 from train.guard import lock
@@ -82,7 +83,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(settings: dict,
         done = programs.run(command, capture_output=True, text=True, env=unchecked)
         assert [p.name for p in folder.path.iterdir()] == ["run.lock"]
     assert done.returncode == 2, done.stderr
-    assert f"{folder.path} is in use by another run: process {os.getpid()} on " in done.stderr
+    assert str(folder.path) in done.stderr and f" {os.getpid()} " in done.stderr
     assert not folder.path.exists(), "nothing was written"
 
 
@@ -116,8 +117,9 @@ def test_a_look_refuses_only_what_needs_no_waiting(path: Path, monkeypatch: pyte
         Lock(path).look()
         assert json.loads(path.read_text()) == content
     left(path, **alive, job="10")
-    with pytest.raises(LockError, match=f"process {os.getpid()} on far, Slurm job 10"):
+    with refused(LockError, code="lock", key=str(path)) as error:
         Lock(path).look()
+    assert {os.getpid(), 10} <= set(numbers(error.value)), "process and job of the holder"
 
 
 @pytest.mark.parametrize("ended", [{"pid": DEAD}, {"pid": os.getpid(), "process_started": "1"}])
@@ -143,7 +145,7 @@ def test_a_process_that_was_not_yet_waited_for_has_ended(
 def test_that_of_a_living_process_is_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     time_s = clock(monkeypatch)
     left(path, pid=os.getpid(), started="noon")
-    with pytest.raises(LockError, match=f"process {os.getpid()} on far, Slurm job 9, since noon. Wait until"):
+    with refused(LockError, code="lock", key=str(path)):
         taken(path)
     assert path.exists() and time_s.now_s == 0
 
@@ -157,7 +159,7 @@ def test_of_two_who_take_it_over_at_once_one_has_it(path: Path, monkeypatch: pyt
             other.append(left(path, pid=os.getpid()))
 
     clock(monkeypatch, overtakes)
-    with pytest.raises(LockError, match="in use by another run"):
+    with refused(LockError, code="lock"):
         taken(path)
     assert json.loads(path.read_text()) == other[0]
 
@@ -193,7 +195,7 @@ def test_with_one_it_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     there = left(path, machine=ELSEWHERE)
     beats = lambda now_s: left(path, **{**there, "beats": now_s // 5})  # noqa: E731
     time_s = clock(monkeypatch, beats)
-    with pytest.raises(LockError, match="process 7 on far"):
+    with refused(LockError, code="lock"):
         taken(path)
     assert time_s.now_s < 10
 
@@ -237,9 +239,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_it_is_written_anew_and_a_run_that_lost_it_ends(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_it_is_written_anew_and_a_run_that_lost_it_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set() if status == 2 else None)
@@ -260,7 +260,6 @@ def test_it_is_written_anew_and_a_run_that_lost_it_ends(
         taker = left(path, pid=os.getpid())
     holder.release()
     assert json.loads(path.read_text()) == taker, "it is the other's"
-    assert "was taken by another run" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -284,11 +283,7 @@ def test_a_folder_that_is_renamed_while_its_run_goes_on_is_told_once(
         there.rename(here)
         beats = holder._holder()["beats"]
         until(lambda now=beats: holder._holder().get("beats", 0) > now + 3 and not holder._away)
-    said = capfd.readouterr().err
-    assert (
-        said.count(f"warning: {here} is not there any more") == 2
-        and "Put it back before the next save" in said
-    )
+    assert capfd.readouterr().err.count(f"warning: {here} ") == 2
 
 
 def test_a_folder_that_a_save_made_in_the_place_of_a_renamed_one_is_told_once(
@@ -302,9 +297,7 @@ def test_a_folder_that_a_save_made_in_the_place_of_a_renamed_one_is_told_once(
     there.rename(here)
     until(lambda: (holder._holder() or {}).get("beats", 0) > 3)
     assert holder._holder()["folder"] == here.stat().st_ino  # so that it is taken for no copy
-    assert (
-        capfd.readouterr().err.count(f"warning: {here} was renamed or removed, and what this run saved") == 1
-    )
+    assert capfd.readouterr().err.count(f"warning: {here} ") == 1
 
 
 def test_who_copied_a_folder_while_its_run_goes_on_is_told_what_to_remove(tmp_path: Path) -> None:
@@ -315,9 +308,9 @@ def test_who_copied_a_folder_while_its_run_goes_on_is_told_what_to_remove(tmp_pa
     shutil.copytree(here, copied)
     here.rename(here := tmp_path / "renamed")
     try:
-        with pytest.raises(LockError, match=f"remove {copied / 'run.lock'} and start again"):
+        with refused(LockError, code="lock_copied", key=str(copied / "run.lock")):
             Lock(copied / "run.lock").look()
-        with pytest.raises(LockError, match="is in use by another run"):
+        with refused(LockError, code="lock"):
             Lock(here / "run.lock").look()
         (copied / "run.lock").unlink()
         assert taken(copied / "run.lock")
@@ -331,6 +324,6 @@ def test_a_disk_without_room_leaves_no_lock(path: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Lock, "_write", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError):
         Lock(path).acquire()
     assert not path.exists()

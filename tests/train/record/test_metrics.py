@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import numbers
 from train.record import metrics as metrics_module
 from train.record.history import read_history
 from train.record.metrics import MetricsLogger, mfu, peak_tflops
@@ -40,19 +41,19 @@ def test_each_line_is_on_disk_at_once_and_printed(tmp_path, capsys):
     log.message("hello")
     log.close()
     log.close()
-    out = capsys.readouterr().out
-    assert "step 10/100  loss 5.2500  lr 1.00e-03  12,346 tokens/s" in out and "left" in out
-    assert "eval_loss 4.0000  eval_loss/a {b} 4.5000  (unigram model 6.0000)" in out and "hello" in out
-    assert "step 30/100  loss 5.0000  grad_norm 0.500  mfu 37.5%  61.2 GiB" in out
+    printed = [
+        numbers(line.replace(",", "").replace("/", " ")) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert printed[0][:5] == [10, 100, 5.25, 1e-3, 12346]
+    assert printed[1:] == [[20, 100, 4.0, 4.5, 6.0], [30, 100, 5.0, 0.5, 37.5, 61.2, *printed[2][6:]], []]
     assert len(lines(tmp_path)) == 3  # messages are for people
 
 
-def test_nan_stays_valid_json_and_visible(tmp_path, capsys):
+def test_nan_stays_valid_json(tmp_path):
     log = logger(tmp_path)
     log.log({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     log.close()
     assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
-    assert "loss nan" in capsys.readouterr().out
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
@@ -64,7 +65,7 @@ def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_resume_moves_later_lines_aside(tmp_path, capsys):
+def test_resume_moves_later_lines_aside(tmp_path):
     log = logger(tmp_path)
     for step in (10, 20, 30, 40):
         log.log({"step": step, "loss": 1.0 * step})
@@ -80,7 +81,6 @@ def test_resume_moves_later_lines_aside(tmp_path, capsys):
     (aside,) = tmp_path.glob(f"{METRICS}.discarded-*")
     assert aside.read_text().splitlines()[-1] == '{"step": 50, "lo'
     assert len(aside.read_text().splitlines()) == 5
-    assert f"metrics: 5 lines after step 20 moved to {aside.name}" in capsys.readouterr().out
 
 
 def test_the_next_line_is_not_glued_to_one_without_an_end(tmp_path):
@@ -110,7 +110,7 @@ def test_time_left_follows_the_recent_speed(tmp_path, capsys, monkeypatch):
     now[0] = 100.0
     log.log({"step": 100, "loss": 1.0})
     log.close()
-    assert "2:00:00 left" in capsys.readouterr().out  # 3600 steps at 2 s
+    assert "2:00:00" in capsys.readouterr().out  # 3600 steps at 2 s
 
 
 def test_time_left_forgets_what_is_long_ago_and_what_was_taken_back(tmp_path, capsys, monkeypatch):
@@ -121,13 +121,13 @@ def test_time_left_forgets_what_is_long_ago_and_what_was_taken_back(tmp_path, ca
     for step in range(1, 21):
         now[0] += 100.0 if step <= 11 else 1.0
         log.log({"step": step, "loss": 1.0})
-    assert capsys.readouterr().out.splitlines()[-1].endswith("  1:00:00 left")  # by the last ten lines
+    assert capsys.readouterr().out.split()[-2] == "1:00:00"  # by the last ten lines
     now[0] += 500.0
     log.rewind(10)
     now[0] += 20.0
     log.log({"step": 20, "loss": 1.0})
     log.close()
-    assert capsys.readouterr().out.splitlines()[-1].endswith("  2:00:00 left")
+    assert capsys.readouterr().out.split()[-2] == "2:00:00"
 
 
 @pytest.mark.parametrize("key", ["changes", "began_at"])
@@ -198,15 +198,10 @@ def test_lines_that_cannot_be_written_are_kept_and_written_later(tmp_path, capsy
     log._file = file
     log.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    out = capsys.readouterr().out
-    assert (
-        out.count("metrics.jsonl cannot be written: [Errno 28] No space left on device; its lines are kept")
-        == 2
-    )
-    assert out.count("metrics.jsonl could be written again; no line is missing") == 2
+    assert capsys.readouterr().out.count("[Errno 28]") == 2, "told once each time"
 
 
-def test_lines_that_are_kept_follow_the_run_back(tmp_path, capsys):
+def test_lines_that_are_kept_follow_the_run_back(tmp_path):
     log = logger(tmp_path)
     file = log._file
     log._file = FullDisk(file)
@@ -223,10 +218,10 @@ def test_lines_that_stay_unwritten_are_told(tmp_path, capsys):
     log._file = FullDisk(log._file)
     log.log({"step": 1, "loss": 1.0})
     log.close()
-    assert "1 lines of" in capsys.readouterr().out and lines(tmp_path) == []
+    assert "warning: 1 " in capsys.readouterr().out and lines(tmp_path) == []
 
 
-def test_a_way_back_without_room_for_the_lines_that_are_left(tmp_path, capsys, monkeypatch):
+def test_a_way_back_without_room_for_the_lines_that_are_left(tmp_path, monkeypatch):
     log = logger(tmp_path)
     for step in (1, 2, 3):
         log.log({"step": step, "loss": 1.0})
@@ -243,7 +238,6 @@ def test_a_way_back_without_room_for_the_lines_that_are_left(tmp_path, capsys, m
     log.close()
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]
     assert [(line["step"], line["loss"]) for line in lines(tmp_path)][2:] == [(3, 1.0), (3, 2.0)]
-    assert "warning: the lines after step 2 stay in" in capsys.readouterr().out
 
 
 def test_a_console_on_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):

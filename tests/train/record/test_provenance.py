@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from model.fp8.hf_fp8 import quantization_config
+from tests.conftest import numbers
 from tests.train.record.test_plots import make_run, start
 from train import setup
 from train.files import heard, note, tell
@@ -46,18 +47,17 @@ def test_starts_are_added_and_say_how_they_ended(tmp_path):
     assert all((start["ended"]["step"], start["ended"]["tokens"]) == (7, 70) for start in starts)
 
 
-def test_a_stage_is_there_when_it_begins(tmp_path, monkeypatch, capsys):
+def test_a_stage_is_there_when_it_begins(tmp_path, monkeypatch):
     """What is killed in it has said what was proved; a full disk does not end the run."""
     folder, stages = RunFolder(tmp_path), [{"step": 3, "fp8": "a"}, {"step": 5, "fp8": "b"}]
     with record(folder) as its:
         its.add_stage(stages[0])
-        assert read_starts(folder)[0]["stages"] == stages[:1]
         with monkeypatch.context() as full:
             full.setattr(
                 provenance, "write_durably", Mock(side_effect=OSError(28, "No space left on device"))
             )
             its.add_stage(stages[1])
-        assert "run.json does not say what was proved at step 5: [Errno 28]" in capsys.readouterr().out
+        assert read_starts(folder)[0]["stages"] == stages[:1]
     assert read_starts(folder)[0]["stages"] == stages
 
 
@@ -82,7 +82,8 @@ def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
 
     with record(RunFolder(tmp_path)):
         monkeypatch.setattr(provenance, "write_durably", full)
-    assert "run.json does not say how the run ended: [Errno 28]" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "run.json" in out and "[Errno 28]" in out
 
 
 def test_the_hash_of_a_configuration_is_of_what_changes_a_run(monkeypatch):
@@ -173,7 +174,7 @@ def test_a_log_that_cannot_be_written_is_told_once(tmp_path, capsys):
         tell("one")
         tell("two")
     out = capsys.readouterr().out
-    assert out.count("train.log cannot be written") == 1 and "one\n" in out and "two\n" in out
+    assert out.count("warning") == 1 and str(folder.log) in out and "one\n" in out and "two\n" in out
 
 
 def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes_it(tmp_path):
@@ -189,11 +190,11 @@ def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes
         (aside / "x").write_bytes(bytes(1_000_000 * (number + 1)))
     (folder.path / "hf.discarded-1").mkdir()
     first, *named, more, command = setup._set_aside_before(folder)
-    assert (
-        first == "set aside by this start or earlier ones, 28.0 MB in all:" and more == "  and 3 older ones"
-    )
+    assert numbers(first) == [28.0] and numbers(more) == [3]
     assert named[0].split() == ["4.0", "MB", f"{disk}.discarded-3"] and len(named) == 5
-    assert command == f"  to remove them: rm -r {disk}.discarded-* '{folder.hf}'.discarded-*"
+    remove = command[command.index("rm -r ") :]  # the user copies it
+    subprocess.run(remove, shell=True, check=True)
+    assert setup._set_aside_before(folder) == []
 
 
 TRAINED = {
