@@ -354,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
         what = reason(error)
         if line := out_of_memory(error):
             what = f"{line}; give a smaller --batch_size"
-        elif isinstance(error, RuntimeError):
+        elif isinstance(error, RuntimeError) and not isinstance(error, UserError):
             raise
         return fail(what)
     if ranks.world > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.config import load_config, trained_length
+from model.errors import UserError
 from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import find_weights, read_hf_folder, stored_compute
 from model.variants import VARIANTS, SpeedConfig
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
     from model.fp8.precision import Precision
 
+
+class EvaluationError(UserError, ValueError):
+    """What was asked for cannot be evaluated; `key` names the option, the path or the source."""
+
+    code = "evaluation"
+
+
 EXPECTED = "give a run's output_dir, a checkpoint, or a Hugging Face folder"
 MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # at most, and of a Hugging Face folder
 
@@ -41,10 +49,14 @@ def find(given: Path, tell: Callable[[str], None]) -> Path:
     """The checkpoint or the Hugging Face folder that `given` means: of a run its newest checkpoint whose hashes hold,
     and if it has none, its export. `tell` hears of checkpoints that are passed over.
 
-    Raises ValueError: it means none. CheckpointError: a checkpoint that does not verify.
+    Raises EvaluationError: it means none. CheckpointError: a checkpoint that does not verify.
     """
     if not given.is_dir():
-        raise ValueError(f"MODEL {given} is not a folder; {EXPECTED}, or ORG/NAME on the Hugging Face Hub")
+        raise EvaluationError(
+            f"MODEL {given} is not a folder; {EXPECTED}, or ORG/NAME on the Hugging Face Hub",
+            code="not_a_model",
+            key=str(given),
+        )
     if (given / "config.json").is_file():
         return given
     try:
@@ -56,7 +68,11 @@ def find(given: Path, tell: Callable[[str], None]) -> Path:
     if (run.hf / "config.json").is_file():
         return run.hf
     what = "prepared data, and MODEL comes before DATA" if (given / MANIFEST).is_file() else "none of these"
-    raise ValueError(f"MODEL {given} is {what}: it has no checkpoint and no config.json; {EXPECTED}")
+    raise EvaluationError(
+        f"MODEL {given} is {what}: it has no checkpoint and no config.json; {EXPECTED}",
+        code="not_a_model",
+        key=str(given),
+    )
 
 
 @dataclass
@@ -120,24 +136,28 @@ class Plan:
         return {sha256_file(file) for file in files if file.is_file()}
 
     def encoder(self, given: Path | None) -> TextEncoder:
-        """The model's tokenizer. Raises ValueError: none there, or it is another model's."""
+        """The model's tokenizer. Raises EvaluationError: none there, or it is another model's."""
         encoder = TextEncoder(self.tokenizer_folder(given))
         if encoder.vocab_size > self.config.vocab_size:
-            raise ValueError(
+            raise EvaluationError(
                 f"--tokenizer {encoder.folder} has a vocabulary of {encoder.vocab_size}, the model one of "
-                f"{self.config.vocab_size}: it is another model's"
+                f"{self.config.vocab_size}: it is another model's",
+                code="another_tokenizer",
+                key=str(encoder.folder),
             )
         if given is None and encoder.sha256() not in self.tokenizers(None):
-            raise ValueError(
+            raise EvaluationError(
                 f"{encoder.folder} is not the tokenizer that the model was trained with: the data there are others by "
-                "now; give that tokenizer as --tokenizer DIR"
+                "now; give that tokenizer as --tokenizer DIR",
+                code="another_tokenizer",
+                key=str(encoder.folder),
             )
         return encoder
 
     def build(self) -> tuple[nn.Module, Precision]:
         """The model with its weights, and in delayed scaling the scales of training (rank 0's), ready to evaluate.
 
-        Raises ValueError, CheckpointError: weights that are missing, damaged, not the configuration's or not finite;
+        Raises EvaluationError, CheckpointError: missing, damaged or other weights, values that are not finite;
         PrecisionError, BackendError: this machine does not have the precision.
         """
         from model.build import choose_attention, make_modules
@@ -154,14 +174,16 @@ class Plan:
         try:
             load_hf_state_dict(model, weights)
         except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from error
+            raise EvaluationError(f"{self.path}: {error}", code="weights", key=str(self.path)) from error
         wrong = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
         if wrong:
             why = "the training had gone wrong by then; take an earlier checkpoint"
             if self.precision.compute == "fp16":
                 why = "float16 ends at 65504; give --precision bf16 or fp32"
-            raise ValueError(
-                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: {why}"
+            raise EvaluationError(
+                f"{self.path}: {len(wrong)} weights have values that are not finite, such as {wrong[0]}: {why}",
+                code="weights_not_finite",
+                key=wrong[0],
             )
         if precision.has_state:
             from train.checkpoint.reshard import load_shard

@@ -16,6 +16,7 @@ from model.fp8.precision import Precision
 from model.proof import ProofError
 from train.data.encoder import UNKNOWN, Pieces
 from train.data.stream import NO_LABEL
+from train.evaluation.models import EvaluationError
 from train.evaluation.texts import Rows, Source
 
 # What is summed up of each source: losses in nats, and of them those of text, neither BOS nor EOS; the predicted
@@ -44,8 +45,8 @@ def score(
     """(sums float64 [sources, 6], what the modules ran in, as lines). `scored` hears of each batch how many tokens it
     predicted.
 
-    Raises ValueError: a loss that is not finite, an id beyond the vocabulary. ProofError: modules did not run in the
-    precision that they were meant to run in.
+    Raises EvaluationError: a loss that is not finite, an id beyond the vocabulary. ProofError: modules did not run in
+    the precision that they were meant to run in.
     """
     sums = np.zeros((len(sources), 6))
     pieces = [source.encoder.pieces() for source in sources]
@@ -53,16 +54,20 @@ def score(
     with count_gemms(model, precision) as gemms:
         for passes, (batch, places, ended) in enumerate(batches, start=1):
             if (largest := int(torch.maximum(batch.input_ids.max(), batch.labels.max()))) >= vocabulary:
-                raise ValueError(
+                raise EvaluationError(
                     f"{_names(sources, places)}: there is a token id {largest}, and the model has {vocabulary} tokens: "
-                    "the data's content changed, or is another model's"
+                    "the data's content changed, or is another model's",
+                    code="unknown_token",
+                    key=_names(sources, places),
                 )
             input_ids, labels, documents = batch.to(precision.device)
             losses = token_losses(model(input_ids, documents=documents).logits, labels).double().cpu().numpy()
             if not np.isfinite(losses).all():
-                raise ValueError(
+                raise EvaluationError(
                     f"{_names(sources, places)}: a loss is not finite (NaN or infinite), and all weights are: numbers "
-                    "grew beyond the type; try --precision bf16 or fp32"
+                    "grew beyond the type; try --precision bf16 or fp32",
+                    code="loss_not_finite",
+                    key=_names(sources, places),
                 )
             if passes == 1 and (problem := gemms.problem(backward=False)):
                 raise ProofError(problem)
@@ -99,14 +104,17 @@ def _row_sums(
 def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
     """(by source, of all): loss (nats a predicted token), perplexity, bits_per_byte, tokens, documents, bytes. Bytes
     are those of the text where it was read, else what the tokens stand for; None where these do not say. Bits per byte
-    leave out what is no text, BOS and EOS. A source of which nothing was asked is left out. Raises ValueError: another
-    without a predicted token."""
+    leave out what is no text, BOS and EOS. A source of which nothing was asked is left out.
+
+    Raises EvaluationError: another source has no predicted token."""
     asked = [source.asked for source in sources]
     sources = [source for source in sources if source.asked]
     table = sums.numpy()[asked].copy()
     for row, source in zip(table, sources, strict=True):
         if not row[TOKENS]:
-            raise ValueError(f"DATA {source.name} has no token to predict")
+            raise EvaluationError(
+                f"DATA {source.name} has no token to predict", code="nothing_to_predict", key=source.name
+            )
         if source.text_bytes is not None:
             row[BYTES], row[UNKNOWN_TOKENS] = source.text_bytes, 0
     by_source = {source.name: _result(row) for source, row in zip(sources, table, strict=True)}

@@ -28,6 +28,7 @@ from train.data.format import (
 from train.data.index import open_index
 from train.data.order import spread
 from train.data.stream import NO_LABEL, Batch, held_out_batches, open_stream, separate_documents
+from train.evaluation.models import EvaluationError
 from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import WORK_NAME
 from train.prepare.readers import Damaged, Dropped
@@ -178,11 +179,17 @@ class Documents:
         keys = next((item.text_keys for item in dropped if item.text_keys), ())
         remedy = f"{text_key_option(keys)} names the text" if keys else "mend them"
         if not lengths:
-            raise ValueError(f"DATA {name} has no text: {count:,} documents, none can be read; {remedy}")
+            raise EvaluationError(
+                f"DATA {name} has no text: {count:,} documents, none can be read; {remedy}",
+                code="no_text",
+                key=name,
+            )
         if count > max_dropped:
-            raise ValueError(
+            raise EvaluationError(
                 f"DATA {name}: {count:,} documents cannot be read, such as {dropped[0]}; {remedy}, or allow so many "
-                f"with --max_dropped {count}"
+                f"with --max_dropped {count}",
+                code="unreadable_documents",
+                key=name,
             )
         if count:
             self.notes.append(f"{name}: {count:,} documents cannot be read and are left out (--max_dropped)")
@@ -265,7 +272,7 @@ def _texts(items: Iterable, dropped: list[Dropped]) -> Iterator[str]:
         if isinstance(item, Dropped):
             dropped.append(item)
         elif isinstance(item, Damaged):
-            raise ValueError(f"DATA {item}; repair the file or leave it out")
+            raise EvaluationError(f"DATA {item}; repair the file or leave it out", code="damaged_text")
         else:
             yield item.text
 

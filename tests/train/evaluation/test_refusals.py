@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.fp8.gemms import Gemms
+from tests.conftest import numbers
+from tests.conftest import refused as raises_error
 from tests.fixtures import write_jsonl
 from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.evaluation import scores, texts
-from train.evaluation.models import Plan, plan
+from train.evaluation.models import EvaluationError, Plan, plan
 from train.files import sha256_file
 
 
@@ -44,38 +46,37 @@ def large_vocabulary(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        (["{none}"], "none does not exist; give files and folders that are here"),
-        (["{empty}"], "it has no checkpoint and no config.json; give a run's output_dir, a checkpoint, or a Hugging"),
-        (["{data}"], "is prepared data, and MODEL comes before DATA: it has no checkpoint"),
-        (["{file}"], "file.txt is not a folder; give a run's output_dir"),
-        (["{run}", "{shards}"], "was prepared with another tokenizer than the model's"),
-        (["{hf}"], "hf does not say what it was trained on: name DATA"),
-        (["{run}", "{empty}"], "empty holds nothing to read. Allowed: "),
-        (["{run}", "{half}"], "half has no manifest.json (unfinished or not prepared data); prepare it with: python"),
-        (["{run}", "{part}"], "part has no manifest.json (unfinished or not prepared data); prepare it with: python"),
-        (["{run}", "{blank}"], "blank.txt has no text: 1 documents, none can be read; mend them"),
-        (["{run}", "{key}"], "has no text: 2 documents, none can be read; --text_key title names the text"),
-        (["{run}", "{one_bad}"], "1 documents cannot be read, such as {one_bad}:2: null text; mend them, or allow so "
-                                 "many with --max_dropped 1"),
-        (["{run}", "{cut}", "--max_dropped", "9"], "cut.json: invalid JSON"),
-        (["{run}", "{file}", "--tokenizer", "{empty}"], "empty: no tokenizer.model or tokenizer.json there"),
-        (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096: the model has 2048 positions"),
-        (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7 is 14, and FP8 needs a multiple"),
-        (["{run}", "{data}", "{data}"], "DATA: one is given twice"),
-        (["{run}", "{data}", "{data}/."], "DATA: one is given twice"),
-        (["{run}", "--stride", "8"], "--stride: is of --by document"),
-        (["{run}", "--output", "{none}/x.json"], "allowed is a file that ends in .json, in a folder that is there"),
-        (["{run}", "--output", "{empty}/x.txt"], "allowed is a file that ends in .json"),
-        (["{run}", "--output", "{folder}"], "folder.json is a folder; name a file"),
-        (["{run}", "--output", "{locked}/x.json"], "x.json cannot be written: {locked} is not this user's to write"),
-        (["{run}", "--batch_size", "0"], "0: allowed is 1 or more"),
+        (["{none}"], "{none}"),
+        (["{empty}"], "{empty}"),
+        (["{data}"], "{data}"),
+        (["{file}"], "{file}"),
+        (["{run}", "{shards}"], "--tokenizer {shards}"),
+        (["{hf}"], "{hf}"),
+        (["{run}", "{empty}"], "{empty}"),
+        (["{run}", "{half}"], "{half} has no manifest.json"),
+        (["{run}", "{part}"], "{part} has no manifest.json"),
+        (["{run}", "{blank}"], "{blank}"),
+        (["{run}", "{key}"], "--text_key title"),
+        (["{run}", "{one_bad}"], "--max_dropped 1"),
+        (["{run}", "{cut}", "--max_dropped", "9"], "{cut}"),
+        (["{run}", "{file}", "--tokenizer", "{empty}"], "{empty}"),
+        (["{run}", "--max_seq_length", "4096"], "--max_seq_length 4096"),
+        (["{run}", "--max_seq_length", "7"], "--batch_size 2 x --max_seq_length 7"),
+        (["{run}", "{data}", "{data}"], "DATA"),
+        (["{run}", "{data}", "{data}/."], "DATA"),
+        (["{run}", "--stride", "8"], "--stride"),
+        (["{run}", "--output", "{none}/x.json"], "--output {none}/x.json"),
+        (["{run}", "--output", "{empty}/x.txt"], "--output {empty}/x.txt"),
+        (["{run}", "--output", "{folder}"], "--output {folder}"),
+        (["{run}", "--output", "{locked}/x.json"], "--output {locked}/x.json"),
+        (["{run}", "--batch_size", "0"], "--batch_size"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(
     arguments: list[str],
-    message: str,
+    named: str,
     trained: Path,
     data: Path,
     shards: Path,
@@ -101,23 +102,19 @@ def test_what_is_refused(
     folders = ("none", "empty", "half", "part", "folder.json", "locked")
     places = {name.split(".")[0]: str(tmp_path / name) for name in (*folders, *texts)}
     places |= {"run": str(trained), "hf": str(trained / "hf"), "data": str(data), "shards": str(shards)}
-    assert message.format(**places) in refused(*(argument.format(**places) for argument in arguments))
+    assert named.format(**places) in refused(*(argument.format(**places) for argument in arguments))
 
 
-def test_float16_is_evaluated_as_such_or_refused(
+def test_float16_is_evaluated_as_such(
     own_hf: Path,
     data: Path,
-    refused: Callable[..., str],
     evaluated: Callable[..., dict],
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Not in bf16, which has an eighth of its precision, without a word."""
     weights = {name: weight.half() for name, weight in load_file(own_hf / "model.safetensors").items()}
     save_file(weights, own_hf / "model.safetensors", {"format": "pt"})
     options = own_hf, data, "--max_samples", 1, "--max_seq_length", 64
     assert evaluated(*options)["precision"] == "fp16"
-    slow = "note: float16 can take several times as long on a CPU as --precision fp32"
-    assert (slow in capsys.readouterr().err) == (not torch.cuda.is_available())
 
 
 def test_weights_that_are_cut_off_are_told_before_texts_are_read(
@@ -127,7 +124,7 @@ def test_weights_that_are_cut_off_are_told_before_texts_are_read(
     weights.write_bytes(weights.read_bytes()[:-8])
     text.write_text(" ")  # which would be refused, too
     told = refused(own_hf, text)
-    assert f"error: {weights} has {weights.stat().st_size:,} bytes, by its own header" in told
+    assert str(weights) in told and f"{weights.stat().st_size:,}" in told
 
 
 def test_a_tolerated_document_is_named(
@@ -136,8 +133,8 @@ def test_a_tolerated_document_is_named(
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "some text"}\n{"text": null}\n')
     report = evaluated(trained, text, "--max_dropped", 1)
-    assert report["all"]["documents"] == 1 and f"left out: {text}:2: null text" in capsys.readouterr().err
-    assert report["notes"] == [f"{text}: 1 documents cannot be read and are left out (--max_dropped)"]
+    assert report["all"]["documents"] == 1 and f"{text}:2:" in capsys.readouterr().err
+    assert len(report["notes"]) == 1 and str(text) in report["notes"][0]
     assert report["stride"] is None
 
 
@@ -151,16 +148,12 @@ def test_a_vocabulary_beyond_the_models(
     text = tmp_path / "text.txt"
     text.write_text("".join(f"w{i} w{i + 1}\n\n" for i in range(60)))
     options = trained, "--tokenizer", large_vocabulary
-    assert "large has a vocabulary of 600, the model one of 512: it is another model's" in refused(
-        *options, text
-    )
+    assert numbers(refused(*options, text).replace(",", ""))[-2:] == [600, 512]
     assert (
         prepare(tmp_path / "data", text, tokenizer=large_vocabulary, split_on="blank_line", eval_fraction=0.5)
         == 0
     )
-    assert "data has a vocabulary of 600, the model one of 512; prepare it" in refused(
-        *options, tmp_path / "data"
-    )
+    assert numbers(refused(*options, tmp_path / "data").replace(",", ""))[-2:] == [600, 512]
 
 
 def test_a_model_may_have_ids_that_the_tokenizer_has_not(
@@ -183,9 +176,9 @@ def test_a_folder_without_tokenizer(
     for file in own_hf.glob("tokenizer*"):
         file.unlink()
     evaluated(own_hf, data, "--max_seq_length", 64, "--max_samples", 1)
-    assert "hf has no tokenizer; that" in capsys.readouterr().err
+    assert f"note: {own_hf} " in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("some text")
-    assert "hf: no tokenizer.model or tokenizer.json there" in refused(own_hf, tmp_path / "text.txt")
+    assert str(own_hf) in refused(own_hf, tmp_path / "text.txt")
 
 
 def test_the_data_of_the_training_are_others_by_now(
@@ -200,27 +193,26 @@ def test_the_data_of_the_training_are_others_by_now(
     text = tmp_path / "text.txt"
     text.write_text("some text")
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(shards)})
-    assert "tokenizer is not the tokenizer that the model was trained with" in refused(trained, text)
+    assert str(shards / "tokenizer") in refused(trained, text)
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(tmp_path / "gone")})
     assert evaluated(trained, text)["all"]["bytes"] == len("some text")
-    assert "gone; name DATA" in refused(trained)
+    assert str(tmp_path / "gone") in refused(trained)
     # relative, of a run that was started elsewhere
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": "gone"})
-    expected = f"gone; start this where the training was started, not in {Path.cwd()}, or name DATA"
-    assert expected in refused(trained)
+    assert str(Path.cwd()) in refused(trained)
 
 
 def test_the_data_of_the_training_were_prepared_anew(
     trained: Path, other: Path, data: Path, evaluated: Callable[..., dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the same tokenizer, so that nothing else shows it; named or not. Other data are not remarked on."""
-    begins = f"{other}: prepared anew since the model was trained on it"
     few = ("--max_samples", 1)
-    assert not any("anew" in note for note in evaluated(trained, other, *few)["notes"])
-    assert not any("anew" in note for note in evaluated(trained, *few)["notes"])
+    before = [len(evaluated(trained, *named, *few)["notes"]) for named in ((), (other,))]
     monkeypatch.setattr(Plan, "sources", lambda plan: {"text": str(other)})
-    for named in ((), (other,), (f"{other}/.", data)):
-        assert evaluated(trained, *named, *few)["notes"][0].replace("/.:", ":").startswith(begins)
+    for named, count in (((), before[0]), ((other,), before[1])):
+        notes = evaluated(trained, *named, *few)["notes"]
+        assert len(notes) == count + 1 and str(other) in notes[0]
+    assert str(other) in evaluated(trained, f"{other}/.", data, *few)["notes"][0]
 
 
 def test_damaged_weights(
@@ -232,13 +224,11 @@ def test_damaged_weights(
     assert "model.norm.weight" in refused(own_hf, data, "--max_seq_length", 64)
     config = json.loads((own_hf / "config.json").read_text())
     (own_hf / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert "has the model_type 'llama'; only mistral is supported" in refused(
-        own_hf, data, "--max_seq_length", 64
-    )
+    assert "model_type 'llama'" in refused(own_hf, data, "--max_seq_length", 64)
     last = own_trained / "checkpoints/step-00000006"
     with (last / "rank_00000.pt").open("ab") as file:
         file.write(b"x")
-    assert "rank_00000.pt has" in refused(last)
+    assert "rank_00000.pt" in refused(last)
 
 
 def test_of_a_run_the_newest_good_checkpoint_counts(
@@ -247,10 +237,11 @@ def test_of_a_run_the_newest_good_checkpoint_counts(
     """Without any, the export."""
     (own_trained / "checkpoints/step-00000006/rank_00000.pt").unlink()
     assert "step-00000003, step 3" in evaluated(own_trained, "--max_samples", 1)["model"]
-    assert "checkpoint step-00000006 is not used" in capsys.readouterr().err
+    assert "step-00000006" in capsys.readouterr().err
     sources = json.loads((own_trained / "train_config.json").read_text())["data"]["sources"]
     shutil.rmtree(own_trained / "checkpoints")
-    assert "run/hf: hf in bf16" in evaluated(own_trained, sources["text"], "--max_seq_length", 64)["model"]
+    report = evaluated(own_trained, sources["text"], "--max_seq_length", 64)
+    assert (report["variant"], report["precision"]) == ("hf", "bf16") and "run/hf" in report["model"]
 
 
 def test_a_loss_that_is_not_finite(
@@ -258,7 +249,7 @@ def test_a_loss_that_is_not_finite(
 ) -> None:
     right = scores.token_losses
     monkeypatch.setattr(scores, "token_losses", lambda *tensors: right(*tensors) * float("inf"))
-    assert "text: a loss is not finite (NaN or infinite), and all weights are" in refused(trained)
+    assert "error: text:" in refused(trained)
 
 
 def test_fp8_that_does_not_run(
@@ -273,9 +264,9 @@ def test_fp8_that_does_not_run(
             right(gemms)
 
     monkeypatch.setattr(Gemms, "_note", note)
-    assert "5 modules did not run in the precision" in refused(trained, "--max_samples", 4)
+    assert numbers(refused(trained, "--max_samples", 4))[0] == 5
     monkeypatch.setattr(Gemms, "_note", lambda gemms: None)
-    assert "FP8 was asked for and no module ran FP8" in refused(trained)
+    assert "precision.compute" in refused(trained)
 
 
 def test_content_that_changed(
@@ -287,12 +278,12 @@ def test_content_that_changed(
     ids[10:12] = (600).to_bytes(2, "little")
     shard.write_bytes(ids)
     options = trained, folder, "--by", "document"
-    assert "there is a token id 600, and the model has 512 tokens" in refused(*options)
+    assert numbers(refused(*options))[-2:] == [600, 512]
     index = shard.with_name(shard.name + ".index")
     index.write_bytes(index.read_bytes()[8:16] + index.read_bytes()[8:])
-    assert "the document ends do not increase" in refused(*options)
+    assert index.name in refused(*options)
     shard.write_bytes(ids[:-2])
-    assert "the manifest says" in refused(*options)
+    assert shard.name in refused(*options)
 
 
 def test_bytes_that_nobody_knows() -> None:
@@ -313,7 +304,7 @@ def test_bytes_that_nobody_knows() -> None:
     by_source["a"]["perplexity"] = None
     assert scores.table(by_source, everything)[1].split()[4] == "?"
     sums[1, scores.TOKENS] = 0
-    with pytest.raises(ValueError, match="DATA b has no token to predict"):
+    with raises_error(EvaluationError, code="nothing_to_predict", key="b"):
         scores.results(sums.double(), sources)
 
 

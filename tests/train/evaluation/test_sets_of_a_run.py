@@ -24,6 +24,7 @@ def test_further_sets_are_evaluated_and_change_nothing(
 
 def test_a_set_of_another_tokenizer_is_refused(settings: dict, shards: Path) -> None:
     settings["data"]["eval_sources"] = {"held_out": str(shards)}
-    with pytest.raises(DataError, match="'text' and 'held_out' were prepared with different tokenizers"):
+    with pytest.raises(DataError) as error:
         run(settings)
+    assert "'text'" in str(error.value) and "'held_out'" in str(error.value)
     assert not Path(settings["output_dir"]).exists()
