@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from tests.fixtures import write_jsonl
 from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError
 from train.config.arguments import ConfigurationError, TrainingArguments
-from train.config.differences import Difference, resume_differences, rule_of
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, MicroBatches, open_stream
 
@@ -174,17 +172,9 @@ def test_micro_batches_weigh_each_label_alike(settings: dict, folder: Path, tmp_
         assert one[2] == pytest.approx(four[2], rel=1e-5)
 
 
-def test_what_the_configuration_says(settings: dict) -> None:
+def test_a_variant_without_document_masks_is_refused(settings: dict) -> None:
     settings["data"]["document_mask"] = True
     settings["model"]["variant"] = "hf"
     settings["precision"] = {"compute": "bf16"}
     with pytest.raises(ConfigurationError):
         TrainingArguments.from_dict(settings)
-    settings["model"]["variant"] = "te_layer"
-    new = TrainingArguments.from_dict(settings).resolve(1).to_dict()
-    old = json.loads(json.dumps(new))
-    old["data"]["document_mask"] = False
-    assert resume_differences(old, new) == [Difference("data.document_mask", False, True)]
-    assert rule_of("data.document_mask") == "allowed"  # by name: it changes what is computed
-    new["data"]["document_mask"] = False
-    assert resume_differences(old, new) == []

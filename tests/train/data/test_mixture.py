@@ -17,7 +17,7 @@ from train.config.display import table
 from train.data.format import DataError
 from train.data.mixture import MixtureStage
 from train.data.order import Mixture
-from train.data.stream import MicroBatches, SampleStream, open_stream
+from train.data.stream import SampleStream, open_stream
 
 T = 16
 STAGES = [
@@ -161,31 +161,6 @@ def test_a_stage_begins_with_the_first_sample_at_or_beyond_its_boundary(folders)
         or sorted(names_of(stream, 100, 101)) == ["a"] * 51 + ["b"] * 50
     )
     assert "a" not in names_of(stream, 201, 400) and names_of(stream, 201, 400).count("c") in (299, 300, 301)
-
-
-def test_a_micro_batch_may_straddle_a_boundary(folders):
-    stream = open_stream(folders, WEIGHTS, T, seed=1)
-    batches = MicroBatches(stream, 12, 0, 1)
-    first, second = (batches.get(96, step)[0] for step in range(2))
-    batches.close()
-    origins = "".join("abc"[int(row[0]) // 100] for row in [*first, *second])
-    assert origins == names_of(stream, 96, 24) and origins[:4] == "aaaa" and "b" in origins[4:12]
-
-
-def test_a_stage_change_loses_and_repeats_nothing(folders):
-    """Ordinals go on counting: within each epoch of a source every window comes once, whatever stages it spans."""
-    stream = open_stream(folders, WEIGHTS, T, seed=1)
-    ids = stream.sample_ids(0, 1500)
-    for index, source in enumerate(stream.sources):
-        windows = [window for which, window in ids if which == index]
-        for epoch in range(0, len(windows), source.num_windows):
-            part = windows[epoch : epoch + source.num_windows]
-            assert len(set(part)) == len(part) and (
-                len(part) < source.num_windows or len(set(part)) == source.num_windows
-            )
-    assert (
-        len([1 for which, _ in ids if which == 0]) > stream.sources[0].num_windows
-    )  # a has begun a second epoch
 
 
 def test_one_stage_as_a_list_is_the_same_as_plain_weights(folders):

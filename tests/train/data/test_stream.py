@@ -18,7 +18,6 @@ from train.data.order import Mixture, permutation_key, permute
 from train.data.source import check_fit, open_sources
 from train.data.stream import (
     NO_LABEL,
-    MicroBatches,
     held_out_batches,
     open_held_out,
     open_stream,
@@ -69,15 +68,6 @@ def test_an_epoch_has_every_window_once(data):
     assert orders[0] != orders[1]
 
 
-def test_windows_longer_than_a_shard(tmp_path, prepare):
-    path = write_jsonl(tmp_path / "a.jsonl", corpus_texts(60))
-    assert prepare(tmp_path / "a", path, all_train=True, shard_tokens=1) == 0
-    tokens = split_tokens(tmp_path / "a", "train")
-    stream = open_stream({"a": tmp_path / "a"}, None, 512, seed=0)
-    expected = [tokens[i * 512 : i * 512 + 512].tolist() for i in range(stream.num_samples)]
-    assert sorted(stream.batch(0, stream.num_samples)[0].tolist()) == sorted(expected)
-
-
 @pytest.mark.parametrize(("tokens", "samples"), [(3 * T, 2), (3 * T + 1, 3), (4 * T, 3)])
 def test_the_last_token_of_a_split_is_a_label_only(tmp_path, tokens, samples):
     """A sample takes one token more than it has."""
@@ -108,43 +98,6 @@ def test_eval_of_several_sources_has_each_window_once(data, second):
     for index, source in enumerate(stream.sources):
         assert [window for which, window in ids if which == index] == list(range(source.num_windows))
     assert {which for which, _ in ids[:8]} == {0, 1}
-
-
-@pytest.mark.parametrize("world_size, batch_size", [(1, 12), (2, 6), (3, 4), (4, 3)])
-def test_ranks_share_one_stream(data, second, world_size, batch_size):
-    stream = open_stream({"a": data, "b": second}, {"a": 0.7, "b": 0.3}, T, seed=5)
-    ranks = [MicroBatches(stream, batch_size, rank, world_size) for rank in range(world_size)]
-    for consumed in (0, 24, 1200):
-        for micro_step in (0, 1):
-            parts = [rank.get(consumed, micro_step) for rank in ranks]
-            expected = stream.batch(consumed + micro_step * 12, 12)
-            assert torch.equal(torch.cat([part[0] for part in parts]), expected[0])
-            assert torch.equal(torch.cat([part[1] for part in parts]), expected[1])
-    for rank in ranks:
-        rank.close()
-
-
-def test_a_reopened_stream_goes_on_where_the_first_was(data, second):
-    def opened():
-        return open_stream({"b": second, "a": data}, {"a": 0.7, "b": 0.3}, T, seed=5)
-
-    whole = opened().sample_ids(0, 5000)
-    for position in (1, 1023, 1024, 3777):
-        assert opened().sample_ids(position, 1000) == whole[position : position + 1000]
-    one_by_one = [sample for start in range(900, 1100) for sample in opened().sample_ids(start, 1)]
-    assert one_by_one == whole[900:1100]
-    far = opened().sample_ids(10**12, 100)
-    assert far == opened().sample_ids(10**12 - 50, 150)[50:]
-
-
-def test_no_sample_is_lost_or_repeated_in_an_epoch_of_a_mixture(data, second):
-    stream = open_stream({"a": data, "b": second}, {"a": 2, "b": 1}, T, seed=3)
-    ids = stream.sample_ids(0, 4 * stream.num_samples)
-    for index, source in enumerate(stream.sources):
-        windows = [window for which, window in ids if which == index]
-        for epoch in range(len(windows) // source.num_windows):
-            part = windows[epoch * source.num_windows : (epoch + 1) * source.num_windows]
-            assert sorted(part) == list(range(source.num_windows))
 
 
 def test_seeds_and_sources_have_orders_of_their_own(data):

@@ -7,25 +7,21 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from datatrove.pipeline.base import PipelineStep
 
 from tests import programs
+from tests.conftest import numbers
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.test_prepare_data import contents, decoded
 from tests.train.runs import ROOT
 from train.data.format import read_manifest
-from train.prepare import preparation
-from train.prepare.executors import run_local, submit_slurm
+from train.prepare.executors import submit_slurm
 from train.prepare.output import SLURM_NAME, WORK_NAME
 from train.prepare.tally import Stage
-from train.prepare_data import main
 
 PROGRAM = str(ROOT / "train/prepare_data.py")
 
@@ -90,7 +86,7 @@ def check_a_kill(
     def check(output: Path, is_time: Callable[[], bool]) -> bool:
         status, said = kill_a_worker(command(output, large, **OPTIONS), is_time)
         if status:
-            assert "a worker process died" in said and "Run the same command again" in said
+            assert status == 1 and "Traceback" not in said
             assert not (output / "manifest.json").exists()
             assert prepare(output, large, **OPTIONS) == 0
         assert contents(output) == contents(tmp_path / "whole")
@@ -120,7 +116,7 @@ def test_a_killed_launcher_takes_its_workers_along(tmp_path, command, large):
 
 
 @pytest.mark.process
-def test_ctrl_c_ends_workers_at_once_and_is_told_in_one_line(tmp_path, command, large):
+def test_ctrl_c_ends_workers_at_once_without_tracebacks(tmp_path, command, large):
     """Stopped workers do not take it themselves, nor complete their tasks."""
     results, said = tmp_path / "out" / WORK_NAME / "results", tmp_path / "said.txt"
     with said.open("w") as log:
@@ -134,10 +130,7 @@ def test_ctrl_c_ends_workers_at_once_and_is_told_in_one_line(tmp_path, command, 
         assert int(blocked, 16) & 1 << signal.SIGINT - 1
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=200) == 130
-    told = said.read_text()
-    assert (
-        told.endswith("stopped; what is done is kept, and the same command goes on\n") and "Trace" not in told
-    )
+    assert "Trace" not in said.read_text()
 
 
 # ---------------------------------------------------------------- Slurm
@@ -203,7 +196,7 @@ SLURM = {"executor": "slurm", "slurm_partition": "cpu", "tasks": 3}
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys):
+def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm):
     folder = slurm()
     assert prepare(tmp_path / "local", corpus, tasks=3) == 0
     assert (
@@ -212,7 +205,6 @@ def test_slurm_jobs_give_the_same_bytes(tmp_path, prepare, corpus, slurm, capsys
         )
         == 0
     )
-    assert "submitted 2 jobs" in capsys.readouterr().out
     assert data_of(tmp_path / "out") == contents(tmp_path / "local")
     script = (folder / "1000.sh").read_text()
     for option in (
@@ -239,10 +231,10 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
     assert not (out / "manifest.json").exists()
     (folder / "queue").write_text("1000\n")
     assert prepare(out, corpus, **SLURM) == 0
-    assert "on its way: 1 jobs wait or run (1000); 2 of 3 tasks done" in capsys.readouterr().out
+    assert numbers(capsys.readouterr().out.replace(",", ""))[-7:-3] == [1, 1000, 2, 3]
     before = contents(out)
     assert prepare(out, corpus, **SLURM, overwrite=True) == 0  # takes nothing away from jobs at work
-    assert "scancel 1000" in capsys.readouterr().out and contents(out) == before
+    assert contents(out) == before
     (folder / "queue").unlink()
     slurm()
     before = len(list(folder.glob("*.sh")))
@@ -255,7 +247,7 @@ def test_slurm_goes_on_after_a_failed_task(tmp_path, prepare, corpus, slurm, cap
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, capsys):
+def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, slurm, reported):
     """Too many dropped documents fail the last job, far from the user: the same command then says so."""
     slurm()
     one = {**SLURM, "tasks": 1, "all_train": True}
@@ -264,8 +256,7 @@ def test_slurm_ends_here_when_only_the_manifest_is_missing(tmp_path, prepare, sl
     arguments = (tmp_path / "out", tmp_path / "good.txt", tmp_path / "bad.txt")
     assert prepare(*arguments, **one) == 0 and not (tmp_path / "out" / "manifest.json").exists()
     assert prepare(*arguments, **one) == 2
-    error = capsys.readouterr().err
-    assert "1  dropped: bad UTF-8" in error and "--max_dropped 1" in error
+    assert (reported[-1].code, reported[-1].key) == ("too_much_lost", "--max_dropped")
     assert prepare(*arguments, **one, max_dropped=1) == 0
     assert decoded(tmp_path / "out") == ["good"]
 
@@ -310,9 +301,9 @@ echo Submitted batch job $(wc -l < {folder}/calls)
 """
 
 
-@pytest.mark.parametrize(("most", "refused"), [(1, "tokenize"), (2, "finish")])
+@pytest.mark.parametrize(("most", "stage"), [(1, "tokenize"), (2, "finish")])
 def test_an_array_in_the_queue_is_not_submitted_again(
-    tmp_path, prepare, corpus, slurm, capsys, most, refused
+    tmp_path, prepare, corpus, slurm, reported, most, stage
 ):
     """When Slurm has refused what was to come behind it: the job that sums it up, or a later stage."""
     folder, out = slurm(), tmp_path / "out"
@@ -320,19 +311,17 @@ def test_an_array_in_the_queue_is_not_submitted_again(
     (folder / "most").write_text(str(most))
     (folder / "queue").write_text("1\n")
     assert prepare(out, corpus, **SLURM) == 2
-    error = capsys.readouterr().err
-    assert f"sbatch refused stage {refused}" in error and "In the queue already: 1; let them end" in error
+    assert (reported[-1].code, reported[-1].key) == ("sbatch_refused", stage)
     (folder / "most").write_text("9")
     assert prepare(out, corpus, **SLURM) == 0
-    assert "on its way: 1 jobs wait or run (1)" in capsys.readouterr().out
     assert len((folder / "calls").read_text().splitlines()) == most
     (folder / "queue").unlink()
     assert prepare(out, corpus, **SLURM) == 0
-    assert "submitted 2 jobs" in capsys.readouterr().out
+    assert len((folder / "calls").read_text().splitlines()) > most
 
 
 def test_nothing_is_submitted_or_removed_while_squeue_fails(
-    tmp_path, prepare, corpus, slurm, capsys, monkeypatch
+    tmp_path, prepare, corpus, slurm, reported, monkeypatch
 ):
     """Its jobs may wait still, and the last needs what is in their records."""
     folder, out = slurm(), tmp_path / "out"
@@ -340,73 +329,21 @@ def test_nothing_is_submitted_or_removed_while_squeue_fails(
     (folder / "most").write_text("9")
     assert prepare(out, corpus, **SLURM) == 0
     calls, before, squeue = (folder / "calls").read_text(), contents(out), (folder / "squeue").read_text()
-    for does, says in (("echo the controller timed out >&2; exit 1", "the controller timed out"),
-                       ("exit 7", "it ended with status 7")):  # fmt: skip
+    for does in ("echo the controller timed out >&2; exit 1", "exit 7"):
         (folder / "squeue").write_text(f"#!/bin/sh\n{does}\n")
         for more in ({}, {"overwrite": True}, {"executor": "local"}):
             assert prepare(out, corpus, **{**SLURM, **more}) == 1
-            error = capsys.readouterr().err
-            assert "whether the jobs 1, 3 of an earlier call" in error and f"run: {says}" in error
-            assert "try again when Slurm answers" in error
+            assert reported.pop().code == "squeue_failed"
     (folder / "squeue").unlink()
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(folder))
         assert prepare(out, corpus, **SLURM) == 2
-    assert "there is no squeue on the PATH" in capsys.readouterr().err
+    assert (reported[-1].code, reported[-1].key) == ("command_missing", "squeue")
     assert (folder / "calls").read_text() == calls and contents(out) == before
     (folder / "squeue").write_text(squeue)
     (folder / "squeue").chmod(0o755)
     assert prepare(out, corpus, **SLURM) == 0
-    assert "submitted 2 jobs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("options", "workers"), [({}, -1), ({"workers": 7}, 7)])
-def test_what_slurm_is_given_is_what_was_asked_for(
-    tmp_path, command, corpus, slurm, monkeypatch, options, workers
-):
-    """The last of its jobs, which writes the manifest, too."""
-    submitted = []
-    monkeypatch.setattr(
-        preparation, "submit_slurm", lambda stages, *given: submitted.extend([stages[-1], *given]) or ["1"]
-    )
-    slurm()
-    asked = {"slurm_time": "01:00:00", "slurm_args": "account=team", "max_dropped": 2, "max_damaged_files": 3}
-    _, _, *line = command(tmp_path / "out", corpus, **SLURM, **asked)
-    *line, _, _ = line  # without --workers
-    assert main([*line, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]) == 0
-    (last, _), *given, _ = submitted
-    assert given == [workers, "cpu", "01:00:00", {"account": "team"}]
-    (finish,) = last.pipeline
-    assert (last.name, last.tasks) == ("finish", 1)
-    assert (finish.max_dropped, finish.max_damaged_files) == (2, 3)
-
-
-LOOKED: dict[tuple[int, int], threading.Event] = defaultdict(threading.Event)
-
-
-class Waits(PipelineStep):
-    """A task that ends when the one before has been told of."""
-
-    name = type = "WAITS"
-
-    def run(self, data=None, rank=0, world_size=1):
-        assert LOOKED[self.stage, rank].wait(30)
-
-
-def test_one_worker_tells_of_each_task_that_is_done(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.prepare.executors.POLL_S", 0.001)
-    stages, seen = [], []
-    for number, name in enumerate(("first", "second")):
-        block = Waits()
-        block.stage = number
-        stages.append(Stage(name, [block], 2))
-
-    def watch(stage: int, done: int) -> None:
-        seen.append((stage, done))
-        LOOKED[stage, done].set()
-
-    run_local(stages, tmp_path, 1, watch)
-    assert {(0, 0), (0, 1), (1, 0), (1, 1)} <= {*seen}
+    assert (folder / "calls").read_text() != calls
 
 
 def data_of(folder: Path) -> dict[str, bytes]:
@@ -414,23 +351,20 @@ def data_of(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if not name.startswith(SLURM_NAME)}
 
 
-def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, capsys, monkeypatch, slurm):
-    with pytest.raises(SystemExit):
-        prepare(tmp_path / "out", corpus, executor="slurm")
-    assert "--executor slurm needs --slurm_partition" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        prepare(tmp_path / "out", corpus, **SLURM, slurm_args="team")
-    assert "KEY=VALUE is expected" in capsys.readouterr().err
+def test_slurm_says_what_is_missing(tmp_path, prepare, corpus, reported, monkeypatch, slurm):
+    for options in ({"executor": "slurm"}, {**SLURM, "slurm_args": "team"}):
+        with pytest.raises(SystemExit):
+            prepare(tmp_path / "out", corpus, **options)
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert prepare(tmp_path / "out", corpus, **SLURM) == 2
-    assert "there is no sbatch on the PATH" in capsys.readouterr().err
+    assert (reported[-1].code, reported.pop().key) == ("command_missing", "sbatch")
     monkeypatch.setenv("PATH", path)
     (slurm() / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     assert prepare(tmp_path / "out", corpus, **SLURM) == 2
-    assert "sbatch refused stage tokenize" in capsys.readouterr().err
+    assert (reported[-1].code, reported.pop().key) == ("sbatch_refused", "tokenize")
     assert prepare(tmp_path / "my out", corpus, **SLURM) == 2
-    assert "the shell would take" in (said := capsys.readouterr().err) and "apart at ' '" in said
+    assert (reported[-1].code, reported[-1].key) == ("shell_characters", "--output")
 
 
 # ---------------------------------------------------------------- Ray

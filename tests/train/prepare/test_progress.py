@@ -3,8 +3,6 @@
 import gzip
 import json
 import os
-import re
-import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.conftest import numbers
 from train.prepare import preparation
-from train.prepare.blocks import WriteShards
 from train.prepare.corpus import list_sources, read_share
 from train.prepare.readers import Dropped, Place
-from train.prepare.tally import Pace, Stage, Tally
+from train.prepare.tally import Stage, Tally
 
 LINES = b"".join(json.dumps({"text": os.urandom(500).hex()}).encode() + b"\n" for _ in range(1000))
 
@@ -43,40 +41,6 @@ def test_the_place_in_a_file_is_that_on_the_disk(tmp_path, suffix):
     assert sum(totals) == sum(source.bytes for source in sources)
 
 
-def test_pace_tells_the_time_left(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    pace = Pace(before=0.5)
-    now[0] = 130.0
-    assert pace.words(0.6) == "60 %, 0:02:00 left"
-    assert pace.words(0.5) == "50 %"
-
-
-def test_share_and_time_are_told_while_a_task_is_at_work(tmp_path, prepare, corpus, monkeypatch):
-    """Also by a single worker, whose task may be hours long: a large .gz cannot be split."""
-    lines, told, write = [], threading.Event(), WriteShards._write
-
-    def tell(line: str) -> None:
-        lines.append(line)
-        told.set()
-
-    def write_and_wait(block: WriteShards, name: str, values: dict) -> None:
-        write(block, name, values)
-        for _ in range(2 * name.endswith(".progress")):  # the first may have looked before
-            told.clear()
-            assert told.wait(30)
-
-    monkeypatch.setattr(preparation, "_tell", tell)
-    monkeypatch.setattr(WriteShards, "_write", write_and_wait)
-    monkeypatch.setattr("train.prepare.executors.POLL_S", 0.001)
-    monkeypatch.setattr("train.prepare.preparation.PROGRESS_S", 0)
-    monkeypatch.setattr("train.prepare.blocks.PROGRESS_S", 0)
-    monkeypatch.setattr("train.prepare.blocks.BATCH_BYTES", corpus.stat().st_size // 6)
-    assert prepare(tmp_path / "out", corpus, tasks=1, eval_fraction=0.1) == 0
-    found = [re.match(r"(\d+) %, 0:00:\d\d left: 0 of 1 tasks, \d+ documents", line) for line in lines]
-    assert len({line[1] for line in found if line} - {"0", "100"}) >= 3
-
-
 def test_the_last_stage_is_told_with_rate_and_size_every_five_seconds(tmp_path, capsys, monkeypatch):
     """Of what this start did: an earlier one had done a quarter of it."""
     now, found = [100.0], [(1, Tally(source_bytes=250, kept=2), 1_000_000)]
@@ -89,21 +53,8 @@ def test_the_last_stage_is_told_with_rate_and_size_every_five_seconds(tmp_path, 
     for seconds in (0.0, 4.9, 10.0, 14.9):
         now[0] = 100 + seconds
         progress.show(0, 1)
-    assert capsys.readouterr().err == (
-        "50 %, 0:00:20 left: 2 of 3 tasks, 7,000 documents, 2.5 MB, 3,000,000 tokens in 10 s (0.20 M tokens/s), 3 "
-        "dropped, 1,200 removed\n"
-    )
-
-
-def test_stages_before_the_last_are_told_by_their_tasks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(preparation, "PROGRESS_S", 0)
-    what = SimpleNamespace(work=tmp_path.joinpath, tasks=2, sources=[])
-    progress = preparation.Progress(what, [Stage("signatures", [], 4), Stage("tokenize", [], 2)])
-    for done in (1, 3):
-        progress.show(0, done)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "stage 1 of 2, signatures: 1 of 4 tasks, 25 %"
-    assert second == "stage 1 of 2, signatures: 3 of 4 tasks, 75 %, 0:00:00 left"
+    (line,) = capsys.readouterr().err.replace(",", "").splitlines()
+    assert "0:00:20" in line and numbers(line)[-9:] == [2, 3, 7000, 2.5, 3_000_000, 10, 0.2, 3, 1200]
 
 
 def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
@@ -122,21 +73,13 @@ def test_what_tasks_counted_adds_up_and_is_told_with_the_first_places():
     assert (total.source_bytes, total.text_bytes, total.text_keys) == (20, 14, ["content"])
     dropped = {"bad UTF-8": 4, "missing key": 50}
     assert total.documents() == {"in": 60, "out": 5, "dropped": dropped, "removed": {"language": 1}}
-    assert [line.strip() for line in total.table().splitlines()] == [
-        "documents",
-        "1  removed: language",
-        "50  dropped: missing key",
-        "c",
-        "4  dropped: bad UTF-8",
-        "a:0",
-        "a:1",
-        "b:0: byte 5",
-    ]
+    _, *lines = total.table().splitlines()
+    assert [line.split()[0] for line in lines] == ["1", "50", "c", "4", "a:0", "a:1", "b:0:"]
 
 
 def test_a_document_that_is_neither_kept_nor_counted_is_a_defect():
     tally = Tally(read=5, kept=3, by_step=Counter({"language": 1}))
-    with pytest.raises(RuntimeError, match="5 documents were read, 3 kept and 1 removed: the rest is lost"):
+    with pytest.raises(RuntimeError):
         tally.documents()
     tally.by_step["language"] += 1
     assert tally.documents() == {"in": 5, "out": 3, "dropped": {}, "removed": {"language": 2}}
