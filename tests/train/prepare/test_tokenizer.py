@@ -329,7 +329,7 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     (tmp_path / "tokenizer.json").write_text("other")
     (tmp_path / "README").write_text("mine")
     arguments = ["--input", str(corpus), "--vocab_size", "400", "--output", str(tmp_path)]
-    replace, moves = Path.replace, []
+    replace, rmtree, moves = Path.replace, shutil.rmtree, []
 
     def failing(source: Path, target: Path) -> None:
         moves.append(target.name)
@@ -340,7 +340,9 @@ def test_overwriting_leaves_nothing_of_another_tokenizer(tmp_path, corpus, token
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "replace", failing)
         if killed:
-            patch.setattr("shutil.rmtree", lambda *_, **__: None)
+            patch.setattr(
+                "shutil.rmtree", lambda path, **how: Path(path).name == ".unfinished" or rmtree(path, **how)
+            )
         assert main([*arguments, "--overwrite"]) == 1
     assert not (tmp_path / "tokenizer.model").exists()
     assert main(arguments) == 0
