@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from model.fp8 import te_backend
 from model.proof import ProofError
+from tests.conftest import numbers
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
 from train.checkpoint.rollback import Rollback
@@ -51,7 +52,7 @@ def test_gradients_that_leave_fp8_end_the_run(
 ) -> None:
     """One GEMM of a step in bf16 is enough; the forward is as before."""
     after_step(monkeypatch, 2, lambda: gradients_without_fp8(monkeypatch))
-    with pytest.raises(TrainingError, match="step 4: the backward of 6 FP8 modules ran .* FP8 GEMMs, not"):
+    with pytest.raises(TrainingError) as error:
         run(
             settings,
             max_steps=6,
@@ -59,6 +60,7 @@ def test_gradients_that_leave_fp8_end_the_run(
             save_strategy="no",
             gradient_accumulation_steps=accumulation,
         )
+    assert numbers(error.value)[:2] == [4, 6]
 
 
 def test_another_attention_than_the_proven_one_ends_the_run(
@@ -212,8 +214,9 @@ def test_only_steps_that_are_skipped_in_a_row_end_a_run(process_group: None, tmp
 
     for number, skipped in enumerate([1, 1, 0, 1, 1, 0, 0, 1, 1], start=1):
         step(number, bool(skipped))
-    with pytest.raises(TrainingError, match="of the last 3 steps, to step 10, were not finite"):
+    with pytest.raises(TrainingError) as error:
         step(10, True)
+    assert numbers(error.value)[:2] == [3, 10]
 
 
 @pytest.mark.parametrize(
