@@ -203,29 +203,29 @@ def test_the_log_and_a_position_have_the_weights_of_the_stages(folders):
 
 # ---------------------------------------------------------------- what is refused
 
-# weights, and what the message names: the key, the source, the value
+# weights, the key of the first problem, and what else the message names: sources, values
 REFUSED = [
-    ({"a": 1, "d": 1}, ["data.weights:", "'d'", "'b'"]),
-    ({"a": 1, "b": 1, "c": 0}, ["data.weights:", "'c'"]),
-    ({"a": 1, "b": 1, "c": -1}, ["data.weights:", "'c'", "-1"]),
-    ({"a": 1, "b": 1, "c": math.inf}, ["data.weights.c:", "Infinity"]),
-    ([], ["data.weights"]),
-    ([(None, {"a": 1, "b": 1, "d": 1, "c": 1})], ["data.weights[0]", "'d'"]),
-    ([(None, {"a": 1, "b": 1, "c": -1})], ["data.weights[0]", "'c'", "-1"]),
-    ([(None, {"a": 1, "b": 1})], ["data.weights:", "'c'"]),
-    ([(50, {"a": 1, "b": 1, "c": 1})], ["data.weights[0]", "until_tokens"]),
-    ([(None, {"a": 1, "b": 1}), (None, {"c": 1})], ["data.weights[0]", "until_tokens"]),
-    ([(0, {"a": 1, "b": 1}), (None, {"c": 1})], ["data.weights[0]", "until_tokens", "0"]),
-    ([(500, {"a": 1, "b": 1}), (500, {"a": 1}), (None, {"c": 1})], ["data.weights[1]", "until_tokens", "500"]),
-    ([(500, {"a": 0}), (None, {"a": 1, "b": 1, "c": 1})], ["data.weights[0]"]),
+    ({"a": 1, "d": 1}, "data.weights", ["'d'", "'b'", "'c'"]),
+    ({"a": 1, "b": 1, "c": 0}, "data.weights", ["'c'"]),
+    ({"a": 1, "b": 1, "c": -1}, "data.weights", ["'c'", "-1"]),
+    ({"a": 1, "b": 1, "c": math.inf}, "data.weights.c", ["Infinity"]),
+    ([], "data.weights", []),
+    ([(None, {"a": 1, "b": 1, "d": 1, "c": 1})], "data.weights[0]", ["'d'"]),
+    ([(None, {"a": 1, "b": 1, "c": -1})], "data.weights[0]", ["'c'", "-1"]),
+    ([(None, {"a": 1, "b": 1})], "data.weights", ["'c'"]),
+    ([(50, {"a": 1, "b": 1, "c": 1})], "data.weights[0]", ["until_tokens"]),
+    ([(None, {"a": 1, "b": 1}), (None, {"c": 1})], "data.weights[0]", ["until_tokens"]),
+    ([(0, {"a": 1, "b": 1}), (None, {"c": 1})], "data.weights[0]", ["until_tokens", "0"]),
+    ([(500, {"a": 1, "b": 1}), (500, {"a": 1}), (None, {"c": 1})], "data.weights[1]", ["until_tokens", "500"]),
+    ([(500, {"a": 0}), (None, {"a": 1, "b": 1, "c": 1})], "data.weights[0]", []),
 ]  # fmt: skip
 MALFORMED = [
-    ([{"until_token": 5, "weights": {"a": 1}}], ["data.weights[0].until_token:", "until_tokens"]),
-    ([{"until_tokens": 5}], ["data.weights[0].weights:"]),
-    ([{"weights": {"a": "1"}}], ["data.weights[0].weights.a:"]),
-    ([{"weights": {"a": 1}, "until_tokens": 1.5}], ["data.weights[0].until_tokens:", "1.5"]),
-    ([{"weights": {"a": 1}}, 7], ["data.weights[1]:", "7"]),
-    ("even", ["data.weights:", '"even"']),
+    ([{"until_token": 5, "weights": {"a": 1}}], "data.weights[0].until_token", ["until_tokens"]),
+    ([{"until_tokens": 5}], "data.weights[0].weights", []),
+    ([{"weights": {"a": "1"}}], "data.weights[0].weights.a", []),
+    ([{"weights": {"a": 1}, "until_tokens": 1.5}], "data.weights[0].until_tokens", ["1.5"]),
+    ([{"weights": {"a": 1}}, 7], "data.weights[1]", ["7"]),
+    ("even", "data.weights", ['"even"']),
 ]
 
 
@@ -242,10 +242,10 @@ def arguments(weights: object) -> TrainingArguments:
 
 
 @pytest.mark.parametrize(
-    "weights, named", [*((as_json(weights), named) for weights, named in REFUSED), *MALFORMED]
+    "weights, key, named", [*((as_json(weights), *more) for weights, *more in REFUSED), *MALFORMED]
 )
-def test_weights_that_cannot_be_are_named_by_stage_and_source(weights, named):
-    with pytest.raises(ConfigurationError) as error:
+def test_weights_that_cannot_be_are_named_by_stage_and_source(weights, key, named):
+    with refused(ConfigurationError, key=key) as error:
         arguments(weights)
     assert all(name in str(error.value) for name in named)
 
