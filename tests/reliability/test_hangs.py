@@ -205,7 +205,7 @@ def test_a_job_that_was_suspended_gets_its_time_back(monkeypatch: pytest.MonkeyP
             assert reports == []
         clock[0] += 0.2
         assert watches._thread is not None
-        watches._thread.join(100)
+        watches._thread.join(30)
     assert reports == [pytest.approx(6.5)]
 
 
