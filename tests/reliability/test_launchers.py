@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -148,13 +147,11 @@ def test_nodes_with_other_configurations_do_not_train_together(ways: Ways, data:
     second = ways.start("nodes", [*launch, "--node_rank", "1", TRAIN, str(own), *other])
     with ways.start("nodes", [*launch, "--node_rank", "0", TRAIN, str(ways.config)]) as first:
         assert (first.wait(timeout=120), second.wait(timeout=120)) == (2, 2), ways.said("nodes")
-    said, at = ways.said("nodes"), f"  rank 1 ({socket.gethostname()}): "
-    assert "different configurations; start all with the same command and file:\n" in said
-    assert {line for line in said.splitlines() if line.startswith("  ")} == {
-        f"{at}learning_rate 1e-05, and {settings['learning_rate']} on 1 other ranks",
-        f"{at}precision.amax_epsilon 1e-09, and 0.0 on 1 other ranks",
-        f"{at}save_steps 1, and 0 on 1 other ranks",
-    }
+    lines = {line for line in ways.said("nodes").splitlines() if line.startswith("  rank 1 (")}
+    values = {"learning_rate": "1e-05", "precision.amax_epsilon": "1e-09", "save_steps": "1"}
+    assert len(lines) == len(values)
+    for key, value in values.items():
+        assert any(f" {key} " in line and value in line for line in lines), lines
     assert not (ways.folder / "nodes/run").exists()
 
 

@@ -169,7 +169,7 @@ def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
     return found
 
 
-def unequal(facts: list[dict[str, str]], where: list[str], advice: str) -> list[str]:
+def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
     """For each name, the ranks whose value differs from that of most ranks."""
     found = []
     for name in sorted(set().union(*facts)):
@@ -177,7 +177,8 @@ def unequal(facts: list[dict[str, str]], where: list[str], advice: str) -> list[
         (most, count), *others = Counter(values).most_common()
         for other, _ in others:
             odd = ", ".join(where[rank] for rank, value in enumerate(values) if value == other)
-            found.append(f"{odd}: {name} is {other}, and {most} on {count} other ranks; {advice}")
+            text = f"{odd}: {name} is {other}, and {most} on {count} other ranks"
+            found.append(f"{text}; {advice}" if advice else text)
     return found
 
 

@@ -50,7 +50,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (socket.gethostname(), mine))
     where = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
-    if found := unequal([its for _, its in every], where, "use the same"):
+    if found := unequal([its for _, its in every], where):
         told = (
             "the ranks were started with different configurations; start all with the same command and file:"
         )
