@@ -241,7 +241,7 @@ def test_a_start_notes_what_it_has_otherwise_and_no_earlier_one(tmp_path: Path) 
     changes = [{"step": step, "key": "learning_rate", "old": 1, "new": step} for step in (2, 4)]
     state = state_of(changes=changes, began_at={"path": "there"})
     args = arguments(output_dir=str(folder.path))
-    setup.open_folder(args, {"zero_optimization": {}}, None, state, other).close()
+    setup.open_folder(args, {"zero_optimization": {}}, state, other).close()
     (line,) = map(json.loads, folder.metrics.read_text().splitlines())
     assert (line["step"], line["tokens"]) == (4, 1536)
     assert (line["changes"], line["began_at"]) == (changes[1:], {"path": "there"})
@@ -249,7 +249,7 @@ def test_a_start_notes_what_it_has_otherwise_and_no_earlier_one(tmp_path: Path) 
     assert json.loads(folder.train_config.read_text()) == args.to_dict()
     assert json.loads(folder.ds_config.read_text()) == {"zero_optimization": {}}
     state.changes = changes[:1]
-    setup.open_folder(args, {}, None, state, folder.checkpoints / "step-00000004").close()
+    setup.open_folder(args, {}, state, folder.checkpoints / "step-00000004").close()
     assert folder.metrics.read_text() == ""  # of the start before it, which has saved nothing
 
 
