@@ -25,10 +25,11 @@ from model.fp8.precision import Precision
 from model.proof import check_attention
 from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.resume import at_half_the_rate, to_go_on
-from train.checkpoint.rollback import Rollback, past_skipped
+from train.checkpoint.rollback import Rollback
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
 from train.config.schedule import stage_at, stage_text
+from train.data.order import next_position
 from train.data.stream import MicroBatches, SampleStream
 from train.engine.held_out import held_out_losses
 from train.engine.optimizer import learning_rate_at
@@ -214,7 +215,7 @@ class Loop:
         learning_rate = learning_rate_at(state.step, self.args)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # Muon's
-        state.consumed_samples = past_skipped(state.consumed_samples, self.samples, state.skipped_samples)
+        state.consumed_samples = next_position(state.consumed_samples, self.samples, state.skipped_samples)
         if stage := run.train_stream.stage_that_begins(state.consumed_samples, self.samples):
             run.metrics.message(f"step {state.step + 1}: {stage}")
         loss_sum = torch.zeros((), device=engine.device)

@@ -48,11 +48,12 @@ from train.checkpoint.load import (
     set_aside,
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
-from train.checkpoint.rollback import left_out_since, past_skipped, told_besides
+from train.checkpoint.rollback import left_out_since, told_besides
 from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import differing, table
 from train.config.schedule import order_problems, precisions_of, stage_text
+from train.data.order import next_position
 from train.data.source import check_fit
 from train.data.stream import SampleStream, open_held_out, open_stream
 from train.engine.distributed import make_deterministic
@@ -356,7 +357,7 @@ def rehearse(
     """With dry_run, in place of the first step: read what it and an evaluation begin with, and say what would follow.
     Raises DataError."""
     micro, size = args.per_device_train_batch_size, args.train_batch_size_tokens or 0
-    first = past_skipped(state.consumed_samples, size // args.max_seq_length, state.skipped_samples)
+    first = next_position(state.consumed_samples, size // args.max_seq_length, state.skipped_samples)
     stream.batch(first + dist.get_rank() * micro, micro)
     for each in held_out.values():
         each.batch(0, 1)

@@ -18,8 +18,8 @@ from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics, run
-from train.checkpoint.rollback import past_skipped
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.data.order import next_position
 from train.data.stream import open_stream
 from train.guard.health import Health, SpikeDetector
 
@@ -227,11 +227,11 @@ def test_a_spike_is_ten_spreads_above_the_median(
 
 
 def test_samples_left_out_are_a_function_of_position() -> None:
-    assert past_skipped(0, 4, []) == 0
-    assert past_skipped(0, 4, [[4, 8]]) == 0
-    assert past_skipped(1, 4, [[4, 8]]) == 8  # of another batch size: no sample of the range is used
-    assert past_skipped(4, 4, [[10, 12], [4, 8]]) == 12
-    assert past_skipped(8, 4, [[4, 8]]) == 8
+    assert next_position(0, 4, []) == 0
+    assert next_position(0, 4, [[4, 8]]) == 0
+    assert next_position(1, 4, [[4, 8]]) == 8  # of another batch size: no sample of the range is used
+    assert next_position(4, 4, [[10, 12], [4, 8]]) == 12
+    assert next_position(8, 4, [[4, 8]]) == 8
 
 
 # ---------------------------------------------------------------- whole runs

@@ -29,6 +29,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, has_fp8_state_of, load_checkpoint, set_aside
 from train.checkpoint.resume import at_half_the_rate, is_cut_otherwise
+from train.data.order import count_passed_over
 from train.data.stream import SampleStream
 from train.engine.distributed import from_rank_0
 from train.guard.health import Health, Spike, samples_record, samples_text
@@ -50,31 +51,11 @@ OF_THIS_START = (
 )
 
 
-def past_skipped(position: int, count: int, ranges: list[list[int]]) -> int:
-    """The first position, `position` or later, from which `count` samples in a row are in none of `ranges` ([first,
-    end), sample positions)."""
-    for first, end in sorted(ranges):
-        if position < end and first < position + count:
-            position = end
-    return position
-
-
-def left_out_besides(position: int, count: int, ranges: list[list[int]]) -> int:
-    """How many samples that are in none of `ranges` steps of `count` samples pass over from `position` on: those in
-    front of a range that fill no step. None where steps have the size that they had when the ranges came about."""
-    passed_over = 0
-    for first, end in sorted(ranges):
-        if position < end:
-            passed_over += max(first - position, 0) % count
-            position = end
-    return passed_over
-
-
 def told_besides(state: RunState, saved: RunState) -> list[str]:
     """For the log: that steps of another size than those of `saved` pass over more samples than were left out."""
     now, before = (s.train_config["train_batch_size_tokens"] for s in (state, saved))
     samples = now // state.train_config["max_seq_length"]
-    besides = left_out_besides(state.consumed_samples, samples, state.skipped_samples)
+    besides = count_passed_over(state.consumed_samples, samples, state.skipped_samples)
     if not besides or now == before:
         return []
     return [

@@ -1,7 +1,8 @@
 """Which sample comes at which place: pure functions of a position, with no state and no table of the corpus' size.
 
 `Mixture` says from which source sample n of the stream comes and how many came from it before; `permute` shuffles the
-samples of one source and epoch. Both answer for any position at once, so a resume costs nothing.
+samples of one source and epoch. Both answer for any position at once, so a resume costs nothing. `next_position` is
+where a step begins in a run that skips samples after a rollback.
 """
 
 import bisect
@@ -18,6 +19,29 @@ import numpy as np
 # sample in two million). It bounds the tables of a mixture: 6 bytes times this, a stage.
 MAX_PERIOD = 1_000_000
 FEISTEL_ROUNDS = 6
+
+
+def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
+    """Return the first position, `position` or later, where a step of `count` samples uses none of the `skipped` ones.
+
+    Args:
+        skipped: ranges [first, end) of positions that rollbacks removed (`skipped_samples` of a checkpoint).
+    """
+    for first, end in sorted(skipped):
+        if position < end and first < position + count:
+            position = end
+    return position
+
+
+def count_passed_over(position: int, count: int, skipped: list[list[int]]) -> int:
+    """Return how many samples outside of `skipped` are dropped from `position` on, because those in front of a range
+    fill no step of `count` samples. 0 if steps have the size that they had when the ranges were made."""
+    dropped = 0
+    for first, end in sorted(skipped):
+        if position < end:
+            dropped += max(first - position, 0) % count
+            position = end
+    return dropped
 
 
 class Mixture:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from model.config import GIB, load_config, numbers_of
 from model.fp8.precision import Precision
 from train.checkpoint.files import RunState
-from train.checkpoint.rollback import past_skipped
 from train.config.arguments import TrainingArguments
 from train.config.differences import leaves
+from train.data.order import next_position
 from train.data.stream import MicroBatches, SampleStream
 from train.engine import launchers
 from train.engine.step import MicroStep
@@ -92,7 +92,7 @@ def check_gradients(
     out meanwhile, on this rank alone; ChangedError."""
     rank, world = dist.get_rank(), dist.get_world_size()
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
-    first = past_skipped(state.consumed_samples, size * accumulation * world, state.skipped_samples)
+    first = next_position(state.consumed_samples, size * accumulation * world, state.skipped_samples)
     reader = MicroBatches(stream, size, rank, world)
     batches = [reader.get(first, index) for index in range(accumulation)]
     reader.close()

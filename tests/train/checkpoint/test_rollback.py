@@ -31,11 +31,10 @@ from train.checkpoint.files import (
 from train.checkpoint.load import set_aside
 from train.checkpoint.rollback import (
     Rollback,
-    left_out_besides,
     left_out_since,
-    past_skipped,
     told_besides,
 )
+from train.data.order import count_passed_over, next_position
 from train.guard.health import Health, Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -139,7 +138,7 @@ def test_every_rollback_skips_the_step_that_ran_before_the_spike(
     ):
         taken = []
         for loss in losses:
-            state.consumed_samples = past_skipped(state.consumed_samples, 8, state.skipped_samples)
+            state.consumed_samples = next_position(state.consumed_samples, 8, state.skipped_samples)
             taken.append(state.consumed_samples)
             state.step += 1
             health.after_step(state.step, state.consumed_samples, {"text": 1.0}, torch.tensor(loss), None)
@@ -283,13 +282,13 @@ def test_steps_of_another_size_repeat_no_sample_and_what_they_pass_over_is_known
     taken: list[int] = []
     position = 2
     while position < 60:
-        position = past_skipped(position, count, ranges)
+        position = next_position(position, count, ranges)
         taken += range(position, position + count)
         position += count
     left_out = {n for first, end in ranges for n in range(first, end)}
     assert len(set(taken)) == len(taken) and not left_out & set(taken)
     passed_over = set(range(2, position)) - set(taken) - left_out
-    assert left_out_besides(2, count, ranges) == len(passed_over) <= (count - 1) * len(ranges)
+    assert count_passed_over(2, count, ranges) == len(passed_over) <= (count - 1) * len(ranges)
 
 
 def test_a_resume_with_steps_of_another_size_tells_what_it_passes_over() -> None:
