@@ -185,24 +185,21 @@ def test_the_first_table_has_the_measured_figures() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/hare_1.1b_shipped_step.json"))
     page = text_of(ROOT / "README.md")
     rows = {r["row"]: r for r in report["results"]}
-    theirs = rows["hf_bf16_compiled"]["tokens_per_second"]
     for name, r in rows.items():
         speed = r["tokens_per_second"]
         line = next(
             line for line in page.splitlines() if f"{round(speed, -2):,.0f}" in line and line.startswith("|")
         )
-        for figure in (speed / theirs, r["ratio_to_best_bf16"]):
-            assert f"{figure:.2f}" in line, name
+        assert f"{r['ratio_to_best_bf16']:.2f}" in line, name
         assert f"{r['allocated_gib']:.0f}" in line, name
     shipped = json.loads(text_of(ROOT / "test_fp8/results/shipped_run.json"))["results"]
     median = statistics.median(r["tokens_per_second"] for r in shipped[1:])
     assert f"{round(median, -2):,.0f} tokens/s" in page
 
 
-def test_the_table_of_decoding_has_the_measured_figures() -> None:
+def test_the_decoding_speeds_are_the_measured_ones() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/decode.json"))
-    page = text_of(ROOT / "README.md").partition("| batch |")[2]
-    for row, line in zip(("fp8", "bf16", "transformers"), page.splitlines()[2:], strict=False):
-        results = [r for r in report["results"] if r["row"] == row and r["what"] == "decode"]
-        shown = [int(figure.replace(",", "")) for figure in re.findall(r"\| \**([\d,]+)\** (?=\|)", line)]
-        assert shown == [round(r["tokens_per_s"]) for r in results], line
+    page = text_of(ROOT / "README.md")
+    speeds = [r["tokens_per_s"] for r in report["results"] if r["what"] == "decode" and r["batch"] in (1, 64)]
+    assert len(speeds) == 6
+    assert [speed for speed in speeds if f"{round(speed):,}" not in page] == []
