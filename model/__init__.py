@@ -1,5 +1,5 @@
-"""A Mistral, its variants and their FP8: config.py and variants.py say what a model may be, build.py makes it, proof.py
-shows what it runs on.
+"""A Mistral, its variants and their FP8: config.py and variants.py say what a model may be, build.py makes it,
+startup_check.py verifies what it runs on.
 
 It imports nothing of train/. Without torch, for who checks arguments: config, variants, keys and fp8/recipes.
 transformers' model class is imported only where it is used (hf_baseline). `need` is what programs begin with.

@@ -22,7 +22,7 @@ from model.fp8.gemms import Gemms, count_gemms
 from model.fp8.health import HealthCheck, check_due
 from model.fp8.modules import of_transformer_engine
 from model.fp8.precision import Precision
-from model.proof import check_attention
+from model.startup_check import check_attention
 from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.resume import at_half_the_rate, to_go_on
 from train.checkpoint.rollback import Rollback

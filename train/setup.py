@@ -38,7 +38,7 @@ from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision, PrecisionError
-from model.proof import attention_of, backend_of, prove
+from model.startup_check import attention_in_use, backend_in_use, check_startup
 from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
@@ -88,8 +88,8 @@ def seed(args: TrainingArguments) -> None:
 
 
 @dataclass(frozen=True)
-class Proven:
-    """What a run has shown of itself before its first step."""
+class StartupReport:
+    """Results of the startup check."""
 
     fp8: str  # in short: how many modules of how many, and how
     attention: str  # of this rank
@@ -193,9 +193,11 @@ def announce(
     stream: SampleStream,
     unigram_loss: float,
     state: RunState,
-) -> Proven:
-    """Say what is about to run, and prove it, before the first step. Raises ProofError: something else would run;
-    PrecisionError: a later stage of precision.schedule could not, or a level of on_trouble."""
+) -> StartupReport:
+    """Log what is about to run, and check it, before the first step.
+
+    Raises StartupCheckError: something else would run; PrecisionError: a later stage of
+    precision.schedule could not, or a level of on_trouble."""
     if dist.get_rank() == 0:
         note(table(args))
         tell(differing(args))
@@ -214,12 +216,12 @@ def announce(
     return prove_all(args, model, precision)
 
 
-def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -> Proven:
-    """Show what runs, and say it. Raises ProofError: something else would run."""
-    lines = prove(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
+def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -> StartupReport:
+    """Run the startup check and log it. Raises StartupCheckError: something else would run."""
+    lines = check_startup(model, precision, args.model.attention_backend, args.seed, args.max_seq_length)
     say(*lines)
     every: list[Any] = [None] * dist.get_world_size()
-    proven = attention_of(model, precision)
+    proven = attention_in_use(model, precision)
     dist.all_gather_object(every, proven)  # so that one odd node shows
     ranks = {backend: [r for r, b in enumerate(every) if b == backend] for backend in dict.fromkeys(every)}
     say("attention by rank: " + "; ".join(f"{backend}: ranks {rs}" for backend, rs in ranks.items()))
@@ -227,7 +229,7 @@ def prove_all(args: TrainingArguments, model: nn.Module, precision: Precision) -
     fp8 = f"{len(report.planned)}/{len(report.planned) + len(report.kept)} {precision.config.recipe}"
     how = f", {len(report.levels)} of them at another level" if report.levels else ""
     how += ", emulated" if precision.emulated else ""
-    return Proven(fp8 + how if precision.fp8 else precision.config.compute, proven, ranks, lines)
+    return StartupReport(fp8 + how if precision.fp8 else precision.config.compute, proven, ranks, lines)
 
 
 def _report(
@@ -248,7 +250,7 @@ def _report(
     flops = flops_per_token(model.config, args.max_seq_length)
     lines = [
         f"{state.world_size} x {device}; Python {platform.python_version()}, {versions}, "
-        f"{backend_of(model, precision)}",
+        f"{backend_in_use(model, precision)}",
         f"model: {args.model.variant}, {num_parameters(model.config) / 1e6:,.1f} M parameters, "
         f"{flops / 1e9:.3f} GFLOP a token at {args.max_seq_length} tokens",
         f"data: {stream.describe()}; a unigram model of these tokens has an evaluation loss of "
@@ -419,7 +421,7 @@ def _set_aside_before(folder: RunFolder) -> list[str]:
 def start_of(
     args: TrainingArguments,
     model: nn.Module,
-    proven: Proven,
+    proven: StartupReport,
     stream: SampleStream,
     state: RunState,
     resume_from: Path | None,

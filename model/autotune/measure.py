@@ -25,7 +25,7 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import Compute
 from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
-from model.proof import ATTENTION_TOLERANCE, attention_errors, proving_fp8
+from model.startup_check import ATTENTION_TOLERANCE, attention_errors, verify_fp8
 
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
 ATTENTION = ("fused", "flash")
@@ -152,13 +152,14 @@ class Step:
         return loss.detach()
 
     def milliseconds(self, timer: Timer) -> float:
-        """Time of one pass: the median of ROUNDS windows. Raises ProofError if FP8 did not run, see `proving_fp8`."""
+        """Time of one pass: the median of ROUNDS windows. Raises StartupCheckError if FP8 did not
+        run, see `verify_fp8`."""
 
         def run(count: int) -> None:
             for index in range(count):
                 self(index)
 
-        with proving_fp8(self.model, self.precision, WARMUP_STEPS):
+        with verify_fp8(self.model, self.precision, WARMUP_STEPS):
             run(WARMUP_STEPS)
         cycle = self.cycle or 1
         count = cycle * max(1, round(WINDOW_MS / timer(lambda: run(cycle))))

@@ -1,4 +1,4 @@
-"""Proof of FP8: the FP8 GEMMs that ran, counted by their operands, forward and backward.
+"""Count the FP8 GEMMs that ran by their operands, forward and backward.
 
 Neither the type of a module nor a switch that was on is evidence: with recipes current and block, for example,
 NVTE_BACKWARD_OVERRIDE makes Transformer Engine compute all gradients in bf16, and its modules still say `fp8`. Each

@@ -20,7 +20,7 @@ from model.autotune.timing import one_line
 from model.errors import UserError
 from model.fp8.precision import DTYPES, Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig, why_no_fp8
-from model.proof import proving_fp8
+from model.startup_check import verify_fp8
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms, take_turns
 from test_fp8.linear.shapes import Shape
@@ -122,12 +122,12 @@ def checked(
     linear: Linear, part: str, launch: str, calls: int, inputs: Inputs
 ) -> tuple[Callable[[], Tensors], dict[str, float]]:
     """Return a part launched this way, after one run, and its errors. Raises ValueError: an error above the limit;
-    ProofError: other than the planned FP8 GEMMs ran."""
+    StartupCheckError: other than the planned FP8 GEMMs ran."""
     run: Callable[[], Tensors] = partial(linear.run, part, calls)
     if launch == "graph" and not inputs.x.is_cuda:
         raise PrecisionError("a CUDA graph needs a GPU")
     counted = part == "step" and linear.precision
-    with proving_fp8(linear.module, counted, calls) if counted else nullcontext():
+    with verify_fp8(linear.module, counted, calls) if counted else nullcontext():
         run = as_graph(run) if launch == "graph" else run
         results = run()
     errors = {

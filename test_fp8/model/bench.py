@@ -17,7 +17,7 @@ from model.build import build_model
 from model.config import flops_per_token, load_config, num_parameters
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
-from model.proof import ProofError
+from model.startup_check import StartupCheckError
 from test_fp8.common.cases import Case, Unavailable
 from test_fp8.common.report import Outcome, Result, measured
 from test_fp8.common.same_model import LOSS_TOLERANCE, DifferentModel, Reference
@@ -31,7 +31,7 @@ from train.engine.distributed import init_distributed, make_deterministic
 OUT_OF_MEMORY = "out of memory"
 # How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
-EXPLAINED = (DifferentModel, ProofError, PrecisionError, Unavailable)  # their message says everything
+EXPLAINED = (DifferentModel, StartupCheckError, PrecisionError, Unavailable)  # their message says everything
 CONDITION_KEYS = "seq_length accumulation rounds steps deterministic seed".split()
 
 

@@ -15,7 +15,7 @@ from model.config import load_config
 from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.proof import proving_fp8
+from model.startup_check import verify_fp8
 from test_fp8.common.report import Outcome, Result
 from test_fp8.model.cases import PRECISIONS
 from train.data.source import check_fit
@@ -30,8 +30,9 @@ Gradients = list[dict[str, Tensor]]
 def gradients(
     how: Mapping[str, Any], config: Any, init_from: str | None, batches: Sequence[Batch]
 ) -> tuple[float, Gradients]:
-    """Return the mean loss and the gradients of te_layer with the precision `how`. Raises ProofError: it did not run
-    FP8 where that says so."""
+    """Return the mean loss and the gradients of te_layer with the precision `how`.
+
+    Raises StartupCheckError: it did not run FP8 where that says so."""
     precision = Precision(PrecisionConfig(**how))
     model = build_model(config, "te_layer", precision, seed=42, init_from=init_from)
     with torch.no_grad():
@@ -41,7 +42,7 @@ def gradients(
     on_device = [batch.to(precision.device) for batch in batches]
     calibrate(model, precision, on_device[0].input_ids, on_device[0].labels, len(on_device))
     loss, found = 0.0, []
-    with proving_fp8(model, precision, len(on_device)):
+    with verify_fp8(model, precision, len(on_device)):
         for ids, labels, _ in on_device:
             model.zero_grad(set_to_none=True)
             out = model(ids, labels=labels).loss

@@ -24,7 +24,7 @@ from model.fp8 import te_backend
 from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision
 from model.graphs import use_cuda_graphs
-from model.proof import attention_of, prove, proving_fp8
+from model.startup_check import attention_in_use, check_startup, verify_fp8
 from model.variants import VARIANTS, why_no_graphs
 from test_fp8.common.cases import Unavailable
 from test_fp8.common.report import Result
@@ -61,7 +61,7 @@ def measure_case(
     """Measure a case once and return its facts for the report, among them "ms" of a pass or step. `arguments` are
     resolved.
 
-    Raises Unavailable, DifferentModel, ProofError, PrecisionError, or whatever the case runs into.
+    Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or whatever the case runs into.
     """
     free_memory()
     before = torch.cuda.memory_allocated() / GIB
@@ -87,7 +87,7 @@ def measure_case(
     finally:
         if engine is not None:
             release(engine)  # DeepSpeed's tables would keep it, with its model
-    ran = attention_of(model, precision)
+    ran = attention_in_use(model, precision)
     if ran.split()[0] != facts["attention"].split()[0]:
         raise DifferentModel(f"attention {facts['attention']} was checked, and {ran} ran in the timed batch")
     fused = is_te and model.fused_cross_entropy is not None
@@ -104,12 +104,12 @@ def check_case(
     model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
 ) -> Result:
     """Check that the model is the reference's and runs the precision and the attention that the case says; return what
-    was found. Raises DifferentModel, ProofError."""
+    was found. Raises DifferentModel, StartupCheckError."""
     compute, asked_for = precision.config.compute, arguments.model.attention_backend
     weights, ids = to_hf_state_dict(model), conditions.batch.input_ids
     error = check_same_model(model, weights, compute, conditions.reference, ids)
-    lines = prove(model, precision, asked_for, arguments.seed, arguments.max_seq_length)
-    attention = attention_of(model, precision)
+    lines = check_startup(model, precision, asked_for, arguments.seed, arguments.max_seq_length)
+    attention = attention_in_use(model, precision)
     if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
         raise DifferentModel(f"attention {asked_for} was asked for, and {attention} ran")
     planned = len(fp8_modules(model, precision).planned)
@@ -130,9 +130,9 @@ def first_loss(
     run: Callable[[], Any], model: nn.Module, precision: Precision, samples: int, reference: Reference
 ) -> Result:
     """Run the first pass of what is timed, counting its FP8 GEMMs, and compare its loss with the reference's. Raises
-    ProofError, DifferentModel."""
+    StartupCheckError, DifferentModel."""
     start = time.perf_counter()
-    with proving_fp8(model, precision):
+    with verify_fp8(model, precision):
         loss = float(run())
     prepare_s = time.perf_counter() - start
     error = loss_error(loss, precision.config.compute, reference, samples)

@@ -29,7 +29,7 @@ from model.config import head_dim, rope_theta, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
-from model.proof import ATTENTION_TOLERANCE, attention_errors
+from model.startup_check import ATTENTION_TOLERANCE, attention_errors
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common.cases import Unavailable
 from test_fp8.common.report import Result

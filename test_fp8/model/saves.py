@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from model.config import num_parameters
-from model.proof import prove
+from model.startup_check import check_startup
 from test_fp8.common.report import Outcome, Result
 from test_fp8.common.timing import synchronize
 from train.checkpoint.files import RunState, read_manifest
@@ -47,7 +47,7 @@ class Training:
         world = dist.get_world_size()
         args = TrainingArguments.from_dict(raw).resolve(world)
         model, self.precision = model_for(args)
-        prove(model, self.precision, seed=args.seed)
+        check_startup(model, self.precision, seed=args.seed)
         self.parameters = num_parameters(model.config)
         self.engine = build_engine(model, args, resolve_ds_config(args, world))
         self.micro_step = MicroStep(self.engine, self.precision, args)

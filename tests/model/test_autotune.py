@@ -23,7 +23,7 @@ from model.config import GIB
 from model.fp8 import te_backend
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.proof import attention_errors
+from model.startup_check import attention_errors
 from model.te_reference import quantize
 from model.variants import SpeedConfig
 from tests.conftest import random_ids, small_config

@@ -16,7 +16,7 @@ from model.fp8.calibration import calibrate
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import reset_fp8_state, snapshot_fp8_state
-from model.proof import ProofError, attention_errors, prove
+from model.startup_check import StartupCheckError, attention_errors, check_startup
 from model.te_reference import DotProductAttention
 from tests.conftest import refused, small_config
 from tests.model.document_mask import (
@@ -240,15 +240,15 @@ def test_attention_backends_that_are_offered(
 @kinds
 def test_the_proof_at_start_sees_the_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(kind, 40, recipe="delayed")
-    prove(model, model.precision)
+    check_startup(model, model.precision)
     assert max(attention_errors(model.config, model.precision, document_mask=True)) < 1e-2
     whole = Documents.whole_rows(2, 256, "cpu").attention_arguments()
     monkeypatch.setattr(Documents, "attention_arguments", lambda self: whole)
     assert max(attention_errors(model.config, model.precision, document_mask=True)) > 0.1
-    monkeypatch.setattr("model.proof._probe", lambda model, seed: None)
+    monkeypatch.setattr("model.startup_check._run_random_batch", lambda model, seed: None)
     monkeypatch.setattr("model.fp8.gemms.Gemms.problem", lambda gemms: "")
-    with refused(ProofError, code="wrong_attention"):
-        prove(model, model.precision)
+    with refused(StartupCheckError, code="wrong_attention"):
+        check_startup(model, model.precision)
 
 
 def test_the_reference_attention_refuses_what_does_not_fit() -> None:

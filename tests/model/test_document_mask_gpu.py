@@ -13,7 +13,7 @@ from model.documents import Documents, random_documents
 from model.fp8 import te_backend
 from model.fp8.state import snapshot_fp8_state
 from model.graphs import ROOM, use_cuda_graphs
-from model.proof import attention_errors
+from model.startup_check import attention_errors
 from tests.model.document_mask import (
     BF16_ERROR,
     FP32,

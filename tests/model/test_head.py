@@ -18,7 +18,7 @@ from model.fp8.precision import Precision, PrecisionError
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.fp8.recipes import PrecisionConfig
 from model.head import make_head
-from model.proof import prove
+from model.startup_check import check_startup
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
 from model.variants import SpeedConfig
@@ -92,10 +92,10 @@ def test_a_machine_without_block_scaling_refuses_them(monkeypatch: pytest.Monkey
         model = build_model(small_config(head_dim=64), "te_layer", precision, seed=3)
         if on:
             with refused(PrecisionError, code="no_block_scaling") as error:
-                prove(model, precision)
+                check_startup(model, precision)
             assert "precision.fp8_head_gradients" in str(error.value)
         else:
-            prove(model, precision)
+            check_startup(model, precision)
 
 
 def operands(label: float = -0.9) -> tuple[torch.Tensor, ...]:

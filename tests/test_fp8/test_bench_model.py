@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from model import build, conversion
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.proof import ProofError
+from model.startup_check import StartupCheckError
 from test_fp8 import bench_model
 from test_fp8.common.cases import Case, Unavailable, select
 from test_fp8.common.same_model import (
@@ -278,7 +278,7 @@ def test_what_is_timed_has_to_run_fp8(measure: str, monkeypatch: pytest.MonkeyPa
     conditions, arguments = unchecked(monkeypatch), configured(PRESETS["te_layer_fp8_current"])
     measure_case(arguments, measure, Setting(2, "auto"), conditions)
     without_fp8(monkeypatch, "nn", "tn")
-    with pytest.raises(ProofError):
+    with pytest.raises(StartupCheckError):
         measure_case(arguments, measure, Setting(2, "auto"), conditions)
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from model.fp8 import te_backend
-from model.proof import ProofError
-from tests.conftest import numbers
+from model.startup_check import StartupCheckError
+from tests.conftest import numbers, refused
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
 from train.checkpoint.rollback import Rollback
@@ -69,9 +69,7 @@ def test_another_attention_than_the_proven_one_ends_the_run(
     used = ["fused (cuDNN)"]
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: used[0])
     after_step(monkeypatch, 0, lambda: used.insert(0, "flash (2.8)"))
-    with pytest.raises(
-        ProofError, match=r"attention fused \(cuDNN\) was proven, and the first step ran flash"
-    ):
+    with refused(StartupCheckError, code="attention_changed", key="model.attention_backend"):
         run(settings, max_steps=3, save_strategy="no")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from model.fp8.precision import PrecisionError
-from model.proof import ProofError
+from model.startup_check import StartupCheckError
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import PRECISIONS, ROOT, curve, gradients_without_fp8, metrics, run
 from train import loop, setup
@@ -153,11 +153,11 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
 ) -> None:
     """Model, masters and moments would not fit twice; and FP8 that would not run ends a run that was in bf16."""
     held: list[weakref.ref] = []
-    prove, engine_for = setup.prove, setup.engine_for
+    check_startup, engine_for = setup.check_startup, setup.engine_for
 
     def proves(*of_run: Any) -> list[str]:
         assert not [each for each in held if each() is not None]
-        return prove(*of_run)
+        return check_startup(*of_run)
 
     def built(*of_run: Any) -> tuple:
         engine, micro_step = engine_for(*of_run)
@@ -168,10 +168,10 @@ def test_what_a_stage_held_is_gone_in_the_next_and_its_proof_is_a_refusal(
             gradients_without_fp8(monkeypatch)
         return engine, micro_step
 
-    monkeypatch.setattr(setup, "prove", proves)
+    monkeypatch.setattr(setup, "check_startup", proves)
     monkeypatch.setattr(setup, "engine_for", built)
     one, two = {"until_step": 1}, {"until_step": 2, "compute": "bf16", "bf16_modules": ["lm_head", "*.0"]}
-    with pytest.raises(ProofError, match="the backward of 6 FP8 modules ran 9 FP8 GEMMs, not 18"):
+    with pytest.raises(StartupCheckError, match="the backward of 6 FP8 modules ran 9 FP8 GEMMs, not 18"):
         run(
             settings,
             max_steps=3,

@@ -127,8 +127,8 @@ def test_what_of_a_model_changes_numbers_is_compared_with_the_checkpoint(key: st
 def test_what_is_proved_is_what_will_run(monkeypatch: pytest.MonkeyPatch, process_group: None) -> None:
     """At the run's own length: another one may have another attention."""
     asked: list[tuple] = []
-    monkeypatch.setattr(setup, "prove", lambda *its: asked.append(its) or ["a line"])
-    monkeypatch.setattr(setup, "attention_of", lambda *_: "fused")
+    monkeypatch.setattr(setup, "check_startup", lambda *its: asked.append(its) or ["a line"])
+    monkeypatch.setattr(setup, "attention_in_use", lambda *_: "fused")
     report = SimpleNamespace(planned=["q", "k", "v"], kept=["lm_head"], levels={"q": "current"})
     monkeypatch.setattr(setup, "fp8_modules", lambda *_: report)
     precision: Any = SimpleNamespace(config=SimpleNamespace(recipe="delayed"), emulated=True, fp8=True)
@@ -201,7 +201,7 @@ def test_levels_of_a_checkpoint_that_a_later_stage_needs_are_asked_for_at_the_st
 
 
 def test_what_is_said_of_model_and_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "backend_of", lambda *_: "a backend")
+    monkeypatch.setattr(setup, "backend_in_use", lambda *_: "a backend")
     shards = [SimpleNamespace(documents=n) for n in (3, 5)]
     stream: Any = SimpleNamespace(
         describe=lambda: "some data",
@@ -264,7 +264,7 @@ def test_a_start_knows_all_ranks_and_their_hosts(monkeypatch: pytest.MonkeyPatch
     config = load_config("tiny")
     model: Any = SimpleNamespace(config=config)
     stream: Any = SimpleNamespace(describe=lambda: "some data")
-    proven = setup.Proven("6/7 delayed", "fused", {"fused": [0, 1, 2]}, ["a line"])
+    proven = setup.StartupReport("6/7 delayed", "fused", {"fused": [0, 1, 2]}, ["a line"])
     found = setup.start_of(arguments(), model, proven, stream, state_of(), None)
     assert (found["gpus"], found["hosts"]) == (3, {"a": [0, 2], "b": [1]})
     assert (found["step"], found["tokens"], found["resumed_from"]) == (4, 1536, None)

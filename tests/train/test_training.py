@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import mistral_base
-from model.proof import ProofError
+from model.startup_check import StartupCheckError
 from tests import programs
 from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
@@ -114,7 +114,7 @@ def test_fp16_and_fp32_train_on_the_gpu(settings: dict, compute: str, attention:
 @pytest.mark.gpu
 def test_an_unfused_attention_is_an_error_unless_asked_for(settings: dict) -> None:
     settings["precision"] = {"compute": "fp32"}
-    with pytest.raises(ProofError, match="chose its unfused attention"):
+    with pytest.raises(StartupCheckError, match="chose its unfused attention"):
         run(settings)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision
-from model.proof import ProofError
+from model.startup_check import StartupCheckError
 from train.data.encoder import UNKNOWN, Pieces
 from train.data.stream import NO_LABEL
 from train.evaluation.models import EvaluationError
@@ -45,8 +45,8 @@ def score(
     """(sums float64 [sources, 6], what the modules ran in, as lines). `scored` hears of each batch how many tokens it
     predicted.
 
-    Raises EvaluationError: a loss that is not finite, an id beyond the vocabulary. ProofError: modules did not run in
-    the precision that they were meant to run in.
+    Raises EvaluationError: a loss that is not finite, an id beyond the vocabulary. StartupCheckError: modules did not
+    run in the precision that they were meant to run in.
     """
     sums = np.zeros((len(sources), 6))
     pieces = [source.encoder.pieces() for source in sources]
@@ -70,7 +70,7 @@ def score(
                     key=_names(sources, places),
                 )
             if passes == 1 and (problem := gemms.problem(backward=False)):
-                raise ProofError(problem)
+                raise StartupCheckError(problem)
             counted = batch.labels.numpy() != NO_LABEL
             for row, source in enumerate(places):
                 inputs, predicted = (
@@ -81,7 +81,7 @@ def score(
                 sums[source, DOCUMENTS] += ended[row]
             scored(int(counted.sum()))
     if passes and (problem := gemms.problem(passes, backward=False)):
-        raise ProofError(problem)
+        raise StartupCheckError(problem)
     return torch.from_numpy(sums), gemms.lines()
 
 

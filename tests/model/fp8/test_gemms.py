@@ -9,7 +9,7 @@ from model.build import build_model
 from model.fp8.gemms import count_gemms, count_replay
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.proof import ProofError, prove
+from model.startup_check import StartupCheckError, check_startup
 from model.te_reference import gemm, quantize
 from tests.conftest import numbers, random_ids, refused, small_config
 
@@ -48,8 +48,8 @@ def test_gradients_without_fp8_are_no_proof(
 ) -> None:
     model, precision = model_of(recipe=recipe)
     without_fp8(monkeypatch, *layouts)
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value) == [6, ran, 18]
 
 
@@ -57,8 +57,8 @@ def test_a_forward_without_fp8_operands_is_no_proof(monkeypatch: pytest.MonkeyPa
     """Its modules ran under an autocast and say `fp8`."""
     model, precision = model_of()
     without_fp8(monkeypatch, "nt")
-    with refused(ProofError, code="fp8_gemms"):
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms"):
+        check_startup(model, precision)
 
 
 def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_one_gemm_of_a_module_is_missed(monkeypatch: pytest.MonkeyPatch) -> None
         return real(module, call, x, weight, first, gemm=gemm, **options)
 
     monkeypatch.setattr("model.te_reference.linear.fp8_gemm", second_in_bf16)
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value) == [2, 1, 2] and "layers.0.layernorm_mlp" in str(error.value)
 
 
@@ -82,14 +82,14 @@ def test_what_was_not_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, precision = model_of(fp8_head_gradients=False)
     model.lm_head._forward_pre_hooks.clear()
     model.lm_head._forward_hooks.clear()
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value) == [1, 1, 0] and "lm_head" in str(error.value)
     model, precision = model_of(compute="bf16")
     fp8 = model_of()[1]
     monkeypatch.setattr(precision, "autocast", fp8.autocast)
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value)[0] == 7
 
 

@@ -17,7 +17,7 @@ from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import LEVELS, PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
-from model.proof import ProofError, prove
+from model.startup_check import StartupCheckError, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -68,7 +68,7 @@ def test_the_proof_counts_what_each_level_runs(variant: str, device: str) -> Non
     levels = OF[variant]
     model, precision = model_of(variant, levels, device)
     names = {level: name for name, level in levels.items()}
-    prove(model, precision)
+    check_startup(model, precision)
     total, matrices = (15, 13) if variant == "te_linear" else (7, 6)
     with count_gemms(model, precision) as gemms:
         step(model)
@@ -98,8 +98,8 @@ def test_a_gradient_that_should_be_fp8_is_missed_still() -> None:
         "te_linear", {"model.layers.0.self_attn.q_proj": "bf16_backward"}, recipe="block"
     )
     precision.recipe.backward_override = "high_precision"
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value) == [13, 2, 28]
 
 
@@ -207,7 +207,7 @@ def test_a_model_of_which_every_module_was_taken_out_trains_on() -> None:
     model, precision = model_of("te_layer", {})
     every = dict.fromkeys(gemm_modules(model, precision), "bf16")
     model, precision = model_of("te_layer", every, health_steps=1)
-    prove(model, precision)
+    check_startup(model, precision)
     assert check_due(model, precision, 1) is None and fp8_state(model, precision) == {}
     assert HealthCheck(model, precision).totals().shape[0] == 0
     with count_gemms(model, precision) as gemms:

@@ -23,7 +23,7 @@ from model.fp8.gemms import count_gemms
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state, load_fp8_state, snapshot_fp8_state
-from model.proof import ProofError, attention_errors, prove
+from model.startup_check import StartupCheckError, attention_errors, check_startup
 from model.te_reference.state import running
 from tests.conftest import random_ids, refused, small_config
 
@@ -321,7 +321,7 @@ def test_the_proof_leaves_no_trace(backend: str, variant: str) -> None:
     precision = precision_of(backend, **keys)
     model = build_model(small_config(sliding_window=40), variant, precision)
     fresh = build_model(small_config(sliding_window=40), variant, precision)
-    prove(model, precision)
+    check_startup(model, precision)
     assert all(p.grad is None for p in model.parameters())
     assert [step(model, s) for s in range(2)] == [step(fresh, s) for s in range(2)]
 
@@ -337,5 +337,5 @@ def test_the_proof_finds_a_wrong_attention(backend: str, monkeypatch: pytest.Mon
         return right(*args, window_size=(window_size[0] + 1, 0), **kwargs)
 
     monkeypatch.setattr(precision.te, "DotProductAttention", wrong)
-    with refused(ProofError, code="wrong_attention"):
-        prove(model, precision)
+    with refused(StartupCheckError, code="wrong_attention"):
+        check_startup(model, precision)

@@ -19,7 +19,7 @@ from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
-from model.proof import ProofError, attention_of, backend_of, prove
+from model.startup_check import StartupCheckError, attention_in_use, backend_in_use, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -79,7 +79,7 @@ def test_names_and_weights_are_hugging_faces(tied: bool) -> None:
 def test_the_proof_leaves_no_trace(recipe: str, checkpointing: bool) -> None:
     precision = precision_of(recipe)
     model = build(precision, gradient_checkpointing=checkpointing)
-    prove(model, precision)
+    check_startup(model, precision)
     report = fp8_modules(model, precision)
     assert len(report.planned) == 2 * LINEARS and report.kept.keys() == {"lm_head"}
     assert fp8_state(model, precision) == {}
@@ -93,8 +93,8 @@ def test_the_proof_finds_a_module_that_does_not_run_fp8() -> None:
     model = build(precision)
     linear = model.get_submodule(UP)
     linear.forward = lambda x: F.linear(x, linear.weight)
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value)[0] == 1 and UP in str(error.value)
 
 
@@ -114,8 +114,8 @@ def test_the_proof_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch)
     model = build(precision)
     linear = model.get_submodule(UP)
     linear.forward = lambda x: ForwardOnly.apply(x, linear.weight, linear)
-    with refused(ProofError, code="fp8_gemms") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="fp8_gemms") as error:
+        check_startup(model, precision)
     assert numbers(error.value) == [14, 26, 28]
 
 
@@ -124,11 +124,11 @@ def test_patterns_keep_modules_out() -> None:
     model = build(precision)
     report = fp8_modules(model, precision)
     assert report.planned == [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
-    prove(model, precision)
+    check_startup(model, precision)
     head = precision_of(bf16_modules=[])
     model = build(head)
     assert len(fp8_modules(model, head).planned) == 15
-    prove(model, head)
+    check_startup(model, head)
 
 
 @pytest.mark.parametrize("version,right", [("2.10.1", False), ("2.11.0a0+cu130", True), ("3.0.0", True)])
@@ -149,8 +149,8 @@ def test_transformer_engine_is_not_needed(monkeypatch: pytest.MonkeyPatch, varia
     monkeypatch.setattr(te_backend, "load", missing)
     precision = precision_of(**keys)
     model = build(precision, variant)
-    prove(model, precision)
-    assert attention_of(model, precision) and backend_of(model, precision)
+    check_startup(model, precision)
+    assert attention_in_use(model, precision) and backend_in_use(model, precision)
     with refused(PrecisionError, code="not_installed", key="precision.backend"):
         build(precision_of("delayed"), "te_layer")
 
@@ -165,7 +165,7 @@ def test_a_machine_without_torchao_says_what_to_install(monkeypatch: pytest.Monk
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
 def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
     precision = precision_of(backend="auto")
-    assert precision.emulated and backend_of(build(precision), precision).endswith("(emulated)")
+    assert precision.emulated and backend_in_use(build(precision), precision).endswith("(emulated)")
     assert not build(precision).compiled and build(precision, compile=True).compiled
 
 
@@ -192,7 +192,7 @@ def test_compiled_layers_compute_the_same(
     assert model.state_dict().keys() == eager.state_dict().keys()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    prove(model, precision)
+    check_startup(model, precision)
     assert model.compiled and not counters["stats"]
     (loss, ours), (true_loss, theirs) = gradients(model), gradients(eager)
     assert counters["stats"]["unique_graphs"] == 1
@@ -219,7 +219,7 @@ def scaled_mms(step: Callable[[], object]) -> int:
 def test_on_the_gpu_it_is_the_hf_model_within_the_error_of_fp8(recipe: str, compile: bool) -> None:
     precision = precision_of(recipe, backend="auto")
     model = build(precision, compile=compile, hidden_size=512, intermediate_size=1024, head_dim=64)
-    assert any("warning" in line for line in prove(model, precision)) != compile
+    assert any("warning" in line for line in check_startup(model, precision)) != compile
     baseline = build(precision_of(compute="bf16"), "hf", hidden_size=512, intermediate_size=1024, head_dim=64)
     (loss, ours), (true_loss, theirs) = gradients(model, 4, 256), gradients(baseline, 4, 256)
     assert loss != true_loss and loss == pytest.approx(true_loss, rel=2e-3)

@@ -1,15 +1,15 @@
-"""Proof at start: before a run takes its first step it shows what it runs on, or refuses.
+"""Startup check: before its first step a run verifies what it runs on, or refuses to start.
 
 One small batch goes forward and backward through the model, and its FP8 GEMMs are counted (gemms.py). The attention
-is compared with torch's SDPA in float32, forward and backward, at the run's length: a backend that is fast and wrong
-has been seen (a window of (-1, 0) taken literally), and Transformer Engine chooses anew for each length.
+is compared with torch's SDPA in float32, forward and backward, at the sequence length of the run: FlashAttention-4 has
+been seen to be fast and wrong (it took a window of (-1, 0) literally), and Transformer Engine chooses a backend for
+each length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,107 +29,116 @@ from model.mistral_base import causal_attention
 from model.variants import VARIANTS
 
 PROBE_TOKENS = 256
-# Of the attention that the run's is compared with: 256 queries, fewer where their scores would take more than 1 GiB.
+# `sdpa` takes 256 queries at a time, fewer where their scores would take more than 1 GiB.
 QUERIES_AT_A_TIME = 256
 SCORES_AT_A_TIME = 2**28
-# bf16 keeps 8 bits: an attention of bf16 inputs is within 1e-2 of float32's. FP8 runs attention in bf16.
+# Allowed relative error by precision.compute. bf16 has 8 bits: an attention of bf16 inputs is within 1e-2 of float32.
+# FP8 models run attention in bf16.
 ATTENTION_TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2, "fp8": 2e-2}
 
 
-class ProofError(UserError, RuntimeError):
-    """The run does not do what its configuration says; the message says what was found and what to do."""
+class StartupCheckError(UserError, RuntimeError):
+    """The run does not do what its configuration says."""
 
-    code = "proof"
+    code = "startup_check"
 
 
-def prove(
+def check_startup(
     model: nn.Module,
     precision: Precision,
     attention_backend: str = "auto",
     seed: int = 0,
     seq_length: int = PROBE_TOKENS,
 ) -> list[str]:
-    """Run the proof and return its lines for the log. Weights, gradients and FP8 state are left as they were before
-    the first step.
+    """Run the startup check and return its lines for the log.
 
-    attention_backend: what the user asked for (only "unfused" allows an unfused attention on a GPU). seq_length: tokens
-    of the run's samples, at which its attention is proven.
-    Raises ProofError: a module meant to run FP8 did not, forward or backward; no module did; Transformer Engine loaded
+    Weights and gradients do not change; FP8 state is reset to that before the first step.
+
+    Args:
+        attention_backend: what the user asked for. On a GPU only "unfused" allows an unfused attention.
+        seq_length: tokens of the run's samples, at which the attention is compared.
+
+    Raises StartupCheckError: a planned FP8 module did not run in FP8, forward or backward; Transformer Engine loaded
     another cuDNN than torch; an unfused attention; an attention that differs from SDPA.
     """
     te = VARIANTS[model.variant].te
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
         precision.require("block", "set precision.fp8_head_gradients to false")
-    lines = [_prove_cudnn()] if te and precision.te.name == "transformer_engine" else []
-    # of the compiled variants the probe is not: a graph for its shape would cost a minute
+    lines = [_check_cudnn()] if te and precision.te.name == "transformer_engine" else []
+    # torch.compile would take a minute for the shape of this batch
     eager = nullcontext() if te else torch.compiler.set_stance("force_eager")
     with eager, count_gemms(model, precision) as gemms:
-        _probe(model, seed)
+        _run_random_batch(model, seed)
     reset_fp8_state(model, precision)
     if problem := gemms.problem():
-        raise ProofError(problem, code="fp8_gemms")
+        raise StartupCheckError(problem, code="fp8_gemms")
     lines += gemms.lines()
     if gemms.ran:
         lines.append(f"FP8 GEMMs of the probe: {gemms.forward.total()} forward, {gemms.backward} backward")
     if te:
-        return [*lines, _prove_attention(model, precision, attention_backend, seq_length)]
+        return [*lines, _compare_attention(model, precision, attention_backend, seq_length)]
     lines.append("attention: transformers with torch SDPA")
     if model.compiled:
         lines.append("torch.compile: each decoder layer, in the first step")
     elif precision.torchao and not precision.emulated:
         lines.append(
-            "warning: torchao's FP8 without torch.compile is slower than bf16, since scaling and rounding take kernels "
-            "of their own; remove model.compile false"
+            "warning: torchao's FP8 without torch.compile is slower than bf16, because scaling and rounding run as "
+            "separate kernels; remove model.compile false"
         )
     return lines
 
 
 @contextmanager
-def proving_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iterator[None]:
-    """A block of so many forwards, each with its backward, of a model or a module. Raises ProofError: they ran FP8
-    otherwise than planned. torchao's layers may be compiled and cannot be counted then: of them nothing is asked."""
+def verify_fp8(model: nn.Module, precision: Precision, passes: int = 1) -> Iterator[None]:
+    """Context for `passes` forward and backward passes of a model or module: check that they run FP8 as planned.
+
+    transformers and torchao models are not checked: their layers may be compiled, and compiled GEMMs are not counted.
+    Raises StartupCheckError: other FP8 GEMMs ran than planned.
+    """
     if not of_transformer_engine(model):
         yield
         return
     with count_gemms(model, precision) as gemms:
         yield
     if problem := gemms.problem(passes):
-        raise ProofError(problem, code="fp8_gemms")
+        raise StartupCheckError(problem, code="fp8_gemms")
 
 
-def backend_of(model: nn.Module, precision: Precision) -> str:
-    """Whose modules `model` is made of, with the version."""
+def backend_in_use(model: nn.Module, precision: Precision) -> str:
+    """Return the package, with its version, that the modules of `model` come from."""
     if not VARIANTS[model.variant].te:
         return torchao_fp8.version(precision.emulated) if precision.torchao else "transformers' own modules"
     return precision.te.version
 
 
-def attention_of(model: nn.Module, precision: Precision) -> str:
-    """The attention that the last forward used."""
+def attention_in_use(model: nn.Module, precision: Precision) -> str:
+    """Return the attention that the last forward used."""
     if not VARIANTS[model.variant].te:
         return "torch SDPA"
     return te_backend.attention_backend_in_use(precision.te)
 
 
-def check_attention(model: nn.Module, precision: Precision, proven: str) -> None:
-    """To be called after the first step, whose batch is another one than that of the proof. Raises ProofError: another
-    attention than the one that was `proven`."""
-    ran = attention_of(model, precision)
-    # of cuDNN, which of its kernels follows a comma: that depends on how q, k and v lie in memory, too
-    if ran.split(",")[0] != proven.split(",")[0]:
-        raise ProofError(
-            f"attention {proven} was proven, and the first step ran {ran}: Transformer Engine chooses by the batch, "
-            f"too. Set model.attention_backend to {ran.split()[0]}, which is proven then, or change "
+def check_attention(model: nn.Module, precision: Precision, checked: str) -> None:
+    """Check after the first step, whose batch has another shape, that it ran the attention that was `checked`.
+
+    Raises StartupCheckError: it ran another one.
+    """
+    ran = attention_in_use(model, precision)
+    # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
+    if ran.split(",")[0] != checked.split(",")[0]:
+        raise StartupCheckError(
+            f"the startup check covered attention {checked}, but the first step ran {ran}: Transformer Engine also "
+            f"chooses by batch size. Set model.attention_backend to {ran.split()[0]}, or change "
             "per_device_train_batch_size",
             code="attention_changed",
             key="model.attention_backend",
         )
 
 
-def _prove_cudnn() -> str:
+def _check_cudnn() -> str:
     theirs, torchs = te_backend.cudnn_versions()
     if theirs != torchs:
-        raise ProofError(
+        raise StartupCheckError(
             f"Transformer Engine loaded cuDNN {theirs} and torch {torchs}; two cuDNNs end in a slow attention. Set "
             "CUDNN_HOME to torch's copy (the folder of the package nvidia.cudnn) and put its lib folder first in "
             "LD_LIBRARY_PATH, as run_training.sh does",
@@ -140,41 +149,38 @@ def _prove_cudnn() -> str:
 
 
 def probe_tokens(config: MistralConfig) -> int:
-    """Tokens of the probe's sequence: what the model's positions allow, in a number that FP8 GEMMs take."""
+    """Return the sequence length of the random batch: at most PROBE_TOKENS, a multiple of what FP8 GEMMs take."""
     unit = FP8_TRAIN_ROW_MULTIPLE
     return max(unit, min(PROBE_TOKENS, config.max_position_embeddings) // unit * unit)
 
 
-def _probe(model: nn.Module, seed: int) -> None:
-    """One forward and backward on random tokens; gradients are dropped."""
-    config = model.config
+def _run_random_batch(model: nn.Module, seed: int) -> None:
+    """Run one forward and backward on random tokens and drop the gradients."""
     device = model.lm_head.weight.device
-    tokens = probe_tokens(config)
+    tokens = probe_tokens(model.config)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=generator).to(device)
-    within = (
-        {"documents": random_documents(1, tokens, tokens / 4, generator).to(device)}
-        if model.document_mask
-        else {}
-    )
+    ids = torch.randint(model.config.vocab_size, (1, tokens + 1), generator=generator).to(device)
+    documents = None
+    if model.document_mask:
+        documents = random_documents(1, tokens, tokens / 4, generator).to(device)
     model.train()
-    model(ids[:, :-1], labels=ids[:, 1:], **within).loss.backward()
+    model(ids[:, :-1], labels=ids[:, 1:], documents=documents).loss.backward()
     model.zero_grad(set_to_none=True)
 
 
-def _prove_attention(model: nn.Module, precision: Precision, asked_for: str, seq_length: int) -> str:
+def _compare_attention(model: nn.Module, precision: Precision, asked_for: str, seq_length: int) -> str:
     error_out, error_grad = attention_errors(
         model.config, precision, seq_length, document_mask=model.document_mask
     )
-    backend = attention_of(model, precision)
+    backend = attention_in_use(model, precision)
     if backend == te_backend.NO_ATTENTION_YET:
-        raise ProofError(
-            "attention ran and Transformer Engine reports no attention: a version that this was not written for; "
+        raise StartupCheckError(
+            "attention ran, but Transformer Engine reports none: this version is not supported; "
             "pip install -r requirements-gpu.txt",
             code="no_attention",
         )
     if backend == "unfused" and asked_for != "unfused":
-        raise ProofError(
+        raise StartupCheckError(
             "Transformer Engine chose its unfused attention, about five times slower and quadratic in memory. "
             "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 prints why; model.attention_backend unfused allows it",
             code="unfused_attention",
@@ -182,7 +188,7 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str, seq
         )
     tolerance = ATTENTION_TOLERANCE[precision.config.compute]
     if not (error_out <= tolerance and error_grad <= tolerance):
-        raise ProofError(
+        raise StartupCheckError(
             f"attention backend {backend} differs from SDPA in float32: relative error {error_out:.1e} forward, "
             f"{error_grad:.1e} backward, allowed {tolerance:.0e}; choose another model.attention_backend",
             code="wrong_attention",
@@ -195,51 +201,35 @@ def _prove_attention(model: nn.Module, precision: Precision, asked_for: str, seq
     )
 
 
-def random_attention(
-    c: MistralConfig,
-    precision: Precision,
-    shape: tuple[int, int],
-    mean_document_tokens: float | None,
-    generator: torch.Generator,
-) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor], torch.Tensor, Documents | None]:
-    """(forward of q, k and v; these; a gradient of what it returns; documents): the attention of a model of
-    configuration `c` on random inputs, shape (batch, tokens), within random documents unless their mean is None.
-    generator: on the CPU."""
-    D, K = head_dim(c), c.num_key_value_heads
-    sizes = [(*shape, heads, D) for heads in (c.num_attention_heads, K, K)]
-    qkv = [torch.randn(s, generator=generator).to(precision.device, precision.dtype) for s in sizes]
-    upstream = torch.randn(*shape, c.num_attention_heads * D, generator=generator).to(qkv[0])
-    attention = causal_attention(c, precision.te)
-    if mean_document_tokens is None:
-        return partial(attend, attention, documents=None), qkv, upstream, None
-    documents = random_documents(*shape, mean_document_tokens, generator).to(precision.device)
-
-    def within(*qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.flatten(0, 1)[None] for t in qkv)
-        return attend(attention, q, k, v, documents).view_as(upstream)
-
-    return within, qkv, upstream, documents
-
-
 def attention_errors(
-    c: MistralConfig,
+    config: MistralConfig,
     precision: Precision,
     tokens: int = PROBE_TOKENS,
     seed: int = 0,
     document_mask: bool = False,
 ) -> tuple[float, float]:
-    """(forward, backward) relative error of the attention of a model of configuration `c` against SDPA in float32, on
-    two random inputs of so many tokens with its head counts and head dimension, with its window where samples of this
-    length reach it, with document_mask within random documents; |a - b| / |b| in the Frobenius norm."""
+    """Return the relative error of a model's attention against SDPA in float32, (forward, backward).
+
+    The inputs are two random samples of `tokens` tokens, with document_mask cut into random documents. The error is
+    |a - b| / |b| in the Frobenius norm, in the backward the largest of q, k and v.
+    """
     generator = torch.Generator().manual_seed(seed)
-    forward, inputs, upstream, documents = random_attention(
-        c, precision, (2, tokens), tokens / 4 if document_mask else None, generator
-    )
+    N, K, D = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+    inputs = [
+        torch.randn(2, tokens, heads, D, generator=generator).to(precision.device, precision.dtype)
+        for heads in (N, K, K)
+    ]
+    upstream = torch.randn(2, tokens, N * D, generator=generator).to(inputs[0])
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    documents, qkv = None, leaves
+    if document_mask:
+        documents = random_documents(2, tokens, tokens / 4, generator).to(precision.device)
+        qkv = [t.flatten(0, 1)[None] for t in leaves]
+    attention = causal_attention(config, precision.te)
     with precision.te.autocast(enabled=False):
-        out = forward(*leaves)
+        out = attend(attention, qkv[0], qkv[1], qkv[2], documents).view_as(upstream)
         ours = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-    truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(c), documents)
+    truth = sdpa([t.float() for t in inputs], upstream.float(), window_size(config), documents)
     errors = [float((a.float() - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)]
     return errors[0], float(torch.tensor(errors[1:]).max())  # NaN if one is, unlike Python's max
 
@@ -247,8 +237,8 @@ def attention_errors(
 def sdpa(
     qkv: list[torch.Tensor], upstream: torch.Tensor, window: tuple[int, int], documents: Documents | None
 ) -> list[torch.Tensor]:
-    """torch's attention of q [B, T, N, D], k and v [B, T, K, D]: what it returns, [B, T, N * D], and the gradients of
-    the three where `upstream` is its own. By pieces of the queries: its scores would not fit into memory."""
+    """Return torch's attention of q [B, T, N, D], k and v [B, T, K, D], [B, T, N * D], and the gradients of q, k and v
+    for its gradient `upstream`. Takes the queries in parts: the scores of all would not fit into memory."""
     q, k, v = (t.transpose(1, 2) for t in qkv)
     outputs, grad_q = [], []
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)

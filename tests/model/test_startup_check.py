@@ -1,4 +1,4 @@
-"""model/proof.py: the probe fits every valid configuration; attention is what was asked for, at the length of a run."""
+"""model/startup_check.py: FP8 GEMMs are counted; attention is what was asked for, at the length of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from model import proof
+from model import startup_check
 from model.build import build_model
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.state import fp8_state
-from model.proof import ProofError, attention_errors, check_attention, probe_tokens, prove, proving_fp8
+from model.startup_check import (
+    StartupCheckError,
+    attention_errors,
+    check_attention,
+    check_startup,
+    probe_tokens,
+    verify_fp8,
+)
 from tests.conftest import numbers, random_ids, refused, small_config
 
 
@@ -33,7 +40,7 @@ def test_probe_tokens_are_what_fp8_takes(positions: int, tokens: int) -> None:
 def test_positions_that_are_no_multiple_of_16_pass(recipe: str) -> None:
     precision = Precision(PrecisionConfig(recipe=recipe, backend="reference"))
     model = build_model(small_config(max_position_embeddings=100), "te_linear", precision)
-    prove(model, precision, seq_length=100)
+    check_startup(model, precision, seq_length=100)
     # the run begins as if it had not been
     state = fp8_state(model, precision)
     assert bool(state) == (recipe == "delayed") and all(p.grad is None for p in model.parameters())
@@ -47,16 +54,16 @@ def test_a_block_of_passes_runs_fp8_as_planned_or_raises(monkeypatch: pytest.Mon
     ids = random_ids(model.config, 1, 16)
 
     def train(passes: int) -> None:
-        with proving_fp8(model, precision, 2):
+        with verify_fp8(model, precision, 2):
             for _ in range(passes):
                 model(ids, labels=ids).loss.backward()
 
     train(2)
-    with refused(ProofError, code="fp8_gemms") as error:
+    with refused(StartupCheckError, code="fp8_gemms") as error:
         train(1)
     assert numbers(error.value)[0] == 14
     monkeypatch.setattr(precision, "autocast", nullcontext)
-    with refused(ProofError, code="fp8_gemms"):
+    with refused(StartupCheckError, code="fp8_gemms"):
         train(2)
 
 
@@ -75,8 +82,8 @@ def test_attention_is_what_was_asked_for(
 ) -> None:
     model, precision = model_of()
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: ran)
-    with refused(ProofError, code=code) if code else nullcontext():
-        prove(model, precision, asked_for)
+    with refused(StartupCheckError, code=code) if code else nullcontext():
+        check_startup(model, precision, asked_for)
 
 
 @pytest.mark.parametrize(("theirs", "same"), [(91900, True), (91400, False)])
@@ -90,8 +97,8 @@ def test_two_cudnns_are_refused(monkeypatch: pytest.MonkeyPatch, theirs: int, sa
     monkeypatch.setattr(
         te_backend, "noted_gemms", lambda te, note: noted(type(te)(**{**vars(te), "name": "reference"}), note)
     )
-    with nullcontext() if same else refused(ProofError, code="two_cudnns", key="CUDNN_HOME") as error:
-        prove(model, precision)
+    with nullcontext() if same else refused(StartupCheckError, code="two_cudnns", key="CUDNN_HOME") as error:
+        check_startup(model, precision)
     assert same or numbers(error.value) == [91400, 91900]
 
 
@@ -134,8 +141,8 @@ def test_a_wrong_gradient_of_attention_is_found(monkeypatch: pytest.MonkeyPatch)
     change_attention(monkeypatch, precision, backward=lambda gradient: gradient * 1.05)
     forward, backward = attention_errors(model.config, precision)
     assert forward == right[0] and backward == pytest.approx(0.05, rel=0.1)
-    with refused(ProofError, code="wrong_attention") as error:
-        prove(model, precision)
+    with refused(StartupCheckError, code="wrong_attention") as error:
+        check_startup(model, precision)
     assert numbers(error.value)[-3:] == pytest.approx([forward, backward, 2e-2], rel=0.1)
 
 
@@ -149,9 +156,9 @@ def test_how_far_attention_may_be_from_the_truth_is_by_what_it_computes_in(
     model = build_model(small_config(num_hidden_layers=1), "te_linear", precision)
     for error, right in ((allowed, True), (allowed * 1.01, False)):
         errors = (error, 0.0) if which == 0 else (0.0, error)
-        monkeypatch.setattr("model.proof.attention_errors", lambda *_, errors=errors, **__: errors)
-        with nullcontext() if right else refused(ProofError, code="wrong_attention"):
-            prove(model, precision)
+        monkeypatch.setattr("model.startup_check.attention_errors", lambda *_, errors=errors, **__: errors)
+        with nullcontext() if right else refused(StartupCheckError, code="wrong_attention"):
+            check_startup(model, precision)
 
 
 @pytest.mark.parametrize("place", ["output", "key", "value"])
@@ -160,8 +167,8 @@ def test_an_attention_that_is_not_a_number_is_found(monkeypatch: pytest.MonkeyPa
     model, precision = model_of(num_hidden_layers=1)
     where = "forward" if place == "output" else "backward"
     change_attention(monkeypatch, precision, place=place, **{where: lambda x: x * torch.nan})  # type: ignore[arg-type]
-    with refused(ProofError, code="wrong_attention"):
-        prove(model, precision)
+    with refused(StartupCheckError, code="wrong_attention"):
+        check_startup(model, precision)
 
 
 @pytest.mark.parametrize(("window", "ran"), [(64, (-1, 0)), (40, (39, 0))])
@@ -188,8 +195,8 @@ def test_attention_is_proven_at_the_length_of_the_run(monkeypatch: pytest.Monkey
     model, precision = model_of(sliding_window=128, num_hidden_layers=1)
     assert max(attention_errors(model.config, precision, tokens)) < 1e-2
     change_attention(monkeypatch, precision, forward=lambda x: x * 1.05 if x.shape[1] > 500 else x.clone())
-    with refused(ProofError, code="wrong_attention") if tokens > 500 else nullcontext():
-        prove(model, precision, seq_length=tokens)
+    with refused(StartupCheckError, code="wrong_attention") if tokens > 500 else nullcontext():
+        check_startup(model, precision, seq_length=tokens)
 
 
 def test_the_first_step_may_run_another_kernel_of_the_attention_that_was_proven_but_no_other(
@@ -200,7 +207,7 @@ def test_the_first_step_may_run_another_kernel_of_the_attention_that_was_proven_
     monkeypatch.setattr(te_backend, "attention_backend_in_use", lambda te: "fused (cuDNN), sub-backend 1")
     check_attention(model, precision, "fused (cuDNN), sub-backend 1")
     check_attention(model, precision, "fused (cuDNN), sub-backend 2")
-    with refused(ProofError, code="attention_changed", key="model.attention_backend"):
+    with refused(StartupCheckError, code="attention_changed", key="model.attention_backend"):
         check_attention(model, precision, "flash 2")
 
 
@@ -208,18 +215,18 @@ def test_long_samples_are_proven_in_pieces_that_fit(monkeypatch: pytest.MonkeyPa
     """Of two samples of 131,072 tokens and 32 heads the scores of 256 queries take 8.6 GB, and more than once."""
     qkv = [torch.randn(2, 96, heads, 8) for heads in (4, 2, 2)]
     upstream = torch.randn(2, 96, 32)
-    whole, pieces = proof.sdpa(qkv, upstream, (40, 0), None), []
+    whole, pieces = startup_check.sdpa(qkv, upstream, (40, 0), None), []
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         pieces.append(q.shape[2])
         return attention(q, k, v, **more)
 
-    monkeypatch.setattr(proof.F, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(proof, "SCORES_AT_A_TIME", 2 * 4 * 96 * 25)
-    for a, b in zip(proof.sdpa(qkv, upstream, (40, 0), None), whole, strict=True):
+    monkeypatch.setattr(startup_check.F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(startup_check, "SCORES_AT_A_TIME", 2 * 4 * 96 * 25)
+    for a, b in zip(startup_check.sdpa(qkv, upstream, (40, 0), None), whole, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
     assert pieces == [25, 25, 25, 21]
-    monkeypatch.setattr(proof, "SCORES_AT_A_TIME", 1)
-    proof.sdpa(qkv, upstream, (40, 0), None)
+    monkeypatch.setattr(startup_check, "SCORES_AT_A_TIME", 1)
+    startup_check.sdpa(qkv, upstream, (40, 0), None)
     assert pieces[4:] == [1] * 96
