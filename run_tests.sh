@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests: sets up what is missing, checks format, lint and types, runs pytest.
+# The tests: sets up what is missing, checks format, lint, types and the links of the documentation, runs pytest.
 #
 #   ./run_tests.sh [pytest arguments]          what a person runs: one whole proof of each kind
 #   ./run_tests.sh --all [pytest arguments]    all that a machine without a GPU can run
@@ -63,6 +63,7 @@ fi
 setup_env dev
 "$PY" -m ruff format --check .
 "$PY" -m ruff check .
+scripts/build_docs.sh "$PY"
 types="$(mktemp)"
 trap 'rm -f "$types"' EXIT
 "$PY" -m mypy >"$types" 2>&1 &
