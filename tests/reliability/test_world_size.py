@@ -162,8 +162,6 @@ def test_two_ranks_and_one(short: Runs) -> None:
     short.check("two", "two_to_one", SCALES_MOVE)
     short.check("one", "one_to_two", SCALES_MOVE)
     assert any(key.startswith("FP8") for key in short.state("two", "kept"))
-    assert "2 ranks -> 1: weights, optimizer and FP8 state are redistributed" in short.said
-    assert "in 1 micro-batches a rank instead of 2" in short.said
 
 
 @pytest.mark.process
@@ -328,7 +326,6 @@ def test_any_zero_stage(base: dict[str, Any], tmp_path: Path) -> None:
     runs.start()
     for old, new, _ in moves:
         runs.check(f"zero{old}", f"zero{old}_to_{new}")
-    assert "ZeRO 1 -> 3: weights and optimizer are redistributed" in runs.said
 
 
 @pytest.mark.reliability

@@ -1,27 +1,242 @@
-"""Going on with a run: refused where the configuration or the data changed, or allowed and logged, to the sample."""
+"""A resume with a changed configuration or data: free, allowed by name, or refused. What an allowed change does to the
+next steps is in test_resume_effects.py."""
 
 import copy
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from model.config import load_config
 from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
 from tests.train.runs import curve, metrics, run
-from train import setup
-from train.checkpoint.files import MANIFEST, CheckpointError, RunState
-from train.checkpoint.resume import begins_as, resume_state
-from train.config.arguments import TrainingArguments, load_deepspeed
+from train.checkpoint.files import CheckpointError, RunState
+from train.checkpoint.resume import SIZES, at_half_the_rate, begins_as, is_cut_otherwise, resume_state
+from train.config.arguments import ConfigurationError, TrainingArguments, load_deepspeed
 from train.config.differences import Difference
 from train.config.schedule import at_stage
+from train.config.schema import Node, keys_of, options
 from train.data.stream import open_stream
 
 CHECKPOINT = Path("run/checkpoints/step-00000003")
+KEYS = keys_of(TrainingArguments)
+
+FREE = set(
+    "model.init_from data.verify data.eval_sources precision.calibration_passes precision.auto speed.cuda_graphs "
+    "precision.health_steps precision.on_trouble max_skipped_steps per_device_eval_batch_size spike_threshold "
+    "on_spike spike_window replica_check_steps "
+    "hang_timeout_s output_dir logging_steps eval_steps max_eval_samples save_steps save_minutes save_strategy "
+    "save_total_limit save_async on_save_failure resume_from_checkpoint allow_changes_on_resume report_to "
+    "run_name wandb_project gradient_checkpointing dry_run preflight".split()
+)
+NEVER = {"model.variant", "optim"}
+# what a change of the key has to be allowed by, where that is not the key alone
+BY = {
+    "gradient_accumulation_steps": ["train_batch_size_tokens"],
+    "per_device_train_batch_size": ["per_device_train_batch_size", "train_batch_size_tokens"],
+    "max_seq_length": ["max_seq_length", "train_batch_size_tokens"],
+}
+BASE = {
+    "model": {"config": "tiny"},
+    "data": {"sources": {"a": "A", "b": "B"}},
+    "precision": {},
+    "speed": {},
+    "max_steps": 100,
+    "max_seq_length": 64,
+}
+WSD = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 10}
+BF16 = {"model.variant": "hf", "precision.compute": "bf16"}
+# key -> (what its change needs on both sides, its value after it), where its type does not say enough
+VALUES: dict[str, tuple[dict[str, Any], Any]] = {
+    "model.config": ({}, "hare_0.4b"),
+    "model.variant": ({}, "te_linear"),
+    "model.compile": (BF16, True),
+    "data.sources": ({}, {"a": "A", "c": "C"}),
+    "data.eval_sources": ({}, {"e": "E"}),
+    "data.weights": ({}, {"a": 0.3, "b": 0.7}),
+    "precision.compute": ({}, "bf16"),
+    "precision.power_2_scales": ({"precision.recipe": "current"}, True),
+    "precision.amax_epsilon": ({"precision.recipe": "current"}, 0.5),
+    "precision.optimizer_moments": ({"precision.optimizer_states": "bf16_remainder"}, "fp32"),
+    "precision.on_trouble": ({"precision.health_steps": 10}, "escalate"),
+    "precision.schedule": ({}, [{"until_step": 50, "compute": "bf16"}, {}]),
+    "max_seq_length": ({}, 128),
+    "per_device_eval_batch_size": ({}, 4),
+    "gradient_accumulation_steps": ({}, 2),
+    "train_batch_size_tokens": ({}, 1024),
+    "decay_steps": (WSD, 20),
+    "muon_momentum": ({"optim": "muon"}, 0.9),
+    "allow_changes_on_resume": ({}, ["seed"]),
+    "deepspeed": ({}, {"zero_optimization": {"stage": 1, "overlap_comm": True}}),
+}
+
+
+def changed(node: Node, value: Any) -> Any:
+    """Return another value that the schema of a key takes."""
+    if isinstance(value, bool):
+        return not value
+    for option in options(node):
+        if "enum" in option:
+            return next(each for each in option["enum"] if each != value)
+        if option["type"] == "integer":
+            return (value or 0) + 1
+        if option["type"] == "number":
+            return (value or 0.0) / 2 + 0.25
+        if option["type"] == "boolean":
+            return True
+        if option["type"] == "string":
+            return f"{value or ''}x"
+        if option["type"] == "array":
+            return ["x"]
+    raise AssertionError(f"give VALUES an entry for {node}")
+
+
+def state_of(values: dict[str, Any]) -> RunState:
+    """Return the state of a run after three steps of 8 samples, without data."""
+    raw = json.loads(json.dumps(BASE))
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (raw[section] if section else raw)[name] = value
+    args = TrainingArguments.from_dict(raw).resolve(1)
+    sources = {name: {"shards_sha256": folder} for name, folder in args.data.sources.items()}
+    fingerprint = {"seed": args.seed, "seq_length": args.max_seq_length, "sources": sources}
+    model = {"hidden_size": 64, "rope_parameters": {"rope_theta": args.model.config}}
+    return RunState(3, 24, 24 * 64, 1, 1, args.to_dict(), model, fingerprint)
+
+
+def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> list[str]:
+    """As from a checkpoint, whose state has been through JSON."""
+    return resume_state(new, RunState(**json.loads(json.dumps(vars(saved)))), CHECKPOINT, allow)
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_free_or_allowed_by_name_or_refused(key: str) -> None:
+    base, value = VALUES.get(key, ({}, None))
+    if key not in VALUES:
+        value = changed(KEYS[key], KEYS[key].get("default", BASE.get(key)))
+    saved, new = state_of(base), state_of({**base, key: value})
+    names = BY.get(key, [key])
+    if key in FREE:
+        assert new.train_config != saved.train_config
+        resumed(new, saved, False)
+        assert new.changes == []
+        return
+    if key in NEVER:
+        for allow in (False, True, [key]):
+            with refused(CheckpointError, code="cannot_change", key=key):
+                resumed(new, saved, allow)
+        with refused(ConfigurationError, key="allow_changes_on_resume"):
+            state_of({"allow_changes_on_resume": [key]})
+        return
+    with refused(CheckpointError, code="change_not_allowed") as error:
+        resumed(new, saved, False)
+    assert error.value.keys == names
+    assert f"--allow_changes_on_resume {','.join(names)} " in str(error.value)
+    for missing in names:
+        with pytest.raises(CheckpointError):
+            resumed(new, saved, [name for name in KEYS if name != missing])
+    expected = [{"step": 3, **vars(change.what)} for change in error.value.changes]
+    for allow in (True, names):
+        resumed(new, saved, allow)
+        assert (new.step, new.consumed_tokens, new.changes) == (3, 24 * 64, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_model_of_other_sizes_is_refused(size: str) -> None:
+    assert {"num_key_value_heads", "head_dim", "tie_word_embeddings", "vocab_size"} < {*SIZES}
+    old, new = state_of({}), state_of({"learning_rate": 1e-5})
+    old.model_config[size], new.model_config[size] = 1, 2
+    with refused(CheckpointError, code="cannot_change", key="model.config") as error:
+        resumed(new, old)
+    assert [change.what.key for change in error.value.changes] == [f"model configuration.{size}"]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_weights_in_another_type_are_refused(compute: str) -> None:
+    with refused(CheckpointError, code="cannot_change", key="precision.compute"):
+        resumed(state_of({"precision.compute": compute}), state_of({}))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with refused(ConfigurationError, key="allow_changes_on_resume"):
+        state_of({"allow_changes_on_resume": ["learning_ratte"]})
+
+
+@pytest.mark.parametrize(
+    ("began", "given", "ignored"),
+    [("base", "other", 1), (None, "other", 1), ("base", None, 0), ("base", "base", 0)],
+)
+def test_init_from_stays_what_the_run_began_with(began: str | None, given: str | None, ignored: int) -> None:
+    new = state_of({"model.init_from": given})
+    assert len(resumed(new, state_of({"model.init_from": began}), False)) == ignored
+    assert new.train_config["model"]["init_from"] == began
+
+
+def test_files_that_may_be_partitioned_differently_are_resharded() -> None:
+    """DeepSpeed would load the flat tensors of another order without an error."""
+    zero2 = state_of({"deepspeed": {"zero_optimization": {"stage": 2}}})
+    in_turns = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    for old, values, expected in (
+        (zero2, {"deepspeed": in_turns}, True),
+        (state_of({}), {"deepspeed": {"zero_optimization": {"stage": 1}}}, True),
+        (state_of({}), {"precision.optimizer_states": "bf16_remainder"}, True),
+        (zero2, {"deepspeed": {"zero_optimization": {"stage": 2}}}, False),
+        (state_of({}), {"learning_rate": 1e-4, "max_grad_norm": 0.5}, False),
+    ):
+        assert is_cut_otherwise(old, state_of(values)) == expected, values
+
+
+def test_max_steps_is_free_while_it_changes_no_step() -> None:
+    constant: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    resumed(state_of({**constant, "max_steps": 200}), state_of(constant), False)
+    constant["precision"] = {"schedule": [{"until_share": 0.5, "compute": "bf16"}, {}]}
+    with refused(CheckpointError, code="change_not_allowed", key="max_steps"):
+        resumed(state_of({**constant, "max_steps": 200}), state_of(constant), False)
+
+
+def test_a_checkpoint_without_a_key_had_its_default() -> None:
+    """As one of a version before the key existed, or with a key that is gone."""
+    saved = state_of({})
+    del saved.train_config["weight_decay"]
+    saved.train_config["data"]["gone"] = 1
+    saved.changes = [{"step": 2, "key": "seed", "old": 1, "new": 42}]
+    new = state_of({})
+    resumed(new, saved, False)
+    assert new.changes == saved.changes
+    with refused(CheckpointError, key="weight_decay") as error:
+        resumed(state_of({"weight_decay": 0.2}), saved, False)
+    assert [change.what for change in error.value.changes] == [Difference("weight_decay", 0.1, 0.2)]
+
+
+def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
+    """Also where another version had another default for a key that nothing reads."""
+    phases = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
+    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
+    args = TrainingArguments.from_dict({**raw, "precision": {"schedule": phases}}).resolve(1)
+    saved = RunState(4, 32, 2048, 1, 1, {"precision": at_stage(args, 0).to_dict()["precision"]}, {})
+    saved.evaluation_due = True
+    saved.train_config["precision"]["amax_history_len"] = 1024
+    assert begins_as(args, saved) == (0, {})
+    saved.evaluation_due = False
+    assert begins_as(args, saved) == (1, {})
+
+
+def test_advised_options_are_quoted_for_a_shell() -> None:
+    path = Path("my runs/it's/step-00000003")
+    words = shlex.split(at_half_the_rate(path, 3e-4))
+    assert words[:4] == ["--resume_from_checkpoint", str(path), "--learning_rate", "0.00015"]
+    assert len(words) == 6
+
+
+# ---------------------------------------------------------------- the data
 
 
 @pytest.fixture
@@ -36,7 +251,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
 
 
 def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes: object) -> RunState:
-    """That of a run on `ranks` ranks with these sources after `consumed` samples."""
+    """Return the state of a run on `ranks` ranks with these sources after `consumed` samples."""
     raw = {"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 100, "max_seq_length": 64}
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
@@ -55,25 +270,6 @@ def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes:
     )
 
 
-def test_an_evaluation_that_was_left_has_its_steps_precision_also_of_another_version() -> None:
-    """Of a key that nothing reads that version had another default."""
-    stages = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
-    raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
-    args = TrainingArguments.from_dict({**raw, "precision": {"schedule": stages}}).resolve(1)
-    saved = RunState(4, 32, 2048, 1, 1, {"precision": at_stage(args, 0).to_dict()["precision"]}, {})
-    saved.evaluation_due = True
-    saved.train_config["precision"]["amax_history_len"] = 1024
-    assert begins_as(args, saved) == (0, {})
-    saved.evaluation_due = False
-    assert begins_as(args, saved) == (1, {})
-
-
-def resumed(new: RunState, saved: RunState, allow: bool | list[str] = True) -> list[str]:
-    """As from a checkpoint, whose state has been through JSON."""
-    saved = RunState(**json.loads(json.dumps(saved.__dict__)))
-    return resume_state(new, saved, CHECKPOINT, allow)
-
-
 def two(folders: dict[str, str]) -> dict[str, str]:
     return {name: folders[name] for name in "ab"}
 
@@ -84,7 +280,7 @@ def replaced(folders: dict[str, str]) -> dict[str, str]:
 
 
 def retokenized(folders: dict[str, str]) -> dict[str, str]:
-    """Both sources by another tokenizer."""
+    """Both sources with another tokenizer."""
     for folder in map(Path, two(folders).values()):
         values = json.loads((folder / "manifest.json").read_text())
         (folder / "tokenizer" / "tokenizer.model").write_bytes(b"other")
@@ -93,74 +289,60 @@ def retokenized(folders: dict[str, str]) -> dict[str, str]:
     return two(folders)
 
 
-STAGES = [{"until_tokens": 640, "weights": {"a": 1, "b": 1}}, {"weights": {"a": 1, "b": 3}}]
-CHANGES = [
-    (replaced, {}, ["data.sources.b.shards_sha256: "], ["data.sources"]),
-    (
-        retokenized,
-        {},
-        ["data.sources.a.tokenizer_sha256: ", "data.sources.b.tokenizer_sha256: "],
-        ["data.sources"],
-    ),
-    (
-        lambda f: {**f},
-        {},
-        ['data.sources: ["a", "b"] -> ["a", "b", "c"]', "data.sources.c: null -> {"],
-        ["data.sources"],
-    ),
-    (
-        two,
-        {"data__weights": {"a": 3, "b": 1}},
-        ["data.weights.a: null -> 3.0", "data.sources.a.weight: 0.5 -> 0.75"],
-        ["data.weights"],
-    ),
-    (
-        two,
-        {"data__weights": STAGES},
-        ["data.weights: null -> [{", 'sources.b.weight_from_sample: null -> {"0": 0.5, "10": 0.75}'],
-        ["data.weights"],
-    ),
-    (
-        two,
-        {"max_seq_length": 128, "per_device_train_batch_size": 4},
-        ["max_seq_length: 64 -> 128", "per_device_train_batch_size: 8 -> 4"],
-        ["max_seq_length", "per_device_train_batch_size"],
-    ),
-]
+PHASES = [{"until_tokens": 640, "weights": {"a": 1, "b": 1}}, {"weights": {"a": 1, "b": 3}}]
+LONGER = {"max_seq_length": 128, "per_device_train_batch_size": 4, "train_batch_size_tokens": 512}
+BOTH = ["max_seq_length", "per_device_train_batch_size"]
 
 
-@pytest.mark.parametrize("sources, changes, words, keys", CHANGES)
-def test_changed_data_is_refused_with_the_difference_or_allowed_and_logged(
-    folders, sources, changes, words, keys
-):
-    saved = state(two(folders), consumed=24)
-    new = state(sources(folders), **changes)
-    before = copy.deepcopy(new)
+@pytest.mark.parametrize(
+    ("sources", "before", "changes", "expected", "keys"),
+    [
+        (replaced, {}, {}, {"data.sources.b.shards_sha256"}, ["data.sources"]),
+        (retokenized, {}, {}, {f"data.sources.{n}.tokenizer_sha256" for n in "ab"}, ["data.sources"]),
+        (dict, {}, {}, {"data.sources", "data.sources.c"}, ["data.sources"]),
+        (
+            two,
+            {},
+            {"data__weights": {"a": 3, "b": 1}},
+            {"data.weights.a", "data.sources.a.weight"},
+            ["data.weights"],
+        ),
+        (
+            two,
+            {},
+            {"data__weights": PHASES},
+            {"data.weights", "data.sources.b.weight_from_sample"},
+            ["data.weights"],
+        ),
+        (two, {}, LONGER, {*BOTH}, BOTH),
+        (  # phases are in tokens: with another length they begin at other samples
+            two,
+            {"data__weights": PHASES, "train_batch_size_tokens": 512},
+            LONGER,
+            {*BOTH, "data.sources.b.weight_from_sample.5"},
+            BOTH,
+        ),
+    ],
+)
+def test_changed_data_are_refused_by_difference_or_allowed(
+    folders, sources, before, changes, expected, keys
+) -> None:
+    saved = state(two(folders), consumed=24, **before)
+    new = state(sources(folders), **{**before, **changes})
+    unchanged = copy.deepcopy(new)
     with refused(CheckpointError, code="change_not_allowed") as error:
         resumed(new, saved, allow=False)
-    assert new == before and error.value.keys == keys
+    assert new == unchanged and error.value.keys == keys
     for missing in keys:
         with pytest.raises(CheckpointError):
             resumed(new, saved, [key for key in keys if key != missing])
-    logged = "\n".join(resumed(new, saved, keys))
-    for word in words:
-        assert word in str(error.value) and word in logged
+    resumed(new, saved, keys)
+    assert expected <= {change["key"] for change in new.changes}
     assert (new.step, new.consumed_tokens) == (3, 24 * 64)
     assert new.consumed_samples * new.train_config["max_seq_length"] == 24 * 64
 
 
-def test_another_length_moves_the_stages_of_a_mixture(folders):
-    """Which are by tokens: it alone has to be allowed."""
-    saved = state(two(folders), consumed=24, data__weights=STAGES, train_batch_size_tokens=512)
-    changes = {"max_seq_length": 128, "per_device_train_batch_size": 4, "train_batch_size_tokens": 512}
-    new = state(two(folders), data__weights=STAGES, **changes)
-    logged = "\n".join(resumed(new, saved, ["max_seq_length", "per_device_train_batch_size"]))
-    assert (
-        "b.weight_from_sample.10: 0.75 -> null" in logged and "weight_from_sample.5: null -> 0.75" in logged
-    )
-
-
-def test_an_unchanged_run_goes_on_and_says_nothing_of_changes(folders):
+def test_an_unchanged_run_resumes_without_a_remark(folders) -> None:
     for allow in (False, True):
         new = state(two(folders), allow_changes_on_resume=allow, data__verify=True)
         assert resumed(new, state(two(folders), consumed=24), allow) == []
@@ -168,63 +350,52 @@ def test_an_unchanged_run_goes_on_and_says_nothing_of_changes(folders):
 
 
 @pytest.mark.parametrize(
-    "old, new, consumed, expected", [(64, 128, 25, 13), (64, 96, 24, 16), (128, 64, 25, 50)]
+    ("old", "new", "consumed", "expected"), [(64, 128, 25, 13), (64, 96, 24, 16), (128, 64, 25, 50)]
 )
-def test_another_sequence_length_goes_on_at_the_same_tokens_rounded_up(folders, old, new, consumed, expected):
+def test_another_sequence_length_resumes_at_the_same_tokens(folders, old, new, consumed, expected) -> None:
     saved = state(two(folders), consumed=consumed, max_seq_length=old, train_batch_size_tokens=128 * 96)
     later = state(two(folders), max_seq_length=new, train_batch_size_tokens=128 * 96)
     resumed(later, saved)
     assert later.consumed_samples == expected and later.consumed_tokens == saved.consumed_tokens
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_samples(folders):
+def test_another_number_of_ranks_resumes_with_the_same_samples(folders) -> None:
     saved = state(two(folders), consumed=24, ranks=4, train_batch_size_tokens=8 * 64 * 8)
     for ranks, steps in ((2, 4), (8, 1)):
         new = state(two(folders), ranks=ranks, train_batch_size_tokens=8 * 64 * 8)
-        (said,) = resumed(new, saved, allow=False)
-        assert numbers(said) == [4, ranks, steps, 2]
+        (line,) = resumed(new, saved, allow=False)
+        assert numbers(line) == [4, ranks, 2, steps]
         assert (new.step, new.consumed_samples, new.world_size) == (3, 24, ranks)
-    explicit = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
-    saved = state(two(folders), ranks=4, gradient_accumulation_steps=2, deepspeed=explicit)
-    explicit = {**explicit, "gradient_accumulation_steps": 4}
-    new = state(two(folders), ranks=2, gradient_accumulation_steps=4, deepspeed=explicit)
-    assert "4 ranks -> 2" in resumed(new, saved, allow=False)[0]
-
-
-def test_a_step_of_another_size_on_other_ranks_is_refused_with_the_remedy(folders):
-    saved = state(two(folders), consumed=24, ranks=4, gradient_accumulation_steps=2)
     smaller = state(two(folders), ranks=2, gradient_accumulation_steps=2)
     with refused(CheckpointError, code="change_not_allowed", key="train_batch_size_tokens") as error:
         resumed(smaller, saved, False)
     assert error.value.changes[0].what == Difference("train_batch_size_tokens", 4096, 2048)
-    assert "gradient_accumulation_steps 4, " in str(error.value)
-    assert resumed(smaller, saved)
-    with refused(CheckpointError, key="train_batch_size_tokens") as error:
-        resumed(state(two(folders), ranks=3), saved, False)
-    assert {4096, 3, 1536} <= set(numbers(error.value))
+    resumed(smaller, saved)
 
 
-def test_another_zero_stage_goes_on_with_its_own_settings(folders):
-    files = {stage: f"ds_config_zero{stage}.json" for stage in range(4)}
-    saved = state(two(folders), consumed=24, deepspeed=files[2])
-    (said,) = resumed(state(two(folders), deepspeed=files[3]), saved, allow=False)
-    assert numbers(said) == [2, 3] and "fp32" not in said
-    of_one = state(two(folders), consumed=24, deepspeed=files[1])
-    (said,) = resumed(state(two(folders), deepspeed=files[0]), of_one, allow=False)
-    assert numbers(said) == [1, 0] and "fp32" in said
-    in_bf16 = state(two(folders), consumed=24, deepspeed={"zero_optimization": {"stage": 2}})
-    (said,) = resumed(state(two(folders), deepspeed=files[1]), in_bf16, allow=False)
-    assert numbers(said) == [2, 1] and "fp32" in said
-    same_stage = {**load_deepspeed(files[2]), "zero_optimization": {"stage": 2, "overlap_comm": True}}
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (1, 0), (2, 1)])
+def test_another_zero_stage_resumes_with_its_own_settings(folders, old: int, new: int) -> None:
+    saved = state(two(folders), consumed=24, deepspeed=f"ds_config_zero{old}.json")
+    later = state(two(folders), deepspeed=f"ds_config_zero{new}.json")
+    (line,) = resumed(later, saved, allow=False)
+    assert numbers(line) == [old, new] and later.consumed_samples == 24
+
+
+def test_other_settings_at_the_same_zero_stage_are_refused(folders) -> None:
+    saved = state(two(folders), consumed=24, deepspeed="ds_config_zero2.json")
+    settings = {
+        **load_deepspeed("ds_config_zero2.json"),
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+    }
     with refused(CheckpointError, key="deepspeed") as error:
-        resumed(state(two(folders), deepspeed=same_stage), saved, False)
+        resumed(state(two(folders), deepspeed=settings), saved, False)
     assert [change.what.key for change in error.value.changes] == ["deepspeed.zero_optimization.overlap_comm"]
 
 
-def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
-    settings: dict, data: Path, tmp_path: Path
-) -> None:
-    sources = {"text": str(data)}
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_resumes_with_a_longer_sequence_and_another_mixture(settings: dict, data: Path) -> None:
     output_dir = run(settings, max_steps=3, lr_scheduler_type="constant")
     before = curve(output_dir)
     changes = {
@@ -232,7 +403,7 @@ def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
         "gradient_accumulation_steps": 1,
         "lr_scheduler_type": "constant",
         "data": {
-            "sources": {**sources, "more": str(data)},
+            "sources": {"text": str(data), "more": str(data)},
             "weights": [{"until_tokens": 1024, "weights": {"text": 1}}, {"weights": {"text": 1, "more": 1}}],
         },
     }
@@ -248,8 +419,9 @@ def test_a_run_goes_on_with_a_longer_sequence_and_another_mixture(
     assert curve(output_dir)[:2] == before[:2] and lines[3]["loss"] < lines[0]["loss"]
 
 
-def test_from_a_pretrained_folder(own_trained: Path, settings: dict, tmp_path: Path) -> None:
-    """init_from starts where the exported model stopped."""
+def test_a_run_begins_with_exported_weights_and_resumes_from_its_own(
+    own_trained: Path, settings: dict, tmp_path: Path
+) -> None:
     first = own_trained
     model = {**settings["model"], "init_from": str(first / "hf"), "variant": "te_linear"}
     second = run(settings, model=model, output_dir=str(tmp_path / "second"), learning_rate=1e-6, save_steps=3)
@@ -258,50 +430,8 @@ def test_from_a_pretrained_folder(own_trained: Path, settings: dict, tmp_path: P
     assert start["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
     assert metrics(second)[-1]["eval_loss"] == pytest.approx(metrics(first)[-1]["eval_loss"], abs=2e-2)
 
-    # a resume takes its weights from the checkpoint
     before = curve(second)
     shutil.rmtree(first)
     (second / "checkpoints/step-00000006/manifest.json").unlink()
     run(settings, model=model, output_dir=str(second), learning_rate=1e-6, save_steps=3)
     assert curve(second) == before
-
-
-@pytest.mark.parametrize(("seed", "left_out"), [(42, [[24, 32]]), (43, [])])
-def test_samples_left_out_are_places_in_one_order(
-    folders: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    process_group: None,
-    capsys: pytest.CaptureFixture[str],
-    seed: int,
-    left_out: list[list[int]],
-) -> None:
-    """In another order they would be other samples, which nothing speaks against."""
-    path = tmp_path / CHECKPOINT
-    path.mkdir(parents=True)
-    (path / MANIFEST).touch()
-    raw = {
-        "model": {"config": "tiny"},
-        "data": {"sources": two(folders)},
-        "max_steps": 100,
-        "max_seq_length": 64,
-    }
-
-    def start(seed: int) -> RunState:
-        keys = {"output_dir": str(tmp_path / "run"), "seed": seed, "allow_changes_on_resume": ["seed"]}
-        args = TrainingArguments.from_dict({**raw, **keys}).resolve(1)
-        stream = open_stream(args.data.sources, None, 64, args.seed)
-        return setup.starting_point(args, args.deepspeed, load_config("tiny"), stream)[0]
-
-    monkeypatch.setattr(setup, "read_state", lambda path: saved)
-    monkeypatch.setattr(setup, "choose_checkpoint", lambda *_: None)
-    saved = start(42)
-    saved.step, saved.consumed_samples, saved.skipped_samples = 3, 40, [[24, 32]]
-    saved = RunState(**json.loads(json.dumps(saved.__dict__)))
-    monkeypatch.setattr(setup, "choose_checkpoint", lambda *_: path)
-    monkeypatch.setattr(
-        setup, "told_besides", lambda state, of: [f"besides {state.skipped_samples} {of.step}"]
-    )
-    now = start(seed)
-    assert (now.step, now.consumed_samples, now.skipped_samples) == (3, 40, left_out)
-    assert ("besides [[24, 32]] 3\n" in capsys.readouterr().out) == bool(left_out)

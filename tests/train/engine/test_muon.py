@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,9 @@ from tests.conftest import small_config
 from tests.reliability.launching import run_cases
 from tests.reliability.optimizer_ranks import muon_against_plain, two_steps
 from tests.reliability.test_world_size import Runs
-from tests.train.runs import PRECISIONS, curve, run
+from tests.train.runs import PRECISIONS
 from tests.train.test_training import check_resume
-from train.checkpoint.files import CheckpointError
 from train.engine.optimizer import parameter_groups
-from train.engine.zero import base_optimizer
-from train.loop import Loop
 from train.planning.speed import newton_schulz
 
 # Of a step: float32 against float64, and float16, DeepSpeed's choice where there is one, for a gradient of few tokens,
@@ -140,37 +136,6 @@ def test_on_the_gpu_it_is_the_same_and_resumes_bit_exactly(settings: dict, confi
 def test_other_runs_resume_bit_exactly(settings: dict, variant: str, precision: str, stage: int) -> None:
     settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json"}
     check_resume(settings, variant, PRECISIONS[precision])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1])
-def test_settings_are_those_of_the_configuration_after_a_resume(
-    settings: dict, monkeypatch: pytest.MonkeyPatch, stage: int
-) -> None:
-    """Not those that DeepSpeed's checkpoint brings back; and the rate of each group is the schedule's, scaled."""
-    engines, step = [], Loop._take_step
-    monkeypatch.setattr(Loop, "_take_step", lambda self: engines.append(self.engine) or step(self))
-    settings |= {"optim": "muon", "deepspeed": f"ds_config_zero{stage}.json", "save_steps": 3}
-    settings |= {"precision": {"compute": "bf16"}, "warmup_steps": 0, "lr_scheduler_type": "constant"}
-    before = curve(run(settings))
-    folder = Path(settings["output_dir"])
-    (folder / "checkpoints/step-00000006/manifest.json").unlink()
-    changes = {"muon_momentum": 0.5, "weight_decay": 0.3}
-    with pytest.raises(CheckpointError, match=r"muon_momentum: 0\.95 -> 0\.5"):
-        run(settings, **changes)
-    after = curve(run(settings, **changes, allow_changes_on_resume=list(changes)))
-    assert after[:4] == before[:4] and after[4][1] != before[4][1]
-    groups = base_optimizer(engines[-1]).param_groups
-    assert [group.get("momentum") for group in groups] == [0.5, 0.5, None, None][-len(groups) :]
-    for group in groups:
-        assert group["lr"] == settings["learning_rate"] * group.get("lr_scale", 1.0)
-    scales = [group["lr_scale"] for group in groups if group["use_muon"]]
-    hidden, inner = (load_config(settings["model"]["config"]).to_dict()[f"{n}_size"] for n in SIZES)
-    assert scales == [pytest.approx(0.2 * math.sqrt(columns)) for columns in sorted({hidden, inner})]
-    assert groups[-2]["weight_decay"] == 0.3 and groups[-1]["weight_decay"] == 0.0
-
-
-SIZES = "hidden", "intermediate"
 
 
 @pytest.mark.slow

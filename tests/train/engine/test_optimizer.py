@@ -1,6 +1,7 @@
 """Parameter groups and schedules."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from model.fp8.precision import Precision
+from model.fp8.recipes import PrecisionConfig
+from tests.train.engine.test_states import FLOAT32, INT8, Trained
+from train.checkpoint.load import load_checkpoint
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
-from train.engine.zero import own_settings, skip_steps_that_are_not_finite
+from train.engine.step import without_prints
+from train.engine.zero import base_optimizer, own_settings, skip_steps_that_are_not_finite
 
 
 def arguments(**changes):
@@ -131,6 +137,42 @@ def test_warmup_and_decay_may_fill_a_run_and_not_more():
     with pytest.raises(ConfigurationError) as error:
         arguments(decay_steps=41, **schedule)
     assert "decay_steps 41" in str(error.value)
+
+
+MUON = {"optim": "muon"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        *((FLOAT32, {"deepspeed": f"ds_config_zero{stage}.json"}) for stage in range(4)),
+        *((FLOAT32, MUON | {"deepspeed": f"ds_config_zero{stage}.json"}) for stage in (0, 1)),
+        (INT8, {}),
+    ],
+)
+@pytest.mark.usefixtures("process_group")
+def test_a_loaded_engine_keeps_the_settings_of_the_configuration(
+    settings: dict, tmp_path: Path, precision: dict[str, str], changes: dict[str, Any]
+) -> None:
+    """DeepSpeed loads those of the checkpoint, and a kernel that a CPU or a GPU does not have."""
+    path = Trained(settings, precision, **changes).steps(1).saved(tmp_path)
+    own: dict[str, Any] = {
+        "weight_decay": 0.3,
+        "adam_beta1": 0.8,
+        "adam_epsilon": 1e-6,
+        "max_grad_norm": 0.25,
+    }
+    own |= {"muon_momentum": 0.5} if "optim" in changes else {}
+    engine = Trained(settings, precision, **changes, **own).engine
+    groups = base_optimizer(engine).param_groups
+    for group in groups:
+        group.update(dict.fromkeys({"fused", "foreach"} & group.keys(), True))
+    before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    with without_prints():
+        load_checkpoint(engine, path, Precision(PrecisionConfig(**precision)))
+    groups = base_optimizer(engine).param_groups
+    assert [{key: group[key] for key in old} for group, old in zip(groups, before, strict=True)] == before
+    assert {0.3, 0.0} & {group["weight_decay"] for group in groups} and engine.optimizer.clip_grad == 0.25
 
 
 @pytest.mark.gpu

@@ -137,7 +137,8 @@ class Trained:
 
     def saved(self, folder: Path) -> Path:
         saver = Saver(self.engine, folder, self.precision, 0, print)
-        saver.begin(RunState(3, 12, 12, 1, 1, self.args.to_dict(), {}), background=True)
+        stage = self.engine.zero_optimization_stage()
+        saver.begin(RunState(3, 12, 12, 1, stage, self.args.to_dict(), {}), background=True)
         saver.finish()
         return folder / name_of(3)
 
