@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         from train.engine.distributed import init_distributed
         from train.guard.lock import held
         from train.guard.watchdog import NO_START, Watchdog
-        from train.preflight.together import check_configured_alike
+        from train.preflight.ranks import check_configured_alike
         from train.record.run_folder import RunFolder
 
         gc.freeze()
@@ -242,7 +242,8 @@ def _begin(
     from train.guard.watchdog import Watchdog
     from train.loop import Run
     from train.planning.autotune import resolve_auto
-    from train.preflight.together import check_alike, check_gradients, is_on
+    from train.preflight.gradients import check_gradients
+    from train.preflight.ranks import check_alike, is_on
     from train.record.provenance import RunRecord
     from train.record.rank_log import name_rank_0
 
@@ -283,7 +284,7 @@ def _begin(
     state.precision = staged.to_dict()["precision"]
     if is_on(args) and state.step < args.max_steps:
         watchdog.meet("checks the gradients of a step")
-        check_gradients(staged, engine, micro_step, precision, train_stream, state, planned, setup.say)
+        check_gradients(staged, engine, micro_step, precision, train_stream, state, setup.say)
     watchdog.meet("opens its folder")
     if args.dry_run:
         setup.rehearse(args, train_stream, eval_streams, ds_config, state)

@@ -215,22 +215,7 @@ def pack_states(engine: Any, moments: str) -> None:
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-@contextlib.contextmanager
-def uncounted(engine: Any) -> Iterator[None]:
-    """Within it whole steps may be taken; neither the engine counts them, nor the loss scale of float16."""
-    holders = [(engine, COUNTERS)]
-    for name in ("loss_scaler", "loss_scale_config"):
-        holders.append((getattr(engine.optimizer, name, None), LOSS_SCALE))
-    saved = [
-        (holder, n, getattr(holder, n)) for holder, names in holders for n in names if hasattr(holder, n)
-    ]
-    try:
-        yield
-    finally:
-        for holder, name, value in saved:
-            setattr(holder, name, value)
+MOMENTS_LINKED = ("_hp_optimizer_states_linked",)
 
 
 def muon_groups(engine: Any) -> list[dict[str, Any]]:
@@ -239,39 +224,45 @@ def muon_groups(engine: Any) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def watching_gradients(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
-    """Within it `take` gets all that is stepped, with its gradient: reduced, clipped, and not yet Muon's update."""
-    optimizer, its = base_optimizer(engine), {id(master.tensor): master for master in masters(engine)}
-    muon = bool(muon_groups(engine))
+def without_optimizer_step(engine: Any, take: Callable[[Master, torch.Tensor], None]) -> Iterator[None]:
+    """Within it a step ends before the optimizer: `take` gets each tensor it would step, with the reduced and clipped
+    gradient, not yet orthogonalized by Muon. Weights, moments and counters stay as they are."""
+    wrapper, optimizer = engine.optimizer, base_optimizer(engine)
+    by_id = {id(master.tensor): master for master in masters(engine)}
+    has_muon = bool(muon_groups(engine))
+    holders = [(engine, COUNTERS), (wrapper, MOMENTS_LINKED)]
+    for name in ("loss_scaler", "loss_scale_config"):
+        holders.append((getattr(wrapper, name, None), LOSS_SCALE))
+    counters = [(h, name, getattr(h, name)) for h, names in holders for name in names if hasattr(h, name)]
 
-    def look(*_: Any) -> None:
+    def take_gradients(*_: Any) -> None:
         # Muon steps parts of these, all in one step; AdamW what DeepSpeed gives it, at times a group alone
-        groups = [] if muon else optimizer.param_groups
-        stepped = [its[id(tensor)] for group in groups for tensor in group["params"]]
-        for master in its.values() if muon else stepped:
+        groups = [] if has_muon else optimizer.param_groups
+        stepped = [by_id[id(tensor)] for group in groups for tensor in group["params"]]
+        for master in by_id.values() if has_muon else stepped:
             packed = isinstance(optimizer, PackedAdamW)
             gradient = optimizer.gradients[master.tensor] if packed else master.tensor.grad
             if gradient is not None:
                 take(master, gradient)
 
-    if not (muon and hasattr(engine.optimizer, "bf16_groups")):
-        hook = optimizer.register_step_pre_hook(look)
-        try:
-            yield
-        finally:
-            hook.remove()
-        return
-    prepare = engine.optimizer._prepare_muon_updates
-
-    def looked() -> None:
-        look()
-        prepare()
-
-    engine.optimizer._prepare_muon_updates = looked
+    # what skip_steps_that_are_not_finite has wrapped, inside its check
+    replaced: list[tuple[Any, str, Any]] = [
+        (optimizer, "step_if_finite" if hasattr(optimizer, "step_if_finite") else "step", take_gradients)
+    ]
+    if hasattr(wrapper, "_prepare_muon_updates"):
+        replaced.append((wrapper, "_prepare_muon_updates", lambda: None))
+    originals = [getattr(holder, name) for holder, name, _ in replaced]
+    for holder, name, function in replaced:
+        setattr(holder, name, function)
     try:
         yield
     finally:
-        engine.optimizer._prepare_muon_updates = prepare
+        for (holder, name, _), original in zip(replaced, originals, strict=True):
+            setattr(holder, name, original)
+        for holder, name, value in counters:
+            setattr(holder, name, value)
+        for tensor in [tensor for tensor, state in optimizer.state.items() if not state]:
+            del optimizer.state[tensor]  # which DeepSpeed has asked for
 
 
 def step_parts_apart(engine: Any, rows: Callable[[nn.Parameter], list[int]]) -> None:
@@ -364,7 +355,7 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
     optimizer = engine.optimizer
     if hasattr(optimizer, "overflow"):
         return
-    step, clip = optimizer.step, engine.clip_fp32_gradients
+    optimizer.step_if_finite, clip = optimizer.step, engine.clip_fp32_gradients
 
     def measure() -> None:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
@@ -380,7 +371,7 @@ def skip_steps_that_are_not_finite(engine: Any) -> None:
         # waits for the GPU, as all of them do
         optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
         if not optimizer.overflow:
-            step(closure)
+            optimizer.step_if_finite(closure)
 
     optimizer.overflow = False
     engine.clip_fp32_gradients, optimizer.step = measured_clip, checked_step

@@ -1,10 +1,10 @@
-"""The room of what is known before a run begins: all that can refuse it.
+"""Checks before a run begins; each of them can refuse it.
+
+Without torch, before ranks start: `check` (all problems in one message), `sizes` (GPU memory and disk), `machine` (the
+GPUs of this machine), `accelerate` (what accelerate's launcher was configured with). train/launch.py calls them, or
+train/train.py under another launcher. With all ranks, with the key "preflight": `ranks` (equal configuration, software
+and files; speed of GPUs and links), `gradients` (DeepSpeed's reduction).
 
 May import model, train.config, train.data, train.engine, train.guard, train.checkpoint, train.planning and what these
-may. Without a model and torch: `check`, what keeps a run from starting, in one message; `sizes`: what it needs of GPU
-memory and disk; `machine`: which CUDA devices there are, and whether memory ran out; `accelerate`: what accelerate's
-launcher was told otherwise. train/launch.py asks these before it starts ranks, train/train.py where another launcher
-did. By all ranks, with the key "preflight": `together`, and of that `ranks`, whether they are alike, and their links;
-`devices`: how fast and how well a GPU is; `gradients`: whether they are reduced right, in steps that leave all
-`as_before`.
+may.
 """

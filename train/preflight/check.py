@@ -1,4 +1,4 @@
-"""What keeps a run from starting, as far as it is known before a model is built: all of it in one message."""
+"""Check what can be known before a model is built, without torch. All problems are in one message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model import install_command
 from model.config import load_sizes, num_parameters
 from model.errors import UserError
 from model.fp8.recipes import EIGHT_BITS, RECIPES
-from model.hf_folder import check_init_from, find_weights
+from model.hf_folder import WeightsError, check_init_from, find_weights
 from model.variants import VARIANTS
 from train.checkpoint.files import (
     MANIFEST,
@@ -32,7 +32,7 @@ from train.files import existing
 from train.guard.lock import Lock
 from train.planning.setting import Setting
 from train.preflight.accelerate import contradictions
-from train.preflight.sizes import disk_findings, is_done, memory_findings
+from train.preflight.sizes import check_disk, check_memory, is_done
 from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
 from train.record.trackers import check_installed
 
@@ -40,30 +40,46 @@ T = TypeVar("T")
 
 # Set in the environment of ranks whose launcher has checked.
 CHECKED = "FP8_PREFLIGHT_DONE"
-# Parameters of a model that trains on a CPU within a coffee break; a larger one there is a mistake, or asked for.
+# A larger model takes too long on a CPU to be intended.
 CPU_PARAMETERS = 100e6
 
 
 class PreflightError(UserError):
-    """The run cannot start; the message has every reason, each with what to do."""
+    """The run cannot start. Has the code and the key of the problem if there is only one.
+
+    Args:
+        problems: all of them.
+        title: the first line if there are several.
+    """
 
     code = "preflight"
 
+    def __init__(self, problems: list[Exception], title: str = "{} problems keep this run from starting:"):
+        texts = list(dict.fromkeys(str(problem) for problem in problems))
+        first: Any = problems[0]
+        if len(texts) == 1:
+            super().__init__(texts[0], code=getattr(first, "code", None), key=getattr(first, "key", None))
+        else:
+            lines = [text.replace("\n", "\n  ") for text in texts]
+            super().__init__("\n  ".join([title.format(len(lines)), *lines]))
+        self.problems = problems
+
 
 def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: list[int] | None) -> list[str]:
-    """Remarks for the log about a run of `world_size` ranks, `local_ranks` of them on this node, where `devices` are
-    `cuda_devices()`. Reads files and changes nothing.
+    """Check a run of `world_size` ranks, `local_ranks` of them on this node, and return warnings. Changes no file.
+
+    Args:
+        devices: of `cuda_devices`.
 
     Raises PreflightError.
     """
-    problems: list[str] = []
-    remarks: list[str] = []
+    problems: list[Exception] = []
 
     def attempt(step: Callable[[], T]) -> T | None:
         try:
             return step()
         except (ValueError, UserError, OSError) as error:
-            problems.append(str(error))
+            problems.append(error)
             return None
 
     sizes: Any = attempt(partial(load_sizes, args.model.config))
@@ -76,79 +92,77 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
         attempt(partial(check_evaluation, folders, args.max_seq_length, train))
     attempt(partial(check_output, args))
     attempt(partial(check_installed, args.report_to))
-    attempt(partial(check_states, resolved or args))
-    if sizes is not None and begins(args):
+    attempt(partial(check_optimizer_states, resolved or args))
+    if sizes is not None and is_new_run(args):
         attempt(partial(check_weights, args, sizes))
     if resolved and ds_config:
         attempt(partial(check_resume, resolved, ds_config, world_size))
     problems += contradictions(resolved or args)
     if devices is not None:
         problems += device_problems(args, sizes, local_ranks, len(devices))
+    warnings: list[str | None] = []
     if sizes is not None and resolved and ds_config:
-        stage = ds_config["zero_optimization"]["stage"]
-        found = [disk_findings(args, sizes, stage)]
+        warnings.append(attempt(partial(check_disk, args, sizes, ds_config["zero_optimization"]["stage"])))
         if devices:
             setting = Setting.of(resolved, ds_config, sizes, world_size)
-            found.append(memory_findings(resolved, setting, min(devices[:local_ranks])))
-        problems += [problem for problem, _ in found if problem]
-        remarks += [remark for _, remark in found if remark]
-    problems = list(dict.fromkeys(problems))
-    if len(problems) > 1:
-        lines = (problem.replace("\n", "\n  ") for problem in problems)
-        raise PreflightError("\n  ".join([f"{len(problems)} problems keep this run from starting:", *lines]))
+            smallest = min(devices[:local_ranks])
+            warnings.append(attempt(partial(check_memory, resolved, setting, smallest)))
     if problems:
-        raise PreflightError(problems[0])
-    return remarks
+        raise PreflightError(problems)
+    return [warning for warning in warnings if warning]
 
 
 def check_evaluation(folders: dict[str, str], seq_length: int, train: list[TokenSource] | None) -> None:
-    """Raises DataError: the eval split of folders cannot be used beside the training data."""
+    """Check the eval split of folders. Raises DataError if it does not go with the training data."""
     held_out = open_sources(folders, "eval", seq_length)
     if train:
         check_same_tokenizer(train[0], held_out[0])
         check_no_leak(train, held_out)
 
 
-def begins(args: TrainingArguments) -> bool:
-    """Whether the run goes on from no checkpoint."""
+def is_new_run(args: TrainingArguments) -> bool:
+    """Whether the run resumes from no checkpoint."""
     setting = args.resume_from_checkpoint
     return setting == "never" or (setting == "auto" and not committed(RunFolder(args.output_dir).checkpoints))
 
 
-def goes_on_from(args: TrainingArguments) -> Path | None:
-    """The checkpoint that a run is about to go on from, by what is there, unread; None where it begins, or that is for
-    the run to say. Raises CheckpointError: see `branch_at`, `check_given`."""
-    setting, own = args.resume_from_checkpoint, RunFolder(args.output_dir).checkpoints
-    if setting == "never":
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
+    """Return the checkpoint the run will resume from, without reading it; None for a new run.
+
+    Raises CheckpointError: see `branch_at`, `check_given`.
+    """
+    own = RunFolder(args.output_dir).checkpoints
+    if is_new_run(args):
         return None
-    if setting == "auto":
-        return next(iter(committed(own)[-1:]), None)
-    path = Path(setting)
+    if args.resume_from_checkpoint == "auto":
+        return committed(own)[-1]
+    path = Path(str(args.resume_from_checkpoint))
     if newest := branch_at(own, path):
         return newest
     check_given(path, own, hashes=False)
     return path
 
 
-def check_states(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: precision.optimizer_states needs a package that is not there."""
+def check_optimizer_states(args: TrainingArguments) -> None:
+    """Raises ConfigurationError: precision.optimizer_states needs a package that is not installed."""
     states, package = args.precision.optimizer_states, RECIPES["tensorwise"].package
     if states in EIGHT_BITS and importlib.util.find_spec(package) is None:
         raise ConfigurationError(
             f"precision.optimizer_states {states} needs the package {package}, which is not installed. Install it "
-            f"with {install_command(package)}, or set it to bf16_remainder"
+            f"with {install_command(package)}, or set it to bf16_remainder",
+            key="precision.optimizer_states",
         )
 
 
 def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size: int) -> None:
-    """Compare the resolved arguments with the checkpoint that the run resumes from. The run itself compares the content
-    of data and model, and skips a damaged checkpoint.
+    """Compare the resolved arguments with the checkpoint that the run resumes from.
 
-    Raises:
-        CheckpointError, ConfigurationError: as `allowed_changes`; or see `branch_at`.
+    The run itself compares data and model, and skips a damaged checkpoint.
+
+    Raises CheckpointError, ConfigurationError: as `checkpoint_to_resume`, `allowed_changes`.
     """
-    path = goes_on_from(args)
-    if path is None or args.precision.auto:  # what that chooses is not known yet
+    path = checkpoint_to_resume(args)
+    if path is None or args.precision.auto:  # its choice is not known yet
         return
     try:
         saved = read_state(path)
@@ -161,75 +175,83 @@ def check_resume(args: TrainingArguments, ds_config: dict[str, Any], world_size:
 
 
 def check_weights(args: TrainingArguments, sizes: Any) -> None:
-    """Raises ValueError: model.init_from is of another model, or has weights that cannot be used."""
+    """Raises WeightsError: model.init_from has no weights of this model."""
     if args.model.init_from is None:
         return
     check_init_from(args.model.init_from, sizes)
     try:
         find_weights(args.model.init_from, sizes)
-    except ValueError as error:
-        raise ValueError(f"model.init_from: {error}") from error
+    except WeightsError as error:
+        raise WeightsError(f"model.init_from: {error}", code=error.code, key="model.init_from") from error
 
 
 def check_output(args: TrainingArguments) -> None:
-    """Raises ConfigurationError: output_dir cannot be written, or is what another program replaces or a run removes, or
-    has an hf/ that the run's own could not replace in the end; LockError: another run is in it."""
-    folder = RunFolder(args.output_dir)
+    """Raises ConfigurationError: output_dir cannot be written or is something else than a run's folder. LockError:
+    another run uses it."""
+    folder, key = RunFolder(args.output_dir), "output_dir"
     if (folder.path / MANIFEST).is_file() or (folder.path / EXPORTED_FROM).is_file():
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data, with which the run in it '
-            "would be removed; choose another folder. A run goes on from a checkpoint with --resume_from_checkpoint"
+            f'output_dir "{args.output_dir}" is a checkpoint, an export or prepared data; choose another folder. To '
+            "resume from a checkpoint, pass --resume_from_checkpoint",
+            key=key,
         )
-    places = existing(folder.path), *written_parts(args, folder)
+    saves = args.save_strategy != "no" and not is_done(args, folder)
+    parts = [folder.metrics, *([folder.checkpoints, folder.hf] if saves else [])]
+    places = [existing(folder.path), *(part for part in parts if part.exists())]
     if locked := [str(place) for place in places if not os.access(place, os.W_OK | os.X_OK * place.is_dir())]:
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user; have that made '
-            "writable, or choose another folder"
+            f'output_dir "{args.output_dir}": {", ".join(locked)} cannot be written by this user; change the '
+            "permissions, or choose another folder",
+            key=key,
         )
-    if args.save_strategy != "no" and not is_done(args, folder) and (why := why_not_replaced(folder.hf)):
+    if saves and (why := why_not_replaced(folder.hf)):
         raise ConfigurationError(
-            f'output_dir "{args.output_dir}": {why}, and what this run trains would be exported there in the end; move '
-            "it away, or choose another output_dir"
+            f'output_dir "{args.output_dir}": {why}, and the run exports its model there in the end; move it away, or '
+            "choose another output_dir",
+            key=key,
         )
     Lock(folder.lock).look()
 
 
-def written_parts(args: TrainingArguments, folder: RunFolder) -> list[Path]:
-    """What is there of a run's folder, perhaps by another user, and is written to by a run that goes on in it. Without
-    train.log and logs/ it goes on, and other files are replaced."""
-    parts = [folder.metrics]
-    if args.save_strategy != "no" and not is_done(args, folder):
-        parts += [folder.checkpoints, folder.hf]
-    return [part for part in parts if part.exists()]
-
-
-def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[str]:
-    """What does not go with so many CUDA devices."""
-    problems: list[str] = []
-    te, backend = VARIANTS[args.model.variant].te, args.precision.backend
-    if devices:
-        if local_ranks > devices:
-            problems.append(
-                f"{local_ranks} ranks are to start on this node, and it has {devices} CUDA devices, one a rank; start "
-                f"{devices} (--nproc, or NPROC of run_training.sh), or look at CUDA_VISIBLE_DEVICES; srun has to "
-                "give them to all tasks of the node: --gpus-per-node, not --gpus-per-task"
-            )
-    else:
-        none = "no CUDA device is found here"
-        if sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS:
-            problems.append(
-                f"model.config {args.model.config}: {num_parameters(sizes) / 1e6:,.0f} M parameters, and {none}; look "
-                "at nvidia-smi and CUDA_VISIBLE_DEVICES, or, to train on the CPU all the same, very slowly, give "
-                "--precision.backend reference"
-            )
-        if te and backend == "transformer_engine":
-            problems.append(f'precision.backend "transformer_engine": {none}; set it to auto or reference')
-        if args.precision.compute == "fp16":
-            problems.append(f'precision.compute "fp16" needs a GPU, and {none}; set it to bf16 or fp32')
-    named = args.model.attention_backend
-    if te and named != "auto" and (not devices or backend == "reference"):
-        problems.append(
-            f'model.attention_backend "{named}" is Transformer Engine\'s on a GPU; the CPU reference, which would run '
-            "here, has torch's alone; set it to auto"
-        )
-    return problems
+def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:
+    """Return what the configuration needs and this number of CUDA devices does not offer."""
+    te, backend, attention = (
+        VARIANTS[args.model.variant].te,
+        args.precision.backend,
+        args.model.attention_backend,
+    )
+    none = "no CUDA device is found here"
+    too_large = sizes is not None and backend != "reference" and num_parameters(sizes) > CPU_PARAMETERS
+    problems = [
+        (
+            "ranks",
+            0 < devices < local_ranks,
+            f"{local_ranks} ranks are to start on this node, and it has {devices} CUDA devices, one a rank; start "
+            f"{devices} (--nproc, or NPROC of run_training.sh), or check CUDA_VISIBLE_DEVICES; srun has to give them "
+            "to all tasks of the node: --gpus-per-node, not --gpus-per-task",
+        ),
+        (
+            "model.config",
+            not devices and too_large,
+            f"model.config {args.model.config}: {num_parameters(sizes) / 1e6 if sizes else 0:,.0f} M parameters, and "
+            f"{none}; check nvidia-smi and CUDA_VISIBLE_DEVICES, or, to train very slowly on the CPU, give "
+            "--precision.backend reference",
+        ),
+        (
+            "precision.backend",
+            not devices and te and backend == "transformer_engine",
+            f'precision.backend "transformer_engine": {none}; set it to auto or reference',
+        ),
+        (
+            "precision.compute",
+            not devices and args.precision.compute == "fp16",
+            f'precision.compute "fp16" needs a GPU, and {none}; set it to bf16 or fp32',
+        ),
+        (
+            "model.attention_backend",
+            te and attention != "auto" and (not devices or backend == "reference"),
+            f'model.attention_backend "{attention}" is Transformer Engine\'s on a GPU; the CPU reference has '
+            "torch's alone; set it to auto",
+        ),
+    ]
+    return [ConfigurationError(text, key=key) for key, found, text in problems if found]

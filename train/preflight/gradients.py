@@ -2,13 +2,16 @@
 autograd computes, over all micro-batches of a step and all ranks.
 
 Releases of DeepSpeed have dropped the last micro-batch or divided twice, and nothing in training notices. The check
-compares a sample of the elements of each parameter.
+compares a sample of the elements of each parameter on the data of the first step, and ends before the optimizer's step.
+Afterwards the run is, bit for bit, what it was.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,14 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model.config import GIB
 from model.fp8.precision import Precision
-from model.fp8.state import snapshot_fp8_state
+from model.fp8.state import fp8_state, reset_fp8_state, snapshot_fp8_state
+from train.checkpoint.files import RunState
+from train.checkpoint.load import set_random_state
 from train.checkpoint.reshard import WEIGHT, pieces_of_master
-from train.data.stream import Batch
+from train.checkpoint.save import rank_state
+from train.config.arguments import TrainingArguments
+from train.data.order import next_position
+from train.data.stream import Batch, MicroBatches, SampleStream
 from train.engine import zero
 from train.engine.step import MicroStep
-from train.preflight.as_before import put_back_fp8
+from train.preflight.check import PreflightError
+from train.preflight.machine import out_of_memory
 
 SAMPLE = 2**26  # elements: 256 MiB
 FLOAT32_ERROR = 1e-6  # of sums in another order
@@ -32,6 +40,8 @@ TINY = 1e-30
 # A GEMM that adds into a buffer and a replayed graph round differently, and quantize again.
 OTHER_KERNELS = 0.1
 WORST = 3  # parameters to name
+ADVICE = "Do not train like this. Try another ZeRO stage, gradient_accumulation_steps 1 or another version of DeepSpeed"
+FUSED_ADVICE = "Set speed.main_grad and speed.cuda_graphs to false, and report it"
 
 
 @dataclass(frozen=True)
@@ -66,65 +76,118 @@ class Comparison:
     allowed: float
 
 
+def check_gradients(
+    args: TrainingArguments,
+    engine: Any,
+    micro_step: MicroStep,
+    precision: Precision,
+    stream: SampleStream,
+    state: RunState,
+    say: Callable[..., None],
+) -> None:
+    """Compare the gradients of the next step of the run. Collective.
+
+    Raises PreflightError: the optimizer would receive other gradients than those of the micro-batches, or memory ran
+    out, on this rank alone.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
+    first = next_position(state.consumed_samples, size * accumulation * world, state.skipped_samples)
+    reader = MicroBatches(stream, size, rank, world)
+    batches = [reader.get(first, index) for index in range(accumulation)]
+    reader.close()
+    engine.train()
+    try:
+        with unchanged(engine, precision):
+            mine = compare_gradients(engine, micro_step, precision, batches, args.max_grad_norm)
+    except Exception as error:
+        if not (line := out_of_memory(error)):
+            raise
+        raise PreflightError(
+            [
+                MemoryError(
+                    f"preflight: memory ran out on rank {rank} ({socket.gethostname()}) while the gradients of a step "
+                    f"were checked: {line}\nThe check needs more memory than a step of the run. Use a smaller "
+                    "per_device_train_batch_size, or start without the checks of the ranks: --preflight false"
+                )
+            ]
+        ) from error
+    if mine is None:
+        return say(
+            "warning: preflight: the gradients of the first step are not finite, so they are not compared; the run "
+            "will skip that step"
+        )
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, (f"rank {rank} ({socket.gethostname()})", mine))
+    stage = engine.zero_optimization_stage()
+    what = f"{accumulation} micro-batches x {world} ranks at ZeRO {stage}"
+    for kind in range(len(mine)):
+        how = ", with speed.main_grad and speed.cuda_graphs" if kind else ""
+        found = [(where, comparisons[kind]) for where, comparisons in every]
+        if wrong := [f"{where}: {text}" for where, comparison in found for text in comparison.problems]:
+            title = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly:"
+            raise PreflightError([ValueError("\n  ".join([title, *wrong, FUSED_ADVICE if kind else ADVICE]))])
+        largest = max(comparison.error for _, comparison in found)
+        say(
+            f"preflight: gradients of {what}{how} match a plain all-reduce within {largest:.1e} "
+            f"(allowed {mine[kind].allowed:.1e})"
+        )
+
+
+@contextmanager
+def unchanged(engine: Any, precision: Precision) -> Iterator[None]:
+    """Restore random generators and FP8 state afterwards, in place."""
+    random_state, fp8 = rank_state(engine.module, precision), snapshot_fp8_state(engine.module, precision)
+    yield
+    restore_fp8(engine, precision, fp8)
+    set_random_state(random_state)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # the check needs more memory than the run
+
+
+def restore_fp8(engine: Any, precision: Precision, saved: dict[str, torch.Tensor]) -> None:
+    """Put back `saved` of snapshot_fp8_state in place. Modules that had not run by then get their initial state."""
+    reset_fp8_state(engine.module, precision)
+    for key, tensor in fp8_state(engine.module, precision).items():
+        if key in saved:
+            tensor.copy_(saved[key])
+
+
 def compare_gradients(
     engine: Any, micro_step: MicroStep, precision: Precision, batches: list[Batch], max_grad_norm: float
-) -> tuple[list[Comparison], int] | None:
-    """Take a step with a learning rate of 0 and compare its gradients. Collective.
-
-    Moments and FP8 state change: call it within `as_before`.
+) -> list[Comparison] | None:
+    """Compute the gradients of a step and compare them. Collective. Changes FP8 state.
 
     Args:
         batches: this rank's micro-batches of the step.
 
     Returns:
-        None if the gradients are not finite, on all ranks. Otherwise a comparison, and a second one of a step with
-        fused gradient accumulation and CUDA graphs if the run uses them; and the peak GPU memory of a step, bytes.
+        None if the gradients are not finite, on all ranks. Otherwise a comparison, and a second one with fused
+        gradient accumulation and CUDA graphs if the run uses them.
     """
     sample, world = Sample.of(engine), dist.get_world_size()
-    rates = [group["lr"] for group in engine.optimizer.param_groups]
     fp8 = snapshot_fp8_state(engine.module, precision)
-    allowed, found = allowed_error(engine, len(batches)), []
-    try:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
-        with (
-            LocalGradients(engine, sample) as local,
-            nullcontext() if micro_step.plain else micro_step.through_autograd(),
-        ):
-            reduced = take_step(engine, micro_step, batches, sample, local)
+    allowed = allowed_error(engine, len(batches))
+    with (
+        LocalGradients(engine, sample) as local,
+        nullcontext() if micro_step.plain else micro_step.through_autograd(),
+    ):
+        reduced = take_step(engine, micro_step, batches, sample, local)
+    if reduced is None:
+        return None
+    plain = local.sum / (len(batches) * world)
+    squares = plain.square()
+    dist.all_reduce(plain)
+    dist.all_reduce(squares)
+    found = [compare(engine, sample, reduced, plain, squares, max_grad_norm, allowed)]
+    if not micro_step.plain:
+        restore_fp8(engine, precision, fp8)
+        reduced = take_step(engine, micro_step, batches, sample)
         if reduced is None:
             return None
-        peak = peak_without(local.sum, reduced)
-        plain = local.sum / (len(batches) * world)
-        squares = plain.square()
-        dist.all_reduce(plain)
-        dist.all_reduce(squares)
-        found.append(compare(engine, sample, reduced, plain, squares, max_grad_norm, allowed))
-        if not micro_step.plain:
-            put_back_fp8(engine, precision, fp8)
-            reduced = take_step(engine, micro_step, batches, sample)
-            if reduced is None:
-                return None
-            peak = peak_without(plain, squares, local.sum, reduced)
-            limit = max(allowed, OTHER_KERNELS)
-            found.append(compare(engine, sample, reduced, plain, squares, max_grad_norm, limit))
-    finally:
-        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-    return found, peak
-
-
-def peak_without(*tensors: torch.Tensor) -> int:
-    """Peak GPU memory of the last `take_step` without these tensors, bytes; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() - sum(t.nbytes for t in tensors) if tensors[0].is_cuda else 0
-
-
-def extra_gib(engine: Any, micro_step: MicroStep) -> float:
-    """GPU memory `compare_gradients` needs in addition to a step of the run."""
-    kept = 4 * 4 * Sample.of(engine).length
-    if not micro_step.plain:  # gradients that the run adds straight into float32 buffers
-        kept += sum(p.element_size() * zero.shape_of(p).numel() for p in trained(engine))
-    return kept / GIB
+        limit = max(allowed, OTHER_KERNELS)
+        found.append(compare(engine, sample, reduced, plain, squares, max_grad_norm, limit))
+    return found
 
 
 def allowed_error(engine: Any, micro_batches: int) -> float:
@@ -173,10 +236,8 @@ def take_step(
     sample: Sample,
     local: LocalGradients | None = None,
 ) -> torch.Tensor | None:
-    """Take a step; return the sample of the gradient that the optimizer receives, with its norm as the last element.
-
-    None if DeepSpeed skips the step.
-    """
+    """Take a step up to the optimizer; return the sample of the gradient that it receives, with its norm as the last
+    element, or None if DeepSpeed skips the step."""
     values = torch.zeros(sample.length + 1, device=engine.device, dtype=torch.float64)
     steps = 0
 
@@ -191,9 +252,7 @@ def take_step(
             place = sample.places[name][0] + first
             values[place : place + len(mine)] = mine.double()
 
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with zero.watching_gradients(engine, take):
+    with zero.without_optimizer_step(engine, take):
         for index, batch in enumerate(batches):
             if local is not None and batch.documents is not None:
                 local.weight.copy_(batch.labelled())

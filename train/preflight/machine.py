@@ -1,4 +1,4 @@
-"""What this machine has, by its own libraries and counters: torch takes seconds to import."""
+"""Ask this machine for its GPUs and for memory that ran out, without importing torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUERY_TIMEOUT_S = 120  # a driver that loads for the first GPU program since the
 
 
 def cuda_devices() -> list[int] | None:
-    """Bytes of memory of each CUDA device that a run from here may use, [] without any; None: it is not known."""
+    """Return the memory of each visible CUDA device in bytes; [] without any, None if the driver does not answer."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -36,15 +36,16 @@ def cuda_devices() -> list[int] | None:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """The first line of an error that says that memory ran out, of a GPU or of the host; "" of any other."""
+    """Return the first line of an error that says that GPU or host memory ran out, or ""."""
     text = str(error)  # torch has a type of its own for a GPU alone
     if isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text:
-        return text.splitlines()[0] if text else "no memory left"
+        line = text.splitlines()[0] if text else "no memory left"
+        return ". ".join(line.split(". ")[:3])  # without torch's advice
     return ""
 
 
 def memory_kills() -> int:
-    """How many processes the system has killed since its boot because memory ran out; 0 where it does not say."""
+    """Return how many processes the system has killed since boot because memory ran out; 0 if unknown."""
     try:
         counters = dict(line.split() for line in COUNTERS.read_text().splitlines())
         return int(counters.get("oom_kill", 0))

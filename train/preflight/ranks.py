@@ -1,4 +1,5 @@
-"""Check that the ranks are alike and see the same files, and measure their GPUs and links."""
+"""Check before the first step that all ranks have one configuration, equal software and the same files, and measure
+their GPUs and links. Findings name the rank and its host."""
 
 from __future__ import annotations
 
@@ -13,93 +14,118 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from model.config import load_config, numbers_of
 from model.errors import UserError
 from model.fp8.machine import describe
 from model.fp8.recipes import why_no_fp8
 from train.config.arguments import TrainingArguments
+from train.config.differences import leaves
 from train.config.schedule import precisions_of
 from train.data.stream import open_stream
+from train.engine import launchers
 from train.files import existing
-from train.record.provenance import sources_sha256
+from train.preflight.check import PreflightError
+from train.record.provenance import NOT_HASHED, sources_sha256
 from train.record.run_folder import RunFolder
 
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after a while
-SLOW = 1.15  # a GPU or link this many times slower than the median of the others is reported
+SLOW = 1.15  # a GPU this many times slower than the median is reported
 GEMM, WARMUPS, REPEATS = 8192, 3, 10
 ALL_REDUCE_BYTES = {"cuda": 2**28, "cpu": 2**20}
 
 
-@dataclass
-class Found:
-    """What refuses the run, what to warn about, and lines for the log."""
-
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has and sees. versions: packages and this code. machine: GPU and driver. data: a hash of what it
-    would train on, or "" and data_problem. sees_file: it sees a file of rank 0 in output_dir. gemm_tflops: of a bf16
-    GEMM on its GPU; None on a CPU."""
+    """What one rank has and sees.
+
+    equal: what must be the same on all ranks: versions of packages and sources, the data, that output_dir is shared.
+    machine: GPU and driver, which should be. gemm_tflops: speed of a bf16 GEMM; None on a CPU, like capability.
+    """
 
     host: str
-    versions: dict[str, str]
+    equal: dict[str, str]
     machine: dict[str, str]
     capability: tuple[int, int] | None
-    data: str
-    data_problem: str
-    sees_file: bool
     gemm_tflops: float | None
 
 
-def check_ranks(args: TrainingArguments) -> Found:
-    """Compare all ranks; the result is the same on each. Collective.
+def is_on(args: TrainingArguments) -> bool:
+    """Whether the ranks are checked: by the key "preflight", or if there are several nodes."""
+    return launchers.several_nodes() if args.preflight is None else args.preflight
 
-    Raises OSError, on rank 0: output_dir cannot be written.
+
+def check_configured_alike(args: TrainingArguments) -> None:
+    """Check that all ranks have the same resolved arguments: on nodes that are started by hand each reads its own
+    command and file. Paths may differ, and what only rank 0 uses. Collective.
+
+    Raises PreflightError, on all ranks.
+    """
+    values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
+    values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
+    values["model"] |= {"config": numbers_of(load_config(args.model.config)), "init_from": None}
+    mine = {key: json.dumps(value) for key, value in leaves(values).items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), mine))
+    names = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]
+    if found := unequal([facts for _, facts in every], names):
+        title = "the ranks were started with different configurations; use the same command and file for all:"
+        raise PreflightError([ValueError("\n  ".join([title, *found]))])
+
+
+def check_alike(args: TrainingArguments, say: Callable[..., None]) -> None:
+    """Check software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
+
+    Raises PreflightError, on all ranks. OSError, on rank 0: output_dir cannot be written.
     """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, this_rank(args, sees_file_of_rank_0(args)))
-    found = judge(args, every)
+    problems, warnings = compare_ranks(args, every)
+    if speeds := [rank.gemm_tflops for rank in every if rank.gemm_tflops]:
+        say(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
     if len(every) > 1:
-        found.lines.append(f"all-reduce bus bandwidth: {all_reduce_gb_s():,.1f} GB/s per rank")
-    return found
+        say(f"preflight: all-reduce bus bandwidth: {all_reduce_gb_s():,.1f} GB/s per rank")
+    say(*(f"warning: preflight: {warning}" for warning in warnings))
+    if problems:
+        errors: list[Exception] = [ValueError(f"preflight: {problem}") for problem in problems]
+        raise PreflightError(errors, "preflight: the ranks have {} problems:")
 
 
 def this_rank(args: TrainingArguments, sees_file: bool) -> Rank:
     machine, versions = describe()
-    capability, data, problem = None, "", ""
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    versions["the sources in model/ and train/"] = sources_sha256("model", "train")[:12]
-    try:
-        d = args.data
-        stream = open_stream(
-            d.sources, d.weights, args.max_seq_length, args.seed, document_mask=d.document_mask
-        )
-        fingerprint = json.dumps(stream.fingerprint(), sort_keys=True, default=str)
-        data = hashlib.sha256(fingerprint.encode()).hexdigest()
-    except (ValueError, OSError, UserError) as error:
-        problem = str(error)
+    equal = {name: str(version) for name, version in versions.items()}
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        equal["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    equal["the sources in model/ and train/"] = sources_sha256("model", "train")[:12]
+    equal["data.sources"] = data_facts(args)
+    equal["output_dir"] = "shared" if sees_file else "not shared (a file of rank 0 in it is not seen)"
     return Rank(
         host=socket.gethostname(),
-        versions={name: str(version) for name, version in versions.items()},
+        equal=equal,
         machine={name: str(machine[name]) for name in ("gpu", "gpu_memory_gib", "driver") if name in machine},
-        capability=capability,
-        data=data,
-        data_problem=problem,
-        sees_file=sees_file,
-        gemm_tflops=gemm_tflops(),
+        capability=torch.cuda.get_device_capability() if on_gpu else None,
+        gemm_tflops=gemm_tflops() if on_gpu else None,
     )
+
+
+def data_facts(args: TrainingArguments) -> str:
+    """Return a hash of the training data as this rank sees it, or why it cannot be read."""
+    data = args.data
+    try:
+        stream = open_stream(
+            data.sources, data.weights, args.max_seq_length, args.seed, document_mask=data.document_mask
+        )
+    except (ValueError, OSError, UserError) as error:
+        return f"unreadable ({error})"
+    fingerprint = json.dumps(stream.fingerprint(), sort_keys=True, default=str)
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:12]
 
 
 def sees_file_of_rank_0(args: TrainingArguments) -> bool:
@@ -127,81 +153,61 @@ def sees(folder: Path, name: str) -> bool:
     return (existing(folder) / name).is_file()
 
 
-def judge(args: TrainingArguments, ranks: list[Rank]) -> Found:
-    """Compare the ranks."""
-    found, where = Found(), [f"rank {rank} ({its.host})" for rank, its in enumerate(ranks)]
-    problems, warnings = found.problems, found.warnings
-    problems += unequal(
-        [its.versions for its in ranks], where, "install the same packages and sources on all nodes"
+def compare_ranks(args: TrainingArguments, ranks: list[Rank]) -> tuple[list[str], list[str]]:
+    """Return what refuses the run, and warnings."""
+    names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
+    problems = unequal(
+        [rank.equal for rank in ranks],
+        names,
+        "install the same packages and sources on all nodes, and put data and output_dir on a shared file system",
     )
-    warnings += unequal(
-        [its.machine for its in ranks], where, "the slowest GPU sets the pace; use equal nodes"
+    warnings = unequal(
+        [rank.machine for rank in ranks], names, "the slowest GPU sets the pace; use equal nodes"
     )
-    problems += [
-        f"{where[rank]}: {its.data_problem}; put the data where all nodes see it"
-        for rank, its in enumerate(ranks)
-        if its.data_problem
-    ]
-    readers = [rank for rank, its in enumerate(ranks) if not its.data_problem]
-    problems += unequal(
-        [{"data.sources": ranks[rank].data} for rank in readers],
-        [where[rank] for rank in readers],
-        "give all nodes the same folder",
-    )
-    if blind := [where[rank] for rank, its in enumerate(ranks) if not its.sees_file]:
-        problems.append(
-            f"output_dir {args.output_dir} is not shared: {', '.join(blind)} did not see a file of rank 0 in it. Use "
-            "an absolute path on a file system that all nodes share"
-        )
     uses_fp8 = any(p.compute == "fp8" and not p.emulated for p in precisions_of(args.precision))
-    for rank, its in enumerate(ranks):
-        if uses_fp8 and its.capability and (why := why_no_fp8(its.machine.get("gpu", "GPU"), its.capability)):
-            problems.append(f"{where[rank]}: {why}, or leave the node out")
-    speeds = {where[rank]: its.gemm_tflops for rank, its in enumerate(ranks) if its.gemm_tflops}
-    if speeds:
-        low, high = min(speeds.values()), max(speeds.values())
-        found.lines.append(f"bf16 GEMM: {low:,.0f} to {high:,.0f} TFLOP/s per GPU")
-    warnings += [
-        f"{name}: its GPU makes {speeds[name]:,.0f} TFLOP/s in a bf16 GEMM, the others {usual:,.0f}, and all wait for "
-        "it. Check clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE), or leave the node out"
-        for name, usual in slow(speeds).items()
-    ]
-    return found
+    speeds = [rank.gemm_tflops for rank in ranks if rank.gemm_tflops]
+    for name, rank in zip(names, ranks, strict=True):
+        if (
+            uses_fp8
+            and rank.capability
+            and (why := why_no_fp8(rank.machine.get("gpu", "GPU"), rank.capability))
+        ):
+            problems.append(f"{name}: {why}, or exclude the node")
+        if rank.gemm_tflops and rank.gemm_tflops * SLOW < (usual := statistics.median(speeds)):
+            warnings.append(
+                f"{name}: its GPU reaches {rank.gemm_tflops:,.0f} TFLOP/s in a bf16 GEMM, the median is {usual:,.0f}, "
+                "and all ranks wait for it. Check clocks, temperature and other processes "
+                "(nvidia-smi -q -d PERFORMANCE), or exclude the node"
+            )
+    return problems, warnings
 
 
 def unequal(facts: list[dict[str, str]], where: list[str], advice: str = "") -> list[str]:
-    """For each name, the ranks whose value differs from that of most ranks."""
+    """Return a line for each value that differs from that of most ranks.
+
+    Args:
+        facts: values by name, of each rank.
+        where: the ranks as text.
+    """
     found = []
     for name in sorted(set().union(*facts)):
-        values = [its.get(name, "none") for its in facts]
+        values = [fact.get(name, "none") for fact in facts]
         (most, count), *others = Counter(values).most_common()
         for other, _ in others:
             odd = ", ".join(where[rank] for rank, value in enumerate(values) if value == other)
-            text = f"{odd}: {name} is {other}, and {most} on {count} other ranks"
+            text = f"{odd}: {name} is {other}, on {count} other ranks {most}"
             found.append(f"{text}; {advice}" if advice else text)
     return found
 
 
-def slow(figures: dict[str, float]) -> dict[str, float]:
-    """The figures that are SLOW times below the median of the others, with that median."""
-    found = {}
-    for name, own in figures.items():
-        others = [value for other, value in figures.items() if other != name]
-        if others and own * SLOW < (usual := statistics.median(others)):
-            found[name] = usual
-    return found
-
-
-def gemm_tflops() -> float | None:
-    """bf16 GEMM speed of this rank's GPU, TFLOP/s; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
+def gemm_tflops() -> float:
+    """Measure a bf16 GEMM on this rank's GPU, TFLOP/s."""
     a, b = (torch.randn(GEMM, GEMM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * GEMM**3 / _seconds(lambda: torch.mm(a, b)) / 1e12
 
 
 def all_reduce_gb_s() -> float:
-    """All-reduce bus bandwidth per rank, GB/s. Collective."""
+    """Measure the all-reduce bus bandwidth per rank, GB/s. Collective."""
     device, ranks = "cuda" if torch.cuda.is_available() else "cpu", dist.get_world_size()
     tensor = torch.zeros(ALL_REDUCE_BYTES[device] // 4, device=device)
     return 2 * (ranks - 1) / ranks * tensor.nbytes / _seconds(lambda: dist.all_reduce(tensor)) / 1e9
@@ -209,15 +215,12 @@ def all_reduce_gb_s() -> float:
 
 def _seconds(call: Callable[[], object]) -> float:
     """Mean time of a call after WARMUPS."""
-    for repeat in range(WARMUPS + REPEATS):
-        if repeat == WARMUPS:
-            _synchronize()
-            start = time.perf_counter()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    for _ in range(WARMUPS):
         call()
-    _synchronize()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        call()
+    synchronize()
     return (time.perf_counter() - start) / REPEATS
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

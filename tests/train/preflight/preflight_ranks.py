@@ -21,7 +21,7 @@ from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
 from train.preflight.check import PreflightError
-from train.preflight.together import check_gradients
+from train.preflight.gradients import check_gradients
 
 ACCUMULATION, SAMPLES, TOKENS = 3, 2, 16
 
@@ -102,7 +102,7 @@ def gradients(
     random_state = torch.get_rng_state()
     try:
         stream, state = SimpleNamespace(batch=batch), SimpleNamespace(consumed_samples=0, skipped_samples=[])
-        check_gradients(args, engine, micro_step, how, stream, state, None, lambda *lines: said.extend(lines))  # type: ignore[arg-type]
+        check_gradients(args, engine, micro_step, how, stream, state, lambda *lines: said.extend(lines))  # type: ignore[arg-type]
     except PreflightError as found:
         error = str(found)
     spoil(None)
@@ -122,43 +122,45 @@ GPU: dict[str, Any] = {
     "capability": (9, 0),
     "gemm_tflops": 700.0,
 }
-# What the second rank has instead, of ranks.Rank.
+# What the second rank has instead: of ranks.Rank, and of its `equal`.
 FAULTS: dict[str, dict[str, Any]] = {
     "gemm": {"gemm_tflops": 500.0},
     "gpu": {"machine": {"gpu": "NVIDIA A100", "driver": "2.3.4"}},
     "no_fp8": {"capability": (8, 0)},
-    "torch": {"versions": {"torch": "1.0"}},
-    "cudnn": {"versions": {"cudnn": "1.0"}},
+    "torch": {"equal": {"torch": "1.0"}},
+    "sources": {"equal": {"the sources in model/ and train/": "0123456789ab"}},
 }
 
 
 def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[str, Any]:
-    """Run `check_ranks` with a fault on the second rank.
+    """Run `check_alike` with a fault on the second rank.
 
     Args:
         folder: an empty folder.
         gpus: let the ranks report a GPU.
     """
-    args, rank = TrainingArguments.from_dict(settings), dist.get_rank()
-    right, right_existing, right_sources = ranks.this_rank, ranks.existing, ranks.sources_sha256
+    args, is_second = TrainingArguments.from_dict(settings), dist.get_rank() == 1
+    right, right_existing = ranks.this_rank, ranks.existing
     ranks.SEEN_WITHIN_S = 0.3
-    if rank == 1 and fault == "sources":
-        ranks.sources_sha256 = lambda *_: "0123456789abcdef"
-    if rank == 1 and fault == "no_data":
+    if is_second and fault == "no_data":
         args.data.sources = {"text": folder}
-    if rank == 1 and fault == "other_data":
+    if is_second and fault == "other_data":
         args.seed += 1
-    if rank == 1 and fault == "other_folder":
+    if is_second and fault == "other_folder":
         ranks.existing = lambda path: Path(folder)
 
     def this_rank(*values: Any) -> ranks.Rank:
         found = replace(right(*values), **(GPU if gpus else {}))
-        changed = FAULTS.get(fault, {}) if rank == 1 else {}
-        return replace(found, **changed | {"versions": found.versions | changed.get("versions", {})})
+        changed = FAULTS.get(fault, {}) if is_second else {}
+        return replace(found, **changed | {"equal": found.equal | changed.get("equal", {})})
 
     ranks.this_rank = this_rank
+    said: list[str] = []
+    problems: list[str] = []
     try:
-        found = ranks.check_ranks(args)
+        ranks.check_alike(args, lambda *lines: said.extend(lines))
+    except PreflightError as error:
+        problems = [str(problem) for problem in error.problems]
     finally:
-        ranks.this_rank, ranks.existing, ranks.sources_sha256 = right, right_existing, right_sources
-    return {"problems": found.problems, "warnings": found.warnings, "lines": found.lines}
+        ranks.this_rank, ranks.existing = right, right_existing
+    return {"problems": problems, "warnings": [line for line in said if line.startswith("warning")]}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import numbers
 from tests.train.runs import run
 from train import train
 from train.data.format import DataError, read_manifest
@@ -25,10 +26,7 @@ def test_of_a_run_that_begins(settings: dict, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert not output_dir.exists()
     assert "ran FP8" in said and "starting from random weights" in said
-    assert (
-        f"output: {output_dir.resolve()}; a checkpoint has about 6.0 MB, of which there are up to 4 more"
-        in said
-    )
+    assert f"output: {output_dir.resolve()}; " in said and "6.0 MB" in said
     assert "dry_run: the run would go on with step 1 of 6, from sample 0; nothing was written" in said
 
 
@@ -47,8 +45,9 @@ def test_data_that_an_evaluation_would_stumble_over(settings: dict, data: Path, 
     shard = own / read_manifest(own).split_shards("eval")[0].name
     np.full(shard.stat().st_size // 2, 0xFFFF, "<u2").tofile(shard)
     settings["data"]["sources"] = {"text": str(own)}
-    with pytest.raises(DataError, match="has the id 65535, beyond the vocabulary"):
+    with pytest.raises(DataError) as error:
         run(settings, dry_run=True)
+    assert 65535 in numbers(error.value)
 
 
 def test_no_lock_is_taken(settings: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +87,7 @@ def test_memory_that_runs_out_is_said_with_what_takes_less(
     monkeypatch.setattr(train, "run_training", runs_out)
     assert train.main([str(config)]) == 1  # another start may find more
     said = capsys.readouterr().err
-    assert "per_device_train_batch_size below 2" in said and "Traceback" not in said and "manual" not in said
+    assert "per_device_train_batch_size" in said and "Traceback" not in said and "manual" not in said
     assert "Tried to allocate 2 GiB" in said or isinstance(error, MemoryError)
     monkeypatch.setenv("FP8_TRACEBACK", "1")
     assert train.main([str(config)]) == 1 and "Traceback" in capsys.readouterr().err

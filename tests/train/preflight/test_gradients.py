@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +13,12 @@ import torch
 
 from tests.conftest import small_config
 from tests.reliability.launching import run_cases
-from tests.train.engine.test_states import FLOAT32, REMAINDER, Trained
+from tests.train.engine.test_states import FLOAT32, Trained
 from tests.train.preflight.preflight_ranks import ACCUMULATION
 from tests.train.runs import curve, run
-from train.config.arguments import TrainingArguments
 from train.data.stream import Batch
-from train.engine import zero
-from train.preflight import gradients, together
-from train.preflight.as_before import as_before
+from train.preflight import gradients
 from train.preflight.check import PreflightError
-from train.preflight.sizes import what_takes_less
 
 FLOAT32_GRADIENTS = {"grad_accum_dtype": "fp32"}
 FP32, BF16 = {"compute": "fp32"}, {"compute": "bf16"}
@@ -131,8 +126,8 @@ def test_a_run_has_the_same_numbers_with_a_preflight(
 ) -> None:
     """From its beginning, and resumed; the checkpoint after it holds the same, to the last counter."""
     checks: list[int] = []
-    compare = together.compare_gradients
-    monkeypatch.setattr(together, "compare_gradients", lambda *a: checks.append(1) or compare(*a))
+    compare = gradients.compare_gradients
+    monkeypatch.setattr(gradients, "compare_gradients", lambda *a: checks.append(1) or compare(*a))
     output_dir = run(settings, save_steps=3, preflight=True)
     check_same(output_dir, trained)
     shutil.rmtree(output_dir / "checkpoints/step-00000006")
@@ -167,12 +162,6 @@ def test_a_check_that_runs_out_of_memory_is_a_preflight_error(
     error = RuntimeError("something else")
     with pytest.raises(RuntimeError):
         run(settings, preflight=True)
-
-
-def test_a_micro_batch_of_one_is_not_told_to_be_smaller(settings: dict) -> None:
-    one = TrainingArguments.from_dict(settings | {"per_device_train_batch_size": 1})
-    assert "per_device" not in (told := what_takes_less(one)) and "gradient_checkpointing true;" in told
-    assert "gradient_checkpointing" not in what_takes_less(replace(one, gradient_checkpointing=True))
 
 
 def test_with_documents_each_micro_batch_counts_by_its_labels(
@@ -219,27 +208,3 @@ def test_shipped_zero_stages_accumulate_in_float32(settings: dict, stage: int) -
     assert reduced is not None
     plain = local.sum / 64
     assert (reduced[:-1] - plain).norm() < 2e-3 * plain.norm()
-
-
-@pytest.mark.parametrize("precision", [FLOAT32, REMAINDER])
-def test_negative_zeros_and_random_generators_stay_as_they_were(
-    settings: dict, precision: dict[str, str]
-) -> None:
-    """A step of length 0 makes 0 of such weights where a moment is negative: no reason to stop a run, nor to change
-    it."""
-    trained = Trained(settings, precision)
-    for master in zero.masters(trained.engine):
-        master.tensor.data[::7] = -0.0
-    trained.engine.optimizer.update_lp_params()
-    weights = [master.tensor.detach().clone() for master in zero.masters(trained.engine)]
-    random_state = torch.get_rng_state()
-    with as_before(trained.engine, trained.precision):
-        torch.rand(1)
-        for group in trained.engine.optimizer.param_groups:
-            group["lr"] = 0.0
-        trained.steps(1)
-        changed = [master.tensor.detach().signbit() for master in zero.masters(trained.engine)]
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert not all(torch.equal(c, w.signbit()) for c, w in zip(changed, weights, strict=True))
-    for weight, master in zip(weights, zero.masters(trained.engine), strict=True):
-        assert torch.equal(weight.signbit(), master.tensor.signbit()) and torch.equal(weight, master.tensor)
