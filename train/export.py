@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -28,9 +27,9 @@ need("exporting", "pydantic", "numpy", "safetensors", "torch", "transformers")
 from safetensors import SafetensorError
 
 from model.config import TRAINED_LENGTH
-from model.keys import given_path, why_not_written
+from model.errors import UserError
+from model.keys import given_path
 from train.checkpoint.files import (
-    FOLDER,
     CheckpointError,
     RunState,
     identity,
@@ -47,10 +46,9 @@ from train.data.encoder import (
     tokenizer_of,
 )
 from train.data.format import DataError
-from train.files import discarded_name, naming, reason, tell
-from train.guard.lock import Lock, LockError
+from train.files import discarded_name, naming, reason
 from train.record.model_card import NEEDS_COMPRESSED, write_card
-from train.record.run_folder import EXPORTED_FROM, RunFolder, why_not_replaced
+from train.record.run_folder import EXPORTED_FROM, why_not_replaced
 
 FORMATS = ("hf", "hf-fp8")
 # Files of an earlier export that would mix with a new one, which may have other names. A chat template mixes with any.
@@ -66,124 +64,66 @@ OWN_FILES = (
 
 
 def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str]:
-    """Write the Hugging Face folder `out` from the verified checkpoint `path`, with the tokenizer in the folder
-    `tokenizer`, of which nothing else is taken: that may be a model's. It is written beside `out` and then renamed, so
-    that `out` is whole or absent. The files of an earlier export in `out` are replaced; all others stay, also a
-    README.md that the user wrote. Meanwhile OUT.lock beside it keeps other exports out. exported_from.json in `out`
-    names the checkpoint.
-    form: one of FORMATS. Returns what there is to say about weights and configuration, as lines.
+    """Write the Hugging Face folder `out` from the verified checkpoint `path`. Return remarks on weights and tokenizer.
 
-    Raises CheckpointError: `path` holds weights that do not fit its configuration; `tokenizer` has none; `out` is a
-    folder that no export wrote, a checkpoint's place, or the hf/ of a run, and the weights are to be FP8; its folder is
-    a file or not this user's. DataError: for transformers the tokenizer has more ids than the model, or another BOS or
-    EOS. PrecisionError: weights that have no FP8 form. LockError: another export to `out` is under way. OSError: `out`
-    cannot be written, or replaced; what was written is removed, what was there is as it was.
+    The folder is written beside `out` and then renamed: `out` is whole or absent. Files of an earlier export are
+    replaced; others in `out` stay, such as a README.md of the user's. exported_from.json names the checkpoint.
+
+    Args:
+        tokenizer: a folder of which the tokenizer's files alone are copied; it may be that of a model.
+        form: one of FORMATS.
+
+    Raises:
+        CheckpointError: the weights do not fit the configuration; `tokenizer` has none; `out` is no export.
+        DataError: for transformers the tokenizer has more ids than the model, or another BOS or EOS.
+        PrecisionError: the weights have no FP8 form.
+        OSError: `out` cannot be written; then it is as it was.
     """
-    if why := why_not_written(out.parent):
-        raise CheckpointError(f"{out.parent} {why}", code="not_writable", key=str(out.parent))
-    lock = Lock(out.with_name(f"{out.name}.lock"), "export", out, "OUT")
-    with naming(out):
-        lock.acquire()
-        try:
-            return _export_alone(path, out, tokenizer, form)
-        finally:
-            lock.release()
-
-
-def _export_alone(path: Path, out: Path, tokenizer: Path, form: str) -> list[str]:
-    """`export`, with the lock."""
-    found = []
     files = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     if not {"tokenizer.model", "tokenizer.json"} & {file.name for file in files}:
-        found.append(
-            f"{tokenizer} has no tokenizer.model or tokenizer.json; --tokenizer DIR names a folder that has"
+        raise CheckpointError(
+            f"{tokenizer} has no tokenizer.model or tokenizer.json. Pass a folder that has with --tokenizer",
+            code="no_tokenizer",
+            key=str(tokenizer),
         )
-    if why := why_not_replaced(out):
-        found.append(
-            f"{why}; {'name the folder itself' if out.is_symlink() else 'choose another folder, or move it away'}"
-        )
-    if FOLDER.fullmatch(out.name) and out.parent == RunFolder(out.parent.parent).checkpoints:
-        found.append(
-            f"{out} is where a run saves, which removes what is no checkpoint; choose another folder"
-        )
-    if form != "hf" and out.name == "hf" and RunFolder(out.parent).checkpoints.is_dir():
-        found.append(
-            f"{out} is where a run has its own export, which others read as {FORMATS[0]}; choose another folder, such "
-            f"as {out.with_name(form)}"
-        )
-    if found:
-        raise CheckpointError("; ".join(found), code="not_exportable", key=str(out))
+    if problem := why_not_replaced(out):
+        raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
     partial = out.with_name(f"{out.name}.partial")
-    _remove(partial)  # of an export that was killed; what stayed in it would be taken for a part of this one
+    if partial.exists():  # of an export that was killed
+        shutil.rmtree(partial)
     try:
-        lines = _write_model(path, partial, form, tokenizer)
-        for file in files:
-            shutil.copy2(file, partial / file.name)
-        state = read_state(path)
-        config, changes, began_at = state.train_config, state.changes, state.began_at.get("path")
-        write_card(partial, out, path, config, state.step, state.consumed_tokens, changes, began_at)
-        for file in partial.iterdir():  # safetensors' are for their owner alone: a server may be another user
-            shutil.copymode(partial / "config.json", file)
-        origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
-        (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
-        _put_in_place(partial, out)
+        with naming(out):
+            lines = _write_model(path, partial, form, tokenizer)
+            for file in files:
+                shutil.copy2(file, partial / file.name)
+            state = read_state(path)
+            config, began_at = state.train_config, state.began_at.get("path")
+            write_card(partial, out, path, config, state.step, state.consumed_tokens, state.changes, began_at)
+            for file in partial.iterdir():  # safetensors lets only the owner read its files
+                shutil.copymode(partial / "config.json", file)
+            origin = {"checkpoint": path.name, "manifest_sha256": identity(path)}
+            (partial / EXPORTED_FROM).write_text(json.dumps(origin) + "\n")
+            _replace(out, partial)
     except BaseException as error:
-        _remove_or_tell(partial)  # gigabytes, which a full disk needs
-        if isinstance(error, SafetensorError):  # what a full disk is to safetensors
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
+        if isinstance(error, SafetensorError):  # as it reports a full disk
             raise OSError(f"{out} could not be written: {error}") from error
         raise
     return lines
 
 
-def _put_in_place(partial: Path, out: Path) -> None:
-    """Rename the complete export `partial` to `out`, and move into it what the former `out` had besides an export.
-
-    The former folder is renamed first and removed last: after an error or a kill one of the two is complete, and no
-    file of the user's is deleted. Raises OSError: `out` cannot be replaced, or a file cannot be moved.
-    """
-    before = discarded_name(out) if out.exists() else None
-    try:
-        if before:
-            out.rename(before)
-        try:
-            partial.rename(out)
-        except BaseException:
-            if before:
-                before.rename(out)
-            raise
-    except OSError as error:
-        where = "is as it was" if before is None or out.exists() else f"what it was is in {before}"
-        raise OSError(error.errno, f"{out} cannot be replaced, and {where}: {error.strerror}") from error
-    if before is None:
+def _replace(out: Path, partial: Path) -> None:
+    """Rename `partial` to `out`, and move files into it that the former `out` had and no export writes."""
+    if not out.exists():
+        partial.rename(out)
         return
-    for path in sorted(before.iterdir()):
-        written = (out / path.name).exists() or any(path.match(pattern) for pattern in OWN_FILES)
-        if not written:
-            try:
-                path.rename(out / path.name)
-            except OSError as error:
-                what = f"the export is complete, but {path} cannot be moved into it"
-                raise OSError(error.errno, f"{what}: {error.strerror}; move it yourself") from error
-    _remove_or_tell(before)
-
-
-def _remove(folder: Path) -> None:
-    """Also a file or a link of that name. Raises OSError."""
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
-
-
-def _remove_or_tell(folder: Path) -> None:
-    try:
-        _remove(folder)
-    except OSError as error:
-        tell(
-            f"warning: {folder} could not be removed: {error}. Nothing needs it; to remove it: "
-            f"rm -r {shlex.quote(str(folder))}",
-            file=sys.stderr,
-        )
+    former = discarded_name(out)
+    out.rename(former)
+    partial.rename(out)
+    for path in former.iterdir():
+        if not ((out / path.name).exists() or any(path.match(pattern) for pattern in OWN_FILES)):
+            path.rename(out / path.name)
+    shutil.rmtree(former, ignore_errors=True)  # the export is complete
 
 
 def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]:
@@ -198,12 +138,11 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
 
     state = read_state(path)
     config = MistralConfig.from_dict(state.model_config)
-    lines = _name_ends(config, TextEncoder(tokenizer), state)
+    lines = _set_bos_and_eos(config, TextEncoder(tokenizer), state)
     setattr(config, TRAINED_LENGTH, length := state.train_config["max_seq_length"])
     if length != config.max_position_embeddings:
         lines.append(
-            f"trained on sequences of {length:,} tokens, and max_position_embeddings is "
-            f"{config.max_position_embeddings:,}: the model has not seen longer contexts"
+            f"trained on sequences of {length:,} tokens; max_position_embeddings is {config.max_position_embeddings:,}"
         )
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):
@@ -226,32 +165,38 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path) -> list[str]
     return lines
 
 
-def _name_ends(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
-    """Give `config` the BOS and EOS that documents had in training, if `encoder` is its tokenizer: a model generates up
-    to the EOS of its configuration, which may have been written for another tokenizer. Returns what to say of it and of
-    a chat template.
+def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list[str]:
+    """Set BOS and EOS of `config` to those of the training's documents, if `encoder` is its tokenizer: a model
+    generates up to the EOS of its configuration. Return remarks on them and on the chat template.
 
     Raises:
         DataError: for transformers the tokenizer has more ids than the model, or another BOS or EOS.
     """
     load_exported(encoder.folder, encoder, config.vocab_size)
     lines = [problem] if (problem := chat_template_problem(encoder.folder)) else []
-    if encoder.sha256() in _trained_with(state):
-        for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
-            named = getattr(config, key)
-            if own not in (named if isinstance(named, list) else [named]):
-                setattr(config, key, own)
-                lines.append(f"{key} {own}, as in the tokenizer; the model's configuration has {named}")
+    if encoder.sha256() not in _trained_with(state):
+        return lines
+    for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
+        configured = getattr(config, key)
+        if own not in (configured if isinstance(configured, list) else [configured]):
+            setattr(config, key, own)
+            lines.append(f"{key} {own}, as in the tokenizer; the model's configuration has {configured}")
     return lines
 
 
 def _trained_with(state: RunState) -> set[str]:
-    """The sha256 of the tokenizer of the training's data."""
+    """Return the sha256 of the tokenizer of the training's data."""
     return {source["tokenizer_sha256"] for source in state.data_fingerprint["sources"].values()}
 
 
 def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict[str, Any]) -> list[str]:
-    """`weights`, those of `model` by Hugging Face's names, with the layers' in FP8; what there is to say of them."""
+    """Write `model` with the weights of its layers in FP8. `weights` are all of them, by Hugging Face's names. Return
+    remarks.
+
+    Raises:
+        PrecisionError: the weights have no FP8 form.
+        CheckpointError: codes differ from those that the training's modules make of the checkpoint.
+    """
     import torch
     from huggingface_hub import save_torch_state_dict
 
@@ -286,35 +231,26 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     save_torch_state_dict(hf_fp8.flat(rest | quantized), out)
     codes = f"{len(quantized)} weights of {sum(q.codes.numel() for q in quantized.values()):,} FP8 codes"
     if trained is None:
-        error = sum(
-            float((q.dequantize(torch.float32) - weights[n].float()).norm() ** 2)
-            for n, q in quantized.items()
-        )
-        size = sum(float(weights[n].float().norm() ** 2) for n in quantized)
         how = precision.compute if precision.compute != "fp8" else f"torchao's FP8 ({precision.recipe})"
-        return [
-            f"{codes}, a scale a row; relative error {(error / size) ** 0.5:.1e}. At this checkpoint the model "
-            f"trains in {how}, so there are no codes of training to compare with",
-            *lines,
-        ]
-    if differing := trained.differences(
-        read_hf_folder(out, model.config, model.config.dtype), weights, fp8_state
-    ):
+        return [f"{codes}, a scale a row; the model was trained in {how}", *lines]
+    written = read_hf_folder(out, model.config, model.config.dtype)
+    if differing := trained.differences(written, weights, fp8_state):
         raise CheckpointError(
-            f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of "
-            f"{path}: a fault of this program; export --format hf",
+            f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of {path}. "
+            "Export with --format hf, and report this error",
             code="codes_differ",
             key=str(path),
         )
+    how = f"{variant}, {' and '.join(trained.recipes)} scaling"
     return [
-        f"{codes}: codes and scales equal those that training ({variant}, {' and '.join(trained.recipes)} scaling) "
-        "multiplies with at this checkpoint, bit for bit, compared with the written files",
+        f"{codes}: the written codes and scales equal those of training ({how}), bit for bit",
         *lines,
         *trained.level_lines(),
     ]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return the exit status: 1 for what the system refused, 2 for what the user has to change."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -328,7 +264,7 @@ def main() -> None:
         type=Path,
         help="folder of another one; default: the training data's, else that of the run's hf/",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         path = checkpoint_of(arguments.checkpoint)
         import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
@@ -338,13 +274,15 @@ def main() -> None:
         tokenizer = arguments.tokenizer or tokenizer_of(sources, own)
         check_tokenizer(tokenizer, state, arguments.tokenizer is None)
         lines = export(path, arguments.out.absolute(), tokenizer, arguments.format)
-    except (CheckpointError, DataError, LockError, ValueError, OSError) as error:
-        parser.exit(1 if isinstance(error, OSError) else 2, f"error: {reason(error)}\n")
+    except (UserError, ValueError, OSError) as error:
+        print(f"error: {reason(error)}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 2
     print("\n".join([*lines, f"wrote {arguments.out}"]))
+    return 0
 
 
 def checkpoint_of(given: Path) -> Path:
-    """The checkpoint that `given` is, or the newest good one of the run that it is. Raises CheckpointError: neither."""
+    """Return the checkpoint `given`, or the newest good one of the run `given`. Raises CheckpointError: neither."""
     try:
         if path := meant_by(given, lambda line: print(line, file=sys.stderr)):
             if path != given:
@@ -354,38 +292,30 @@ def checkpoint_of(given: Path) -> Path:
     except CheckpointError as error:
         problem = str(error)
     raise CheckpointError(
-        f"{problem}; give a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}",
+        f"{problem}; pass a committed one, RUN/checkpoints/step-NNNNNNNN{others_than(given)}",
         code="no_checkpoint",
         key=str(given),
     )
 
 
 def check_tokenizer(folder: Path, state: RunState, must_be_the_same: bool) -> None:
-    """Raise DataError: the tokenizer in `folder` has more ids than the model, or is not the one of its training, unless
-    it need not be the same, which is told then."""
+    """Warn where the tokenizer in `folder` is not that of the training. Raises DataError: it must be."""
     encoder = TextEncoder(folder)
-    if encoder.vocab_size > (allowed := state.model_config["vocab_size"]):
-        raise DataError(
-            f"--tokenizer {folder} has a vocabulary of {encoder.vocab_size}, the model one of {allowed}: it is another "
-            "model's",
-            code="other_tokenizer",
-            key=str(folder),
-        )
     if encoder.sha256() in _trained_with(state):
         return
     if must_be_the_same:
         raise DataError(
-            f"{folder} is not the tokenizer that the model was trained with: the data there are others by now; give "
-            "that tokenizer as --tokenizer DIR",
+            f"{folder} is not the tokenizer that the model was trained with: the data were prepared again. Pass that "
+            "tokenizer with --tokenizer DIR",
             code="other_tokenizer",
             key=str(folder),
         )
     print(
-        f"note: {folder / encoder.files[0]} is not the file that the model was trained with: it has to give the "
-        "same ids, which is not checked",
+        f"warning: {folder / encoder.files[0]} is not the file that the model was trained with; whether it gives the "
+        "same ids is not checked",
         file=sys.stderr,
     )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,7 +27,7 @@ def test_a_run_says_that_its_export_failed_and_the_next_start_exports(
     """Not "done", which nobody would look into; and not only "failed", as if there were nothing to export."""
     output_dir, fault = Path(settings["output_dir"]), OSError(errno.EIO, "Input/output error", "hf.partial")
     with monkeypatch.context() as broken:
-        broken.setattr(export, "_export_alone", lambda *_: (_ for _ in ()).throw(fault))
+        broken.setattr(export, "_write_model", lambda *_: (_ for _ in ()).throw(fault))
         with pytest.raises(OSError, match="Input/output error"):
             run(settings, resume_from_checkpoint="never")
     said = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,15 @@ from train.record.model_card import NEEDS_COMPRESSED
 
 
 @pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def exported(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """exported(checkpoint, out) -> what the command says; it must end well unless `refused`."""
 
     def call(checkpoint: Path, out: Path, refused: bool = False) -> str:
-        command = ["export.py", str(checkpoint), str(out), "--format", "hf-fp8"]
-        monkeypatch.setattr(sys, "argv", command)
         capsys.readouterr()
-        if refused:
-            with pytest.raises(SystemExit) as stop:
-                export.main()
-            assert stop.value.code == 2
-            return capsys.readouterr().err
-        export.main()
-        return capsys.readouterr().out
+        status = export.main([str(checkpoint), str(out), "--format", "hf-fp8"])
+        assert status == (2 if refused else 0)
+        told = capsys.readouterr()
+        return told.err if refused else told.out
 
     return call
 
@@ -118,7 +112,6 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
         check_init_from(str(out), load_config(str(out)))
     assert not hasattr(load_config(str(out)), "quantization_config"), "a run that takes it is another model"
 
-    exported(checkpoint, output_dir / "hf", refused=True)
     # again, over the old one; and where the codes are not training's, nothing is left
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

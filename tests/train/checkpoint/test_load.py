@@ -1,8 +1,7 @@
-"""What of a checkpoint a run goes on with, what a resume is told; what a save takes; exported types."""
+"""What of a checkpoint a run continues with, and when a save counts."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import MistralForCausalLM
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import refused, small_config
 from tests.train.runs import metrics, run
-from train import export
 from train.checkpoint import files, save
-from train.checkpoint import load as room
-from train.checkpoint.files import CheckpointError, RunState
+from train.checkpoint.files import RunState
 from train.checkpoint.load import has_fp8_state_of
 from train.files import without_patterns
 
@@ -110,45 +104,3 @@ def test_a_manifest_counts_when_all_that_it_names_is_on_the_disk(
     entries, of_all = (job.path.name, 0), (job.path.parent.name, 0)
     written = [(name, sizes[name]) for name in ("weights.pt", "rank_00000.pt", files.RUN_STATE)]
     assert synced == [*written, entries, of_all, (files.MANIFEST, sizes[files.MANIFEST]), entries]
-
-
-# ---------------------------------------------------------------- exported
-
-
-@pytest.mark.parametrize(
-    ("compute", "dtype", "tied"),
-    [
-        ("fp32", "float32", False),
-        ("fp8", "bfloat16", True),
-        ("bf16", "bfloat16", False),
-        ("fp16", "float16", True),
-    ],
-)
-def test_an_export_has_the_type_of_training_and_each_weight_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, dtype: str, tied: bool
-) -> None:
-    config = small_config(tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=64)
-    weights = {name: tensor.double() for name, tensor in MistralForCausalLM(config).state_dict().items()}
-    if tied:
-        del weights["lm_head.weight"]
-    lengths = {"max_seq_length": config.max_position_embeddings}
-    state = SimpleNamespace(
-        model_config=config.to_dict(), precision={"compute": compute}, train_config=lengths
-    )
-    monkeypatch.setattr(export, "read_state", lambda path: state)
-    monkeypatch.setattr(room, "read_hf_weights", lambda path, config: weights)
-    monkeypatch.setattr(export, "TextEncoder", Path)
-    monkeypatch.setattr(
-        export, "_name_ends", lambda config, encoder, state: []
-    )  # test_export.py has a tokenizer
-    paths = tmp_path / "step-00000003", tmp_path / "hf", "hf", tmp_path / "tokenizer"
-    assert export._write_model(*paths) == []
-    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == dtype
-    found = load_file(tmp_path / "hf/model.safetensors")
-    assert found.keys() == weights.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == getattr(torch, dtype) and torch.equal(tensor, weights[name].to(tensor.dtype))
-    missing = weights.popitem()[0]
-    with refused(CheckpointError, code="other_weights", key=str(paths[0])) as error:
-        export._write_model(*paths)
-    assert missing in str(error.value)

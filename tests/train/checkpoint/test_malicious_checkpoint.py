@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,6 @@ def test_a_payload_is_not_executed(
     own_trained: Path,
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint, mark = own_trained / "checkpoints/step-00000006", tmp_path / "executed"
@@ -77,10 +75,7 @@ def test_a_payload_is_not_executed(
         message = capsys.readouterr().err
     elif program == "export":
         options = ["--format", "hf-fp8"] if pattern == RANK else []
-        monkeypatch.setattr(sys, "argv", ["export.py", str(checkpoint), str(tmp_path / "out"), *options])
-        with pytest.raises(SystemExit) as stop:
-            export.main()
-        assert stop.value.code == 2
+        assert export.main([str(checkpoint), str(tmp_path / "out"), *options]) == 2
         message = capsys.readouterr().err
     else:
         message = program(settings, checkpoint)
