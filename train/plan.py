@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Will it fit, how long will it take? `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
+"""Predict memory, speed and duration of a run: `python train/plan.py CONFIG [--gpus 8 --gpu h100 --tokens 600B]`.
 
-CONFIG is a training configuration, with the keys of train.py behind it where they differ (--gradient_checkpointing
-true, --deepspeed ds_config_zero3.json), or a model's: a name in model/configs, a config.json or its folder, which is
-planned as train_args/train_config_fp8.json would train it. Prints GPU memory by part, the largest micro-batch that
-fits, tokens/s, days, GPU-hours and the size of a checkpoint, what is recommended instead, and the same on 1 to 1,024
-GPUs; each speed with what it is derived from. Needs neither a GPU nor torch, and reads no data.
+CONFIG is a training configuration, followed by overrides of any training key (--gradient_checkpointing true,
+--deepspeed ds_config_zero3.json), or a model (a name in model/configs, a config.json or its folder), which is planned
+with train_args/train_config_fp8.json. Prints GPU memory by part, the largest micro-batch that fits, tokens/s, days,
+GPU-hours and the size of a checkpoint, recommended settings, and the same on 1 to 1,024 GPUs; each speed with what it
+is derived from. Needs neither a GPU nor torch, and reads no data.
 
-Exit status: 0; 2 for what has to be changed first, or a model that fits on no such GPUs.
+Exit status: 0; 2 if the request cannot be planned or the model does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ need("planning", "pydantic")
 
 from model.config import CONFIGS, load_sizes
 from model.errors import UserError
-from model.keys import why_no_file
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config
 from train.files import reason, tell, write_durably
@@ -34,7 +33,7 @@ from train.planning.plan import PlanError, lines, parse_tokens, plan
 from train.planning.setting import Setting
 from train.planning.speed import GPUS
 
-OF_A_MODEL = "train_config_fp8.json"  # what a model without a training configuration is trained with
+MODEL_CONFIG = "train_config_fp8.json"  # for a model without a training configuration
 MOST_GPUS = 65536
 
 
@@ -63,14 +62,6 @@ def main(argv: list[str]) -> int:
             raise PlanError(f"--gpus {options.gpus}: 1 to {MOST_GPUS} are expected")
         if not options.network > 0:
             raise PlanError(f"--network {options.network:g}: Gbit/s a GPU, above 0, are expected")
-        if options.output and (options.output.suffix != ".json" or options.output.is_dir()):
-            raise PlanError(f"--output {options.output}: a file that ends in .json is expected")
-        if options.output and not options.output.absolute().parent.is_dir():
-            raise PlanError(
-                f"--output {options.output}: there is no folder {options.output.parent}; make it first"
-            )
-        if options.output and (why := why_no_file(options.output)):
-            raise PlanError(f"--output {options.output} {why}")
         arguments = configured(options.config, others, options.gpus or 8)
         gpus = options.gpus or default_gpus(arguments)
         sizes = load_sizes(arguments.model.config)
@@ -80,9 +71,10 @@ def main(argv: list[str]) -> int:
         ds_config, steps = resolve_ds_config(arguments, gpus), max(1, round(tokens / step_tokens))
         setting = Setting.of(resolved, ds_config, sizes, gpus, steps)
         planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
-        tell(*lines(planned))
         if options.output:
             write_durably(options.output, json.dumps(planned.to_json(), indent=1) + "\n")
+        tell(*lines(planned))
+        if options.output:
             tell(f"wrote {os.path.abspath(options.output)}")
     except (ValueError, UserError, OSError) as error:
         tell(f"error: {reason(error)}", file=sys.stderr)
@@ -91,22 +83,24 @@ def main(argv: list[str]) -> int:
 
 
 def configured(config: str, others: list[str], gpus: int) -> TrainingArguments:
-    """The arguments of a training configuration, or those that a model's would be trained with. Raises
-    ConfigurationError, PlanError: there is none."""
-    if not is_of_a_model(config):
+    """Return the arguments of a training configuration, or those a model would be trained with.
+
+    Raises ConfigurationError, PlanError: there is none.
+    """
+    if not is_model(config):
         try:
             find_config(config, "CONFIG")
         except ConfigurationError as error:
             models = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
             raise PlanError(f"{error}; and no model of that name: model/configs has {models}") from error
         return load_arguments([config, *others])
-    arguments = load_arguments([OF_A_MODEL, "--model.config", config, *others])
+    arguments = load_arguments([MODEL_CONFIG, "--model.config", config, *others])
     given = {word.partition("=")[0] for word in others}
     micro_batch = arguments.per_device_train_batch_size * arguments.max_seq_length * gpus
     if "--train_batch_size_tokens" not in given:
-        # nobody asked for a step of this size: that of the given accumulation, else the nearest that can be
-        asked_for = arguments.train_batch_size_tokens or micro_batch
-        nearest = max(1, round(asked_for / micro_batch)) * micro_batch
+        # the step of the given accumulation, else the possible one that is nearest to the configuration's
+        step = arguments.train_batch_size_tokens or micro_batch
+        nearest = max(1, round(step / micro_batch)) * micro_batch
         arguments.train_batch_size_tokens = nearest if arguments.gradient_accumulation_steps is None else None
     return arguments
 
@@ -119,7 +113,7 @@ def default_gpus(arguments: TrainingArguments) -> int:
     return next((gpus for gpus in (8, 4, 2) if step % (micro_batch * gpus) == 0), 1)
 
 
-def is_of_a_model(config: str) -> bool:
+def is_model(config: str) -> bool:
     path = Path(config)
     if path.is_dir():
         return True

@@ -10,7 +10,7 @@ from model.config import flops_per_token
 from model.errors import UserError
 from train.files import size_text
 from train.planning.memory import Memory, checkpoint_bytes, largest_micro_batch, memory_of
-from train.planning.recommend import Planned, least_gib, recommend
+from train.planning.recommend import Planned, recommend
 from train.planning.setting import Setting
 from train.planning.speed import GPUS, Estimate, Gpu, estimate
 from train.record.metrics import hopper_sxm
@@ -77,19 +77,24 @@ def plan(model: str, s: Setting, gpu: Gpu, tokens: int, network_gbit_s: float) -
     by_gpus = {n: recommend(s, gpu, n, s.step_tokens, network_gbit_s) for n in GPU_COUNTS}
     recommended = by_gpus.get(s.ranks) or recommend(s, gpu, s.ranks, s.step_tokens, network_gbit_s)
     if recommended is None:
-        least, setting = least_gib(s, s.step_tokens)
         enough = [f"--gpus {n}" for n, planned in by_gpus.items() if planned][:1]
-        larger = [f"--gpu {name}" for name, other in GPUS.items() if other.memory_gib > least][:1]
         raise PlanError(
             f"{model} with {s.parameters / 1e6:,.0f} M parameters does not fit on {s.ranks} x {gpu.name} "
-            f"({gpu.memory_gib:.0f} GiB). It needs at least {least:,.0f} GiB a GPU ({setting.memory_settings}). Use "
-            + ", or ".join([*enough, *larger, "a smaller model.config, or a smaller max_seq_length"])
+            f"({gpu.memory_gib:.0f} GiB) in any setting. Use "
+            + ", or ".join(
+                [*enough, "a GPU with more memory", "a smaller model.config, or a smaller max_seq_length"]
+            )
         )
     return Plan(model, tokens, Planned.of(s, gpu, network_gbit_s), recommended, by_gpus)
 
 
+COLUMNS = (
+    "GPUs ZeRO states recompute micro-batch accumulation tokens/step GiB/GPU tokens/s within days GPU-hours"
+).split()
+
+
 def lines(p: Plan) -> list[str]:
-    """The plan as text."""
+    """Return the plan as text."""
     s, gpu = p.configured.setting, p.configured.gpu
     out = [
         f"{p.model}: {s.parameters / 1e6:,.0f} M parameters, {flops_per_token(s.sizes, s.seq_length) / 1e9:.2f} GFLOP "
@@ -104,41 +109,32 @@ def lines(p: Plan) -> list[str]:
         out.append("recommended: as configured")
     else:
         out += [f"recommended: {p.recommended.setting.described()}", *_details(p.recommended, p.tokens)]
-    rows = [
-        "GPUs|ZeRO|states|recompute|micro-batch|accumulation|tokens/step|GiB/GPU|tokens/s|within|days|GPU-hours".split(
-            "|"
-        )
-    ]
-    rows += [
-        [str(n), *(_row(found, p.tokens) if found else ["does not fit"])] for n, found in p.by_gpus.items()
-    ]
-    widths = [max(len(row[i]) for row in rows if i < len(row) > 2 or i == 0) for i in range(len(rows[0]))]
-    out += ["", "Recommended for other numbers of GPUs:", ""]
+    rows = [_row(found, p.tokens) for found in p.by_gpus.values() if found]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    out += ["", "Recommended for other numbers of GPUs (the model does not fit on others):", ""]
     return out + [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=False)) for row in rows
+        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        for row in (COLUMNS, *rows)
     ]
 
 
 def _details(p: Planned, tokens: int) -> list[str]:
     s, e, days = p.setting, p.estimate, p.days(tokens)
-    amount, unit = next(
-        ((days * n, unit) for n, unit in ((1, "days"), (24, "hours"), (1440, "minutes")) if days * n >= 1),
-        (days * 86400, "seconds"),
-    )
     return [
         f"  memory: {p.memory.peak_gib:,.1f} GiB a GPU at the peak ({p.memory.moment}): {p.memory.described()}",
         f"          {p.needed_gib:,.1f} of {p.gpu.memory_gib:.1f} GiB with CUDA context and fragmentation: "
         f"{'fits' if p.fits else 'DOES NOT FIT'}; largest micro-batch: {largest_micro_batch(s, p.gpu.memory_gib)}",
         f"  speed: {e.tokens_per_second:,.0f} tokens/s, {e.tokens_per_second / s.ranks:,.0f} a GPU, within "
         f"{100 * e.within:.0f} % ({e.basis})",
-        f"  time: {amount:,.1f} {unit}, {days * 24 * s.ranks:,.2f} GPU-hours without saves and evaluations; "
-        f"{s.step_tokens:,} tokens a step of {e.step_s:.2f} s",
+        f"  time: {days:,.3g} days ({24 * days:,.3g} hours), {days * 24 * s.ranks:,.2f} GPU-hours without saves and "
+        f"evaluations; {s.step_tokens:,} tokens a step of {e.step_s:.2f} s",
     ]
 
 
 def _row(p: Planned, tokens: int) -> list[str]:
     s, days = p.setting, p.days(tokens)
     return [
+        str(s.ranks),
         str(s.zero_stage),
         s.optimizer_states,
         "yes" if s.recompute else "no",
@@ -146,7 +142,7 @@ def _row(p: Planned, tokens: int) -> list[str]:
         str(s.accumulation),
         f"{s.step_tokens:,}",
         f"{p.memory.peak_gib:,.1f}",
-        f"{p.speed:,.0f}",
+        f"{p.estimate.tokens_per_second:,.0f}",
         f"{100 * p.estimate.within:.0f} %",
         f"{days:,.1f}",
         f"{days * 24 * s.ranks:,.0f}",

@@ -67,47 +67,54 @@ class Planned:
         }
 
 
-def at(
+def candidate(
     s: Setting,
     ranks: int,
     micro_batch: int,
     zero_stage: int,
     recompute: bool,
     batch_tokens: int,
-    states: tuple[str, str] = FLOAT32_STATES,
+    states: tuple[str, str],
 ) -> Setting:
     """Return `s` with these values, the accumulation nearest to batch_tokens a step, and the DeepSpeed settings of
     train_args/ds_config_zero*.json for another stage."""
-    same = zero_stage == s.zero_stage
-    return replace(
+    s = replace(
         s,
         ranks=ranks,
         micro_batch=micro_batch,
-        zero_stage=zero_stage,
         recompute=recompute,
         accumulation=max(1, round(batch_tokens / (micro_batch * s.seq_length * ranks))),
-        float32_gradients=s.float32_gradients if same else can_accumulate_in_float32(zero_stage, s.compute),
         optimizer_states=states[0],
         moments=states[1],
         cuda_graphs=s.cuda_graphs and zero_stage < 3 and not recompute,
-        reduce_bucket=s.reduce_bucket if same else ZERO_3_BUCKET if zero_stage == 3 else REDUCE_BUCKET,
-        overlap_comm=s.overlap_comm if same else zero_stage == 3,
+    )
+    if zero_stage == s.zero_stage:
+        return s
+    return replace(
+        s,
+        zero_stage=zero_stage,
+        float32_gradients=can_accumulate_in_float32(zero_stage, s.compute),
+        reduce_bucket=ZERO_3_BUCKET if zero_stage == 3 else REDUCE_BUCKET,
+        overlap_comm=zero_stage == 3,
     )
 
 
-def states_of(s: Setting) -> list[tuple[str, str]]:
-    """The (precision.optimizer_states, type of the moments) to consider, the least packed first."""
+def optimizer_states(s: Setting) -> list[tuple[str, str]]:
+    """Return the (precision.optimizer_states, type of the moments) to consider, the least packed first."""
     if s.optim != "adamw" or s.compute not in ("fp8", "bf16"):
         return [FLOAT32_STATES]
     moments = "bf16" if s.adam_beta2 <= BF16_MOMENTS_MOST_BETA2 else "fp32"
     return [FLOAT32_STATES, ("bf16_remainder", moments), ("int8", "int8")]
 
 
-def stages_of(s: Setting, states: tuple[str, str]) -> list[int]:
-    """The ZeRO stages to consider. Packed states need ZeRO 1, and torch.compile cannot trace ZeRO 3."""
-    if states != FLOAT32_STATES:
-        return [1]
-    return [stage for stage in s.zero_stages if not (stage == 3 and s.compiled)]
+def zero_stages(s: Setting, states: tuple[str, str]) -> tuple[int, ...]:
+    """Return the ZeRO stages to consider. Packed states need ZeRO 1, Muon supports one stage, and torch.compile cannot
+    trace ZeRO 3."""
+    if s.optim == "muon" and s.compute == "fp32":
+        return (0,)
+    if s.optim == "muon" or states != FLOAT32_STATES:
+        return (1,)
+    return (1, 2) if s.compiled else (1, 2, 3)
 
 
 def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_s: float) -> Planned | None:
@@ -122,7 +129,7 @@ def recommend(s: Setting, gpu: Gpu, ranks: int, batch_tokens: int, network_gbit_
         batch_tokens: tokens of a step over all ranks.
     """
     chosen: Planned | None = None
-    for states in states_of(s):
+    for states in optimizer_states(s):
         fitting = list(_fitting(s, gpu, ranks, batch_tokens, network_gbit_s, states))
         fastest = max((p.speed for p in fitting), default=0)
         if fastest > (chosen.speed * (1 + CLEARLY_FASTER) if chosen else 0):
@@ -143,21 +150,10 @@ def _fitting(
 ) -> Iterator[Planned]:
     samples = max(1, round(batch_tokens / (s.seq_length * ranks)))
     sizes = range(s.micro_batch_unit, min(samples, LARGEST_MICRO_BATCH) + 1, s.micro_batch_unit)
-    for stage in stages_of(s, states):
+    for stage in zero_stages(s, states):
         for recompute in (False, True):
             for micro_batch in (size for size in sizes if samples % size == 0):
-                setting = at(s, ranks, micro_batch, stage, recompute, batch_tokens, states)
+                setting = candidate(s, ranks, micro_batch, stage, recompute, batch_tokens, states)
                 if memory_of(setting).needed_gib(ranks) > gpu.memory_gib:
                     break
                 yield Planned.of(setting, gpu, network_gbit_s)
-
-
-def least_gib(s: Setting, batch_tokens: int) -> tuple[float, Setting]:
-    """Return the least GPU memory any considered setting needs, GiB, and that setting."""
-    settings = [
-        at(s, s.ranks, s.micro_batch_unit, stage, True, batch_tokens, states)
-        for states in states_of(s)
-        for stage in stages_of(s, states)
-    ]
-    least = min(settings, key=lambda setting: memory_of(setting).needed_gib(s.ranks))
-    return memory_of(least).needed_gib(s.ranks), least

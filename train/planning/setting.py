@@ -192,22 +192,9 @@ class Setting:
         return H * (2 * q + 2 * kv) + 3 * H * I
 
     @property
-    def zero_stages(self) -> tuple[int, ...]:
-        """ZeRO stages to recommend: those that share the optimizer between ranks. Muon supports one of them."""
-        if self.optim == "muon":
-            return (0,) if self.compute == "fp32" else (1,)
-        return 1, 2, 3
-
-    @property
     def keeps_fp8_weights(self) -> bool:
         """Whether FP8 copies of all weights are kept over the micro-batches of a step (`MicroStep`)."""
         return self.fp8 and self.te and self.accumulation > 1 and self.zero_stage < 3
-
-    @property
-    def memory_settings(self) -> str:
-        """The settings that decide memory, as text."""
-        states = f", optimizer_states {self.optimizer_states}" * self.packs
-        return f"ZeRO {self.zero_stage}{states}{', recomputation' * self.recompute}, micro-batch {self.micro_batch}"
 
     def described(self) -> str:
         """The setting as text."""
@@ -216,11 +203,18 @@ class Setting:
             + f" ({share:.3g} of the steps)" * bool(self.schedule)
             for share, phase in self.phases
         ]
-        extras = ", CUDA graphs" * self.cuda_graphs + ", Muon" * (self.optim == "muon")
-        return (
-            f"{self.variant} {', then '.join(precisions)}{extras}, {self.memory_settings} x {self.seq_length}, "
-            f"accumulation {self.accumulation}, {self.ranks} GPUs"
-        )
+        parts = [
+            f"{self.variant} {', then '.join(precisions)}",
+            *["CUDA graphs"] * self.cuda_graphs,
+            *["Muon"] * (self.optim == "muon"),
+            f"ZeRO {self.zero_stage}",
+            *[f"optimizer_states {self.optimizer_states}"] * self.packs,
+            *["recomputation"] * self.recompute,
+            f"micro-batch {self.micro_batch} x {self.seq_length}",
+            f"accumulation {self.accumulation}",
+            f"{self.ranks} GPUs",
+        ]
+        return ", ".join(parts)
 
 
 def precision_fields(variant: str, precision: PrecisionConfig, sizes: Any) -> dict[str, Any]:

@@ -81,11 +81,6 @@ def test_without_a_gpu_the_configuration_stays(settings: dict) -> None:
     assert resolve(arguments(settings)) == arguments(settings, precision={"amax_history_len": 4})
 
 
-def test_off_is_off(settings: dict, measured: list[Task]) -> None:
-    args = arguments(settings, precision={})
-    assert resolve(args) == args and not measured
-
-
 def test_the_choice_becomes_the_configuration(settings: dict, measured: list[Task]) -> None:
     resolved = resolve(arguments(settings))
     assert resolved.precision.compute == "bf16" and resolved.precision.auto is False and len(measured) == 1
