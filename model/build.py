@@ -9,6 +9,7 @@ from torch import nn
 from model import conversion, modeling_mistral_fp8, modeling_mistral_fp8_trans
 from model.config import ModelConfigError, head_dim
 from model.fp8 import te_backend
+from model.fp8.modules import apply_precision
 from model.fp8.precision import Precision, PrecisionError, first_key
 from model.hf_folder import check_init_from, read_hf_folder
 from model.variants import VARIANTS, SpeedConfig, compiles, variant_problems
@@ -84,7 +85,7 @@ def build_model(
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if compiles(variant, precision.config, compile):
             model.compile_layers()
-    precision.apply(model)
+    apply_precision(model, precision)
     if weights is None:
         conversion.init_weights(model, seed)
     else:

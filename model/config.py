@@ -111,28 +111,11 @@ def read_json_file(path: Path) -> Any:
         raise JsonError(message, code="not_utf8", key=str(path)) from error
     except json.JSONDecodeError as error:
         where = f"{path}, line {error.lineno} column {error.colno}"
-        message = f"{where}: not valid JSON: {json_mistake(error)}"
+        message = f"{where}: not valid JSON: {error.msg}"
         raise JsonError(message, code="not_json", key=str(path)) from error
     except RecursionError as error:
         message = f"{path}: not valid JSON: it is nested too deep"
         raise JsonError(message, code="not_json", key=str(path)) from error
-
-
-def json_mistake(error: json.JSONDecodeError) -> str:
-    """What is wrong in a text that is no JSON: where it is some other language's, what to do instead of json's words,
-    which name what would have come next."""
-    before, rest = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
-    if not (before or rest):
-        return "there is nothing in it"
-    if rest.startswith(("//", "/*", "#")):
-        return "a comment, of which JSON has none; remove it"
-    if rest.lstrip(", \t\r\n")[:1] in ("}", "]") and (before[-1:] == "," or rest[0] == ","):
-        return "there is a comma behind the last entry; remove it"
-    if rest[:1] in ("'", "\u201c", "\u201d", "\u201e", "\u2018", "\u2019"):
-        return f'text and keys stand in ", and not in {rest[0]}'
-    if word := next((word for word in ("True", "False", "None") if rest.startswith(word)), ""):
-        return f"{word} is {'null' if word == 'None' else word.lower()} in JSON"
-    return error.msg
 
 
 def config_file(name_or_path: str) -> Path:

@@ -1,7 +1,6 @@
-"""What the two Transformer Engine variants share: embedding, rotary frequencies, stack of layers, head, loss, cache.
+"""What the two Transformer Engine variants share: embedding, rotary frequencies, stack of layers, head, loss.
 
-Shape suffixes: B batch, T tokens of this call, S tokens in the cache, H hidden, N query heads, K key/value heads,
-D head dimension, V vocabulary.
+Shape suffixes: B batch, T tokens, H hidden, N query heads, K key/value heads, D head dimension, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from model.config import check_config, head_dim, rope_theta, window_size
 from model.documents import Documents
 from model.fp8.precision import Precision
-from model.fp8.recipes import FP8_ROW_MULTIPLE, fits_fp8
+from model.fp8.recipes import fits_fp8
 from model.head import make_head
 from model.variants import SpeedConfig
 
@@ -46,71 +45,6 @@ def causal_lm_loss(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.T
     labels_M = labels_BT.flatten()
     total = F.cross_entropy(logits_BTV.float().flatten(0, -2), labels_M, ignore_index=-100, reduction="sum")
     return total / (labels_M != -100).sum().clamp(min=1)
-
-
-def project(linear: nn.Module, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-    """`linear(x)` with the rows padded with zeros to what an FP8 GEMM accepts, so that one token at a time works.
-    Zero rows change neither amax nor the other rows."""
-    rows = x.numel() // x.shape[-1]
-    missing = -rows % FP8_ROW_MULTIPLE
-    if not missing:
-        return linear(x, is_first_microbatch=is_first_microbatch)
-    padded = F.pad(x.reshape(rows, -1), (0, 0, 0, missing))
-    y = linear(padded, is_first_microbatch=is_first_microbatch)
-    return y[:rows].view(*x.shape[:-1], -1)
-
-
-class KVCache:
-    """Keys and values of the tokens so far: per layer [B, max_length, K, D], rotated; `length` of them are filled."""
-
-    def __init__(
-        self, config: MistralConfig, batch_size: int, max_length: int, dtype: torch.dtype, device: Any
-    ):
-        shape = (
-            config.num_hidden_layers,
-            batch_size,
-            max_length,
-            config.num_key_value_heads,
-            head_dim(config),
-        )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.length = 0
-        self.window = config.sliding_window
-
-    @property
-    def max_length(self) -> int:
-        return self.keys.shape[2]
-
-    def attend(
-        self, layer: int, q_BTND: torch.Tensor, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
-    ) -> torch.Tensor:
-        """Append this call's keys and values and attend to all; returns [B, T, N * D]. `length` moves on only once
-        all layers are through (see `advance`).
-
-        Raises ValueError: more tokens than `max_length`.
-        """
-        T, S = q_BTND.shape[1], self.length + q_BTND.shape[1]
-        if S > self.max_length:
-            raise ValueError(f"the cache holds {self.max_length} tokens and {S} were given; make it longer")
-        self.keys[layer, :, self.length : S] = k_BTKD
-        self.values[layer, :, self.length : S] = v_BTKD
-        query = torch.arange(self.length, S, device=q_BTND.device)[:, None]
-        key = torch.arange(S, device=q_BTND.device)[None, :]
-        visible = key <= query
-        if self.window:
-            visible &= query - key < self.window
-        out = F.scaled_dot_product_attention(
-            q_BTND.transpose(1, 2),
-            self.keys[layer, :, :S].transpose(1, 2),
-            self.values[layer, :, :S].transpose(1, 2),
-            attn_mask=visible,
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).reshape(out.shape[0], T, -1)
-
-    def advance(self, tokens: int) -> None:
-        self.length += tokens
 
 
 class Embedding(nn.Embedding):
@@ -201,15 +135,14 @@ class MistralBase(nn.Module):
         raise NotImplementedError
 
     def enter_layers(
-        self, hidden_BTH: torch.Tensor, documents: Documents | None, start: int
+        self, hidden_BTH: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """(hidden states, the other arguments) as each layer takes them, for tokens at positions start to
-        start + T - 1, or in `documents`."""
-        T, device = hidden_BTH.shape[1], hidden_BTH.device
+        """Return the hidden states and the other arguments as each layer takes them."""
+        freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
         if documents is None:
-            return hidden_BTH, {"rotary_pos_emb": self.rope_freqs(start + T, device)[start:]}
+            return hidden_BTH, {"rotary_pos_emb": freqs}
         # The batch as one row, with an angle for each token instead of one for each position.
-        freqs = self.rope_freqs(T, device)[documents.positions.flatten()]
+        freqs = freqs[documents.positions.flatten()]
         return hidden_BTH.flatten(0, 1)[None], {"rotary_pos_emb": freqs, "documents": documents}
 
     def rope_freqs(self, length: int, device: torch.device) -> torch.Tensor:
@@ -226,71 +159,55 @@ class MistralBase(nn.Module):
                 cached = self._rope_freqs = rope.to(device)(length)
         return cached[:length]
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty key/value cache for decoding."""
-        return KVCache(self.config, batch_size, max_length, self.precision.dtype, self.lm_head.weight.device)
-
     def forward(
         self,
         input_ids: torch.Tensor,
         labels: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
-        cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> CausalLMOutput:
         """Logits, and the loss if `labels` are given.
 
         input_ids: int64 [B, T]. labels: int64 [B, T], already shifted (labels[b, t] follows input_ids[b, t]), -100
         ignored. is_first_microbatch: None quantizes the weights in this call; True does and keeps the FP8 copy; False
-        reuses it (later micro-batches of one optimizer step). cache: decode; the T tokens follow those in the cache.
+        reuses it (later micro-batches of one optimizer step).
         documents: of a model with a document mask, on the device of input_ids; None: each row is a document.
         Returns loss (float32 scalar, nats a token) and logits [B, T, V]; None for the logits where a fused loss will
         overwrite them with their gradient.
-        Raises ValueError: documents of another shape, or for a model without a document mask, or with a cache.
+        Raises ValueError: documents of another shape, or for a model without a document mask.
         """
-        start = cache.length if cache is not None else 0
-        documents = self._documents(documents, input_ids, cache)
+        documents = self._documents(documents, input_ids)
         with self.precision.autocast():
             hidden_BTH = self.model.embed_tokens(input_ids)
-            hidden_BTH, arguments = self.enter_layers(hidden_BTH, documents, start)
-            arguments["is_first_microbatch"] = is_first_microbatch
-            if cache is not None:
-                arguments["cache"] = cache
+            hidden_BTH, arguments = self.enter_layers(hidden_BTH, documents)
             for layer in self.model.layers:
-                hidden_BTH = layer(hidden_BTH, **arguments)
+                hidden_BTH = layer(hidden_BTH, is_first_microbatch=is_first_microbatch, **arguments)
             hidden_BTH = self.model.norm(hidden_BTH)
-            if labels is not None and cache is None and self._loss_of_head():
+            if labels is not None and self._head_computes_loss():
                 return CausalLMOutput(loss=self.lm_head(hidden_BTH, labels=labels))
-            logits_BTV = project(self.lm_head, hidden_BTH, is_first_microbatch)
+            logits_BTV = self.lm_head(hidden_BTH, is_first_microbatch=is_first_microbatch)
             if documents is not None:
                 logits_BTV = logits_BTV.view(*input_ids.shape, -1)
-        if cache is not None:
-            cache.advance(input_ids.shape[1])
         if labels is None:
             return CausalLMOutput(logits=logits_BTV)
         if self.fused_cross_entropy is not None and torch.is_grad_enabled():
             return CausalLMOutput(loss=self.fused_cross_entropy(logits_BTV, labels))
         return CausalLMOutput(loss=causal_lm_loss(logits_BTV, labels), logits=logits_BTV)
 
-    def _loss_of_head(self) -> bool:
-        """Whether lm_head computes the loss, too (head.py)."""
+    def _head_computes_loss(self) -> bool:
+        """Return whether lm_head also computes the loss (head.py)."""
         possible = getattr(self.lm_head, "fp8_gradients", False) and self.precision.te.fp8_cross_entropy
         return bool(possible and self.fused_cross_entropy and torch.is_grad_enabled())
 
-    def _documents(
-        self, documents: Documents | None, input_ids: torch.Tensor, cache: KVCache | None
-    ) -> Documents | None:
-        """The documents to attend within; None: plain causal attention. Raises ValueError: see `forward`."""
+    def _documents(self, documents: Documents | None, input_ids: torch.Tensor) -> Documents | None:
+        """Return the documents to attend within; None: plain causal attention. Raises ValueError: see `forward`."""
         if documents is None:
-            if not self.document_mask or cache is not None:
+            if not self.document_mask:
                 return None
             B, T = input_ids.shape
             return Documents.whole_rows(B, T, input_ids.device)
-        if not self.document_mask or cache is not None:
-            raise ValueError(
-                "documents were given to a model without a document mask, or with a cache; build it with "
-                "document_mask=True, or leave them out"
-            )
+        if not self.document_mask:
+            raise ValueError("documents need a model with a document mask; build it with document_mask=True")
         if documents.positions.shape != input_ids.shape:
             raise ValueError(
                 f"documents of a batch {list(documents.positions.shape)} were given with input_ids "

@@ -1,7 +1,6 @@
 """The te.Linear variant: Mistral as Hugging Face writes it, each Linear a te.Linear, parameter names unchanged.
 
-It is the easy one to read, and the one that decodes with a key/value cache. The fused variant is in
-modeling_mistral_fp8_trans.py. Shape suffixes: see mistral_base.py.
+It is the easy one to read. The fused variant is in modeling_mistral_fp8_trans.py. Shape suffixes: see mistral_base.py.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from transformers import MistralConfig
 from model.config import head_dim
 from model.documents import Documents, attend
 from model.fp8.precision import Precision
-from model.mistral_base import KVCache, MistralBase, causal_attention, project
+from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
 
@@ -34,7 +33,7 @@ class MistralAttention(nn.Module):
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
         super().__init__()
         te = precision.te
-        self.index, self.head_dim = index, head_dim(config)
+        self.head_dim = head_dim(config)
         self.apply_rotary_pos_emb = te.apply_rotary_pos_emb
         self.rotate = te.rotate if speed.fused_rope else None
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -50,22 +49,14 @@ class MistralAttention(nn.Module):
         return self.apply_rotary_pos_emb(x_BTND, freqs, tensor_format="bshd", fused=True)
 
     def forward(
-        self,
-        x_BTH: torch.Tensor,
-        freqs: torch.Tensor,
-        is_first: bool | None,
-        cache: KVCache | None,
-        documents: Documents | None,
+        self, x_BTH: torch.Tensor, freqs: torch.Tensor, is_first: bool | None, documents: Documents | None
     ) -> torch.Tensor:
         heads = (*x_BTH.shape[:2], -1, self.head_dim)
-        q_BTND = self._rotate(project(self.q_proj, x_BTH, is_first).view(heads), freqs)
-        k_BTKD = self._rotate(project(self.k_proj, x_BTH, is_first).view(heads), freqs)
-        v_BTKD = project(self.v_proj, x_BTH, is_first).view(heads)
-        if cache is None:
-            out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
-        else:
-            out = cache.attend(self.index, q_BTND, k_BTKD, v_BTKD)
-        return project(self.o_proj, out, is_first)
+        q_BTND = self._rotate(self.q_proj(x_BTH, is_first_microbatch=is_first).view(heads), freqs)
+        k_BTKD = self._rotate(self.k_proj(x_BTH, is_first_microbatch=is_first).view(heads), freqs)
+        v_BTKD = self.v_proj(x_BTH, is_first_microbatch=is_first).view(heads)
+        out = attend(self.core_attention, q_BTND, k_BTKD, v_BTKD, documents)
+        return self.o_proj(out, is_first_microbatch=is_first)
 
 
 class MistralMLP(nn.Module):
@@ -79,8 +70,9 @@ class MistralMLP(nn.Module):
         self.down_proj = _linear(precision, config.intermediate_size, config.hidden_size)
 
     def forward(self, x_BTH: torch.Tensor, is_first: bool | None) -> torch.Tensor:
-        gate, up = project(self.gate_proj, x_BTH, is_first), project(self.up_proj, x_BTH, is_first)
-        return project(self.down_proj, self.swiglu(gate, up), is_first)
+        gate = self.gate_proj(x_BTH, is_first_microbatch=is_first)
+        up = self.up_proj(x_BTH, is_first_microbatch=is_first)
+        return self.down_proj(self.swiglu(gate, up), is_first_microbatch=is_first)
 
 
 class MistralDecoderLayer(nn.Module):
@@ -97,11 +89,10 @@ class MistralDecoderLayer(nn.Module):
         x_BTH: torch.Tensor,
         rotary_pos_emb: torch.Tensor,
         is_first_microbatch: bool | None = None,
-        cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> torch.Tensor:
         x_BTH = x_BTH + self.self_attn(
-            self.input_layernorm(x_BTH), rotary_pos_emb, is_first_microbatch, cache, documents
+            self.input_layernorm(x_BTH), rotary_pos_emb, is_first_microbatch, documents
         )
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH), is_first_microbatch)
 

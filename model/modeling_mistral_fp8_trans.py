@@ -17,7 +17,7 @@ from transformers import MistralConfig
 from model.config import head_dim, window_size
 from model.documents import Documents, attend, reached
 from model.fp8.precision import Precision
-from model.mistral_base import KVCache, MistralBase, causal_attention
+from model.mistral_base import MistralBase, causal_attention
 from model.variants import SpeedConfig
 
 
@@ -122,21 +122,15 @@ class MistralForCausalLM(MistralBase):
         return layer
 
     def enter_layers(
-        self, hidden_BTH: torch.Tensor, documents: Documents | None, start: int
+        self, hidden_BTH: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         if self.speed.fused_rope:
-            return super().enter_layers(hidden_BTH, documents, start)
+            return super().enter_layers(hidden_BTH, documents)
         window = reached(window_size(self.config), hidden_BTH.shape[1])
         if documents is None:
-            hidden_BTH, arguments = super().enter_layers(hidden_BTH, documents, start)
+            hidden_BTH, arguments = super().enter_layers(hidden_BTH, documents)
             return hidden_BTH, {**arguments, "window_size": window}
         # te.TransformerLayer begins the positions of each document anew by itself
         freqs = self.rope_freqs(hidden_BTH.shape[1], hidden_BTH.device)
         arguments = {"rotary_pos_emb": freqs, "window_size": window, **documents.attention_arguments()}
         return hidden_BTH.flatten(0, 1), arguments
-
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """Raises ValueError: this variant does not decode."""
-        raise ValueError(
-            "the te_layer variant does not decode; load the same weights as te_linear, which has a cache"
-        )

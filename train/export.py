@@ -234,10 +234,10 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
         how = precision.compute if precision.compute != "fp8" else f"torchao's FP8 ({precision.recipe})"
         return [f"{codes}, a scale a row; the model was trained in {how}", *lines]
     written = read_hf_folder(out, model.config, model.config.dtype)
-    if differing := trained.differences(written, weights, fp8_state):
+    if differing := serving.differences(written, quantized):
         raise CheckpointError(
-            f"{len(differing)} of {codes}, such as {differing[0]}, are not what the training's modules make of {path}. "
-            "Export with --format hf, and report this error",
+            f"{len(differing)} of {codes}, such as {differing[0]}, were not written to {out} as the training's modules "
+            f"make them of {path}; export again, or with --format hf",
             code="codes_differ",
             key=str(path),
         )

@@ -36,7 +36,7 @@ from model.config import (
 )
 from model.fp8.calibration import calibrate
 from model.fp8.machine import describe
-from model.fp8.modules import fp8_modules
+from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.startup_check import attention_in_use, backend_in_use, check_startup
 from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
@@ -207,7 +207,7 @@ def announce(
     for number, section in enumerate(sections if changes else ()):
         try:
             if (later := Precision(section, precision.device, state.levels)).fp8:
-                later.check(model)
+                check_precision(model, later)
                 if section.on_trouble == "escalate":
                     later.require("block", "escalate takes modules there; set precision.on_trouble to warn")
         except PrecisionError as error:

@@ -27,7 +27,7 @@ from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.quantizers import Source, noted_quantizations, quantizer_slots
 from model.fp8.recipes import recipe_of
-from model.te_reference.quantize import BLOCK, FP8_MAX
+from model.te_reference.quantize import FP8_MAX, dequantize
 
 OPERANDS = ("input", "weight", "gradient")
 STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
@@ -37,7 +37,6 @@ DOWN_PROJECTIONS = ("down_proj", "fc2")
 # The magnitude from which on rounding alone would leave the format: the largest value and half a step of its binade.
 # Up to there the clamp changes nothing that rounding would not.
 OVERFLOW = {torch.float8_e4m3fn: 464.0, torch.float8_e5m2: 61440.0}
-CHUNK = 2**25  # elements that are looked at together, for whose float32 copies there has to be memory
 
 # Of an operand: sums over its elements, which ranks add, and one maximum.
 SUMS = ("nonzero", "kept", "saturated", "error2", "x2", "x1", "x3", "x4", "elements")
@@ -172,56 +171,31 @@ def measure(source: Source, codes: torch.Tensor, scale_inv: torch.Tensor, moment
     if codes.is_cuda:
         kernel: Any = importlib.import_module("model.fused.operand_totals")
         *sums, largest = kernel.operand_totals(source, codes, scale_inv, moments)
-        limit = FP8_MAX[codes.dtype]
-        return torch.stack([*sums, torch.full_like(largest, codes.numel()), largest / limit])
-    (matrix,) = source.parts
-    limit, overflow = FP8_MAX[codes.dtype], OVERFLOW[codes.dtype]
-    rows, columns = codes.shape
-    step = max(1, CHUNK // columns // BLOCK) * BLOCK
-    sums = torch.zeros(len(SUMS) - 1, dtype=torch.float64, device=codes.device)
-    largest = torch.zeros((), dtype=torch.float64, device=codes.device)
-    for first in range(0, rows, step):
-        part = slice(first, min(first + step, rows))
-        x, inverse = matrix[part], _spread(scale_inv, part, codes.shape)
-        values = codes[part].float()
-        kept = _norm(values, 0)
-        magnitude = x.abs()
-        # of dimensions, lest it be rounded to the type of x
-        saturated = _norm((magnitude > (inverse * overflow).view(*inverse.shape or (1, 1))).to(x.dtype), 0)
-        ratio = _norm(magnitude if inverse.dim() == 0 else magnitude / inverse, math.inf).amax().double()
-        largest = torch.maximum(largest, ratio / (inverse.double() if inverse.dim() == 0 else 1.0) / limit)
-        nonzero, size, error = _norm(x, 0), _norm(x, 2), _norm(values.mul_(inverse).sub_(x), 2)
-        powers = [torch.zeros_like(size)] * 3
-        if moments:
-            x = x.float()
-            square = x.square()
-            powers = [x.sum(1), (square * x).sum(1), square.square().sum(1)]
-        of_rows = torch.stack([nonzero, kept, saturated, error, size, *powers]).double()
-        of_rows[3:5].square_()
-        sums += of_rows.sum(1)
-    elements = torch.full_like(largest, codes.numel())
-    return torch.cat([sums, elements[None], largest[None]])
+        return torch.stack([*sums, torch.full_like(largest, codes.numel()), largest / FP8_MAX[codes.dtype]])
+    (x,) = source.parts
+    if scale_inv.dim():
+        scale_inv = dequantize(torch.ones_like(codes, dtype=torch.float32).to(codes.dtype), scale_inv)
+    values, magnitude = codes.float(), x.abs()
+    kept = _norm(values, 0)
+    # of dimensions, so that it is not rounded to the type of x
+    beyond = (scale_inv * OVERFLOW[codes.dtype]).view(*scale_inv.shape or (1, 1))
+    saturated = _norm((magnitude > beyond).to(x.dtype), 0)
+    largest = _norm(magnitude / scale_inv if scale_inv.dim() else magnitude, math.inf).amax().double()
+    largest = largest / (1.0 if scale_inv.dim() else scale_inv.double()) / FP8_MAX[codes.dtype]
+    nonzero, size, error = _norm(x, 0), _norm(x, 2), _norm(values.mul_(scale_inv).sub_(x), 2)
+    powers = [torch.zeros_like(size)] * 3
+    if moments:
+        x = x.float()
+        square = x.square()
+        powers = [x.sum(1), (square * x).sum(1), square.square().sum(1)]
+    of_rows = torch.stack([nonzero, kept, saturated, error, size, *powers]).double()
+    of_rows[3:5].square_()
+    return torch.cat([of_rows.sum(1), torch.full_like(largest, codes.numel())[None], largest[None]])
 
 
 def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
-    """Of each row, in float32, in one pass and without a copy of `x`; of order 0 the number of elements not 0."""
+    """Return the norm of each row in float32, in one pass without a copy of `x`; of order 0 the count of nonzeros."""
     return torch.linalg.vector_norm(x, order, dim=1, dtype=torch.float32)
-
-
-def _spread(scale_inv: torch.Tensor, part: slice, shape: torch.Size) -> torch.Tensor:
-    """The inverse scales of rows of a matrix of `shape`: one, or one an element. `part` begins at a whole tile."""
-    if scale_inv.dim() == 0:
-        return scale_inv
-    rows, columns = shape
-    if scale_inv.shape[0] != rows:
-        tiles = scale_inv[part.start // BLOCK : -(-part.stop // BLOCK)]
-        scale_inv = tiles[:, None].expand(-1, BLOCK, -1).reshape(-1, scale_inv.shape[1])
-        scale_inv = scale_inv[: part.stop - part.start]
-    else:
-        scale_inv = scale_inv[part]
-    if scale_inv.shape[1] != columns:
-        scale_inv = scale_inv[:, :, None].expand(-1, -1, BLOCK).reshape(scale_inv.shape[0], -1)[:, :columns]
-    return scale_inv
 
 
 def statistics(totals: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,20 @@
-"""The GEMM modules of a model: which are meant to run FP8, which not and why."""
+"""The GEMM modules of a model: which run FP8 under a precision, which do not and why."""
 
 from __future__ import annotations
 
 import fnmatch
+import json
+import re
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
-from model.fp8 import te_backend
-from model.fp8.recipes import FP8_FEATURE_MULTIPLE
+from model.fp8 import te_backend, torchao_fp8
+from model.fp8.precision import Precision, PrecisionError
+from model.fp8.recipes import FP8_FEATURE_MULTIPLE, fits_fp8
 from model.variants import VARIANTS
-
-if TYPE_CHECKING:
-    from model.fp8.precision import Precision
 
 # What the log says of a level.
 WORDS = {
@@ -133,3 +133,81 @@ def _of_its_gradients(head: nn.Module, precision: Precision) -> str:
         return "precision.on_trouble took its gradients out"
     (weight,) = matrices(head)
     return f"its gradients neither, as FP8 takes multiples of {FP8_FEATURE_MULTIPLE} and it is {tuple(weight.shape)}"
+
+
+def apply_precision(model: nn.Module, precision: Precision) -> None:
+    """Make the modules of `model` run as `precision` says.
+
+    Modules that match `bf16_modules` stay out of FP8, and those of `levels` get their own autocast; with torchao, the
+    others are replaced by FP8 ones. Raises PrecisionError: as `check_precision`.
+    """
+    if not precision.fp8:
+        return
+    planned = check_precision(model, precision)
+    if precision.torchao:
+        torchao_fp8.convert(model, planned, precision.recipe)
+        return
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in precision.config.bf16_modules:
+        for name in fnmatch.filter(names, pattern):
+            run_under(model.get_submodule(name), precision.te, None)
+    for name, module in gemm_modules(model, precision).items():
+        if bf16_pattern(name, precision.config.bf16_modules):
+            continue
+        level, recipe = precision.level(name), precision.make_recipe(precision.level(name))
+        own_scales = name == "lm_head" and _rounds_scales_of_gradients(recipe)
+        if own_scales:  # why: te_reference/gemm.py
+            recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
+        if own_scales or level != precision.config.recipe:
+            run_under(module, precision.te, recipe)
+
+
+def check_precision(model: nn.Module, precision: Precision) -> list[str]:
+    """Return the names of the modules of `model` that would run FP8. Nothing is changed.
+
+    Raises PrecisionError: a pattern of `bf16_modules` that matches no module; a GEMM whose features are not multiples
+    of 16; no module left to run FP8.
+    """
+    patterns = precision.config.bf16_modules
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            examples = ", ".join(names[:3] + names[-1:])
+            raise PrecisionError(
+                f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}",
+                code="no_such_module",
+                key="precision.bf16_modules",
+            )
+    report = fp8_modules(model, precision)
+    if not report.planned and TAKEN_OUT not in report.kept.values():
+        raise PrecisionError(
+            f"precision.bf16_modules {patterns} leaves no module to run FP8; "
+            'remove patterns or set precision.compute to "bf16"',
+            code="no_fp8_module",
+            key="precision.bf16_modules",
+        )
+    _check_features(model, report.planned)
+    return report.planned
+
+
+def _check_features(model: nn.Module, planned: list[str]) -> None:
+    """Raise PrecisionError if FP8 does not take the sizes of modules; it names all, as patterns for all layers."""
+    patterns, weights = dict[str, None](), dict[str, None]()
+    for name in planned:
+        for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
+            if p.dim() == 2 and not fits_fp8(*p.shape):
+                pattern = re.sub(r"\.\d+\.", ".*.", name)
+                patterns[pattern] = weights[f"{pattern}.{parameter_name} {tuple(p.shape)}"] = None
+    if patterns:
+        raise PrecisionError(
+            f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
+            f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
+            code="fp8_dimensions",
+            key=next(iter(patterns)),
+        )
+
+
+def _rounds_scales_of_gradients(recipe: Any) -> bool:
+    """Return whether scales of gradients are powers of two."""
+    parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
+    return parameters is not None and parameters.power_2_scale

@@ -7,12 +7,8 @@ for and not to be had is a `PrecisionError`, never a silent bf16 run. The recipe
 
 from __future__ import annotations
 
-import fnmatch
-import json
-import re
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +18,10 @@ from torch import nn
 
 from model.errors import UserError
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.modules import TAKEN_OUT, bf16_pattern, fp8_modules, gemm_modules, run_under
 from model.fp8.recipes import (
-    FP8_FEATURE_MULTIPLE,
     LEVELS,
     RECIPES,
     PrecisionConfig,
-    fits_fp8,
     recipe_of,
     why_no_fp8,
 )
@@ -205,74 +198,3 @@ class Precision:
         if not self.fp8 or self.torchao:
             return nullcontext()
         return self.te.autocast(enabled=True, recipe=self.recipe)
-
-    def apply(self, model: nn.Module) -> None:
-        """Keep the modules that match `bf16_modules` out of FP8, and give those of `levels` their own autocast; with
-        torchao, swap the others for FP8 ones. Raises PrecisionError: as `check`."""
-        if not self.fp8:
-            return
-        planned = self.check(model)
-        if self.torchao:
-            torchao_fp8.convert(model, planned, self.recipe)
-            return
-        names = [name for name, _ in model.named_modules() if name]
-        for pattern in self.config.bf16_modules:
-            for name in fnmatch.filter(names, pattern):
-                run_under(model.get_submodule(name), self.te, None)
-        for name, module in gemm_modules(model, self).items():
-            if bf16_pattern(name, self.config.bf16_modules):
-                continue
-            level, recipe = self.level(name), self.make_recipe(self.level(name))
-            own_scales = name == "lm_head" and _rounds_scales_of_gradients(recipe)
-            if own_scales:  # why: te_reference/gemm.py
-                recipe.fp8_quant_bwd_grad = replace(recipe.fp8_quant_bwd_grad, power_2_scale=False)
-            if own_scales or level != self.config.recipe:
-                run_under(module, self.te, recipe)
-
-    def check(self, model: nn.Module) -> list[str]:
-        """The names of the modules of `model` that would run FP8. Nothing is changed.
-
-        Raises PrecisionError: a pattern of `bf16_modules` that matches no module; a GEMM whose features are no multiple
-        of 16; no module left to run FP8.
-        """
-        names = [name for name, _ in model.named_modules() if name]
-        for pattern in self.config.bf16_modules:
-            if not fnmatch.filter(names, pattern):
-                examples = ", ".join(names[:3] + names[-1:])
-                raise PrecisionError(
-                    f"precision.bf16_modules: {pattern!r} matches no module; names are like {examples}",
-                    code="no_such_module",
-                    key="precision.bf16_modules",
-                )
-        report = fp8_modules(model, self)
-        if not report.planned and TAKEN_OUT not in report.kept.values():
-            raise PrecisionError(
-                f"precision.bf16_modules {self.config.bf16_modules} leaves no module to run FP8; "
-                'remove patterns or set precision.compute to "bf16"',
-                code="no_fp8_module",
-                key="precision.bf16_modules",
-            )
-        self._check_features(model, report.planned)
-        return report.planned
-
-    def _check_features(self, model: nn.Module, planned: list[str]) -> None:
-        """Raises PrecisionError: it names all that do not fit, as patterns, of which one is of all layers."""
-        patterns, weights = dict[str, None](), dict[str, None]()
-        for name in planned:
-            for parameter_name, p in model.get_submodule(name).named_parameters(recurse=False):
-                if p.dim() == 2 and not fits_fp8(*p.shape):
-                    pattern = re.sub(r"\.\d+\.", ".*.", name)
-                    patterns[pattern] = weights[f"{pattern}.{parameter_name} {tuple(p.shape)}"] = None
-        if patterns:
-            raise PrecisionError(
-                f"{', '.join(weights)}: an FP8 GEMM needs dimensions divisible by {FP8_FEATURE_MULTIPLE}; change the "
-                f"model's sizes or add {', '.join(map(json.dumps, patterns))} to precision.bf16_modules",
-                code="fp8_dimensions",
-                key=next(iter(patterns)),
-            )
-
-
-def _rounds_scales_of_gradients(recipe: Any) -> bool:
-    """Whether scales of gradients are powers of two."""
-    parameters = getattr(recipe, "fp8_quant_bwd_grad", None)
-    return parameters is not None and parameters.power_2_scale

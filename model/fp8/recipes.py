@@ -14,9 +14,8 @@ from typing_extensions import TypedDict
 from model.keys import STRICT, option
 
 # What an FP8 GEMM accepts: input and output features in multiples of 16, rows (batch x sequence) in multiples of 8.
-# In training of 16: the weight gradient contracts over the rows, which become the leading dimension of its operands.
+# In training rows in multiples of 16: the weight gradient contracts over them.
 FP8_FEATURE_MULTIPLE = 16
-FP8_ROW_MULTIPLE = 8
 FP8_TRAIN_ROW_MULTIPLE = 16
 
 

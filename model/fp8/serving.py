@@ -1,15 +1,15 @@
 """The weights of a trained model -> FP8, for whatever serves it.
 
-Of a model that trained in Transformer Engine's FP8, these are the codes and scales that training multiplies with. They
-are quantized here from the tensors of a checkpoint and the scales of its recipe, and compared, bit for bit, with what
-the training's own modules make of the same checkpoint. Of any other model each row gets a scale.
+For a model that trained in Transformer Engine's FP8, these are the codes and scales that training multiplies with: the
+modules of the CPU reference, which equal Transformer Engine's bit for bit, make them from the tensors of a checkpoint.
+For any other model each row gets a scale.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +18,16 @@ from torch import nn
 from model.build import make_modules
 from model.conversion import Parts, hf_parts, load_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
-from model.fp8.modules import TAKEN_OUT, WORDS, bf16_pattern, by_value, fp8_modules, shown
+from model.fp8.modules import TAKEN_OUT, WORDS, apply_precision, bf16_pattern, by_value, fp8_modules, shown
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import RECIPES, PrecisionConfig, recipe_of
 from model.fp8.state import load_fp8_state
-from model.te_reference import quantize as te
-from model.te_reference.base import WEIGHT
+from model.te_reference.quantize import BLOCK
 from model.variants import SpeedConfig
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
 
-E4M3 = torch.float8_e4m3fn
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -63,7 +61,7 @@ class TrainedFP8:
         reference = dataclasses.replace(precision, backend="reference")
         self.precision = Precision(reference, torch.device("meta"), levels)
         self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())
-        self.precision.apply(self.model)
+        apply_precision(self.model, self.precision)
         self.blocks = precision.recipe == "block"
         self.report = fp8_modules(self.model, self.precision)
         self.matrices = [
@@ -109,60 +107,35 @@ class TrainedFP8:
         for matrix in self.matrices:
             columns = _matrices_of(self.model.get_submodule(matrix.module))[matrix.gemm][1].shape[1]
             uneven += [
-                f"{name} {(rows, columns)}"
-                for name, rows in matrix.parts
-                if rows % te.BLOCK or columns % te.BLOCK
+                f"{name} {(rows, columns)}" for name, rows in matrix.parts if rows % BLOCK or columns % BLOCK
             ]
         if uneven:
             more = f" and {len(uneven) - 3} more" if len(uneven) > 3 else ""
             raise PrecisionError(
-                f"block scaling has a scale for {te.BLOCK} x {te.BLOCK} weights, and what serves such models needs "
-                f"sizes that {te.BLOCK} divides; this model has {', '.join(uneven[:3])}{more}. Export it with --format "
+                f"block scaling has a scale for {BLOCK} x {BLOCK} weights, and what serves such models needs "
+                f"sizes that {BLOCK} divides; this model has {', '.join(uneven[:3])}{more}. Export it with --format "
                 "hf, or train with precision.recipe current or delayed",
                 code="block_dimensions",
                 key=uneven[0].partition(" ")[0],
             )
 
-    def quantize(self, weights: Weights, fp8_state: Weights) -> dict[str, Quantized]:
-        """As the next step of the training would. weights: by Hugging Face's names, in the dtype of training.
-        fp8_state: as of model/fp8/state.py, empty for recipes without.
+    @torch.no_grad()
+    def quantize(self, weights: Weights, fp8_state: dict[str, torch.Tensor]) -> dict[str, Quantized]:
+        """Quantize the weights as the next training step would.
+
+        The training's own modules do it, those of the CPU reference: these are the FP8 weights that they keep for the
+        micro-batches of a step. weights: by Hugging Face's names, in the dtype of training. fp8_state: as of
+        model/fp8/state.py, empty for recipes without.
 
         Raises PrecisionError: weights that are not finite.
         """
-        quantized = {}
-        for matrix in self.matrices:
-            tensors = {name: _finite(name, weights[name]) for name, _ in matrix.parts}
-            if self.blocks:
-                for name, tensor in tensors.items():
-                    options = self._weight_options(matrix)
-                    codes, scale = te.quantize_blocks(tensor, (te.BLOCK, te.BLOCK), E4M3, **options)
-                    quantized[name] = Quantized(codes, scale)
-                continue
-            if self.precision.level(matrix.module) == "delayed":
-                scale = fp8_state[f"{matrix.module}.scaling_fwd.scale"][3 * matrix.gemm + WEIGHT]
-            else:
-                amax = torch.stack([te.amax(tensor) for tensor in tensors.values()]).max()
-                scale = te.scale_from_amax(amax, te.FP8_MAX[E4M3], **self._weight_options(matrix))
-            for name, tensor in tensors.items():
-                rows = scale.reciprocal().repeat(tensor.shape[0], 1)
-                quantized[name] = Quantized(te.scaled_cast(tensor, scale, E4M3), rows)
-        return quantized
-
-    def _weight_options(self, matrix: Matrix) -> dict[str, Any]:
-        """How its module's recipe quantizes weights."""
-        recipe = self.precision.make_recipe(self.precision.level(matrix.module))
-        return asdict(recipe.fp8_quant_fwd_weight)
-
-    @torch.no_grad()
-    def of_training(
-        self, weights: Weights, fp8_state: dict[str, torch.Tensor]
-    ) -> Iterator[tuple[str, Quantized]]:
-        """The same, by calling the modules of the training, those of the CPU reference, as its next step would call
-        them with its first micro-batch: what they then keep as FP8 weights."""
         for matrix in self.matrices:
             self.model.get_submodule(matrix.module).to_empty(device="cpu")
+            for name, _ in matrix.parts:
+                _check_finite(name, weights[name])
         load_hf_state_dict(self.model, weights)
         load_fp8_state(self.model, self.precision, fp8_state)
+        quantized = {}
         for matrix in self.matrices:
             module = self.model.get_submodule(matrix.module)
             if matrix.gemm == 0:
@@ -173,24 +146,23 @@ class TrainedFP8:
             for name, rows in matrix.parts:
                 scale = kept.rows_scale_inv
                 if self.blocks:
-                    scale = scale[first // te.BLOCK : (first + rows) // te.BLOCK]
+                    scale = scale[first // BLOCK : (first + rows) // BLOCK]
                 else:
                     scale = scale.repeat(rows, 1)
-                yield name, Quantized(kept.rows[first : first + rows], scale)
+                quantized[name] = Quantized(kept.rows[first : first + rows].clone(), scale.clone())
                 first += rows
+        return quantized
 
-    def differences(
-        self,
-        written: Mapping[str, torch.Tensor | Quantized],
-        weights: Weights,
-        fp8_state: dict[str, torch.Tensor],
-    ) -> list[str]:
-        """The names of what `written`, as read back, has not as training has it, to the bit."""
-        return [
-            name
-            for name, ours in self.of_training(weights, fp8_state)
-            if not (isinstance(theirs := written.get(name), Quantized) and _same(ours, theirs))
-        ]
+
+def differences(
+    written: Mapping[str, torch.Tensor | Quantized], quantized: Mapping[str, Quantized]
+) -> list[str]:
+    """Return the names of the tensors of `quantized` that `written`, as read back, does not hold bit for bit."""
+    return [
+        name
+        for name, ours in quantized.items()
+        if not (isinstance(theirs := written.get(name), Quantized) and _same(ours, theirs))
+    ]
 
 
 def untrained_fp8(hf_model: nn.Module, precision: PrecisionConfig) -> list[str]:
@@ -207,7 +179,9 @@ def linears(hf_model: nn.Module) -> list[str]:
 
 def by_row(weights: Weights, names: list[str]) -> dict[str, Quantized]:
     """The matrices `names` with a scale a row. Raises PrecisionError: weights that are not finite."""
-    return {name: quantize_rows(_finite(name, weights[name])) for name in names}
+    for name in names:
+        _check_finite(name, weights[name])
+    return {name: quantize_rows(weights[name]) for name in names}
 
 
 def trained_in_fp8(precision: PrecisionConfig) -> bool:
@@ -220,14 +194,13 @@ def _matrices_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 2]
 
 
-def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if not tensor.isfinite().all():
         raise PrecisionError(
             f"{name} has values that are not finite: the training had gone wrong by this checkpoint",
             code="not_finite",
             key=name,
         )
-    return tensor
 
 
 def _same(one: Quantized, other: Quantized) -> bool:

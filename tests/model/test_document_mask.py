@@ -193,19 +193,6 @@ def test_what_is_refused() -> None:
     model = build("te_linear", **FP32)
     with pytest.raises(ValueError):
         model(ids[:2], documents=documents)
-    with pytest.raises(ValueError):
-        model(ids, documents=documents, cache=model.new_cache(B, T))
-
-
-def test_decoding_is_as_without_a_mask() -> None:
-    results = []
-    for document_mask in (False, True):
-        model = build("te_linear", 24, document_mask, **FP32).eval()
-        ids, cache = batch(model.config)[0], model.new_cache(B, T)
-        with torch.no_grad():
-            parts = [model(ids[:, :7], cache=cache).logits, model(ids[:, 7:], cache=cache).logits]
-        results.append(torch.cat(parts, 1))
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(

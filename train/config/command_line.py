@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from model.config import json_mistake
 from model.keys import RESUME
 from train.config.schema import (
     ConfigurationError,
@@ -158,9 +157,7 @@ def _value(text: str, node: Node) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if text.lstrip().startswith(("{", "[")) and kinds & {"object", "array", None}:
-            raise ValueError(
-                f"is not valid JSON: {json_mistake(error)}, at character {error.pos + 1}"
-            ) from error
+            raise ValueError(f"is not valid JSON: {error.msg}, at character {error.pos + 1}") from error
         takes_names = any(option.get("items", {}).get("type") == "string" for option in options(node))
         if takes_names and ("," in text or "string" not in kinds):
             return [name.strip() for name in text.split(",")]

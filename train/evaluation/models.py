@@ -162,6 +162,7 @@ class Plan:
         """
         from model.build import choose_attention, make_modules
         from model.conversion import load_hf_state_dict
+        from model.fp8.modules import apply_precision
         from model.fp8.precision import Precision
         from model.fp8.state import load_fp8_state
 
@@ -170,7 +171,7 @@ class Plan:
         choose_attention(self.attention_backend, self.variant, precision, self.config, self.document_mask)
         speed = self.speed or SpeedConfig()
         model: Any = make_modules(self.config, self.variant, precision, speed, self.document_mask)
-        precision.apply(model)
+        apply_precision(model, precision)
         try:
             load_hf_state_dict(model, weights)
         except ValueError as error:

@@ -198,16 +198,13 @@ def test_saturation_is_what_rounding_would_not_do(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("tiles", ["1x128", "128x1", "128x128"])
-def test_tiles_and_chunks(monkeypatch: pytest.MonkeyPatch, tiles: str) -> None:
-    """Tiles at the edges are partial; what is looked at together makes no difference."""
+def test_partial_tiles(tiles: str) -> None:
     x = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[128:256] *= 100
     x[7] *= 1e-4
     block = tuple(map(int, tiles.split("x")))
     codes, scale_inv = quantize_blocks(x, (block[0], block[1]), E4M3)
     whole = measure(Source("matrix", (x,)), codes, scale_inv, True)
-    monkeypatch.setattr(health, "CHUNK", 128 * 200)
-    assert torch.allclose(measure(Source("matrix", (x,)), codes, scale_inv, True), whole, rtol=1e-9)
     found = statistics(whole).tolist()
     assert found[:4] == pytest.approx(share(codes, scale_inv, x), rel=1e-5)
     assert (found[UNDERFLOW] > 1e-4) == (tiles != "1x128")

@@ -11,7 +11,7 @@ import torch
 from transformers import MistralForCausalLM
 
 from model.config import load_config
-from model.fp8 import serving
+from model.fp8 import hf_fp8
 from model.fp8.hf_fp8 import Quantized
 from model.hf_folder import check_init_from, read_hf_folder
 from tests.conftest import random_ids, refused
@@ -38,6 +38,16 @@ def exported(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def
 
 def weights_of(folder: Path) -> dict[str, Any]:
     return read_hf_folder(folder, load_config(str(folder)), torch.float32)
+
+
+def upside_down(weights: dict[str, Any]) -> dict[str, Any]:
+    """The rows of each FP8 matrix in reverse order, without their scales."""
+    return {
+        name: Quantized(w.codes.view(torch.uint8).flip(0).view(w.codes.dtype), w.scale)
+        if isinstance(w, Quantized)
+        else w
+        for name, w in weights.items()
+    }
 
 
 def layers_of(folder: Path) -> dict[str, Quantized]:
@@ -112,13 +122,10 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
         check_init_from(str(out), load_config(str(out)))
     assert not hasattr(load_config(str(out)), "quantization_config"), "a run that takes it is another model"
 
-    # again, over the old one; and where the codes are not training's, nothing is left
+    # again, over the old one; and where other codes are written, nothing is left
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            serving.TrainedFP8,
-            "quantize",
-            lambda self, weights, _: serving.by_row(weights, self.names),
-        )
+        flat = hf_fp8.flat
+        patch.setattr(hf_fp8, "flat", lambda weights: flat(upside_down(weights)))
         other, tokenizer = tmp_path / "other", tokenizer_of(settings["data"]["sources"])
         with refused(CheckpointError, code="codes_differ", key=str(checkpoint)):
             export.export(checkpoint, other, tokenizer, "hf-fp8")
