@@ -9,6 +9,7 @@ import contextlib
 import gc
 import getpass
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -90,6 +91,37 @@ def numbers(text: object) -> list[float]:
     return [
         float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]\d+)?(?![\w])", str(text))
     ]
+
+
+@contextlib.contextmanager
+def log_messages() -> Iterator[list[str]]:
+    """Collect the messages of level info and above that the block logs, warnings with their prefix."""
+    messages: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        prefix = "warning: " if record.levelno == logging.WARNING else ""
+        messages.append(prefix + record.getMessage())
+
+    handler = logging.Handler(logging.INFO)
+    handler.emit = emit  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("model", "train")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The messages that the test has logged so far."""
+    with log_messages() as messages:
+        yield messages
 
 
 @pytest.fixture(autouse=True)

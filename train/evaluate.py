@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import sys
@@ -53,10 +54,12 @@ from model.errors import UserError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
 from model.hub import HubError, local_folder
 from model.keys import between, unicode, why_no_file
-from train.files import reason, tell, write_durably
+from train.files import reason, write_durably
 from train.preflight.machine import out_of_memory
 from train.prepare.corpus import ALLOWED, SPLIT_ON, separator
+from train.record.log import configure_logging
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -146,7 +149,7 @@ class Ranks:
     def tell(self, *lines: str) -> None:
         """For people: what is no result."""
         if self.rank == 0 and lines:
-            tell(*lines, file=sys.stderr)
+            logger.info("\n".join(lines))
 
     def together(self, make: Callable[[], T]) -> T:
         """What `make` returns here. Raises what it raised on any rank: on rank 0, and Told on the others."""
@@ -277,7 +280,7 @@ def evaluate(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any] | None:
     from train.evaluation import scores
     from train.evaluation.models import find
 
-    path = ranks.of_rank_0(lambda: find(args.model, ranks.tell))
+    path = ranks.of_rank_0(lambda: find(args.model))
     plan = ranks.together(lambda: planned(args, path))
     ranks.tell(plan.describe())
     if plan.precision.compute == "fp16" and not torch.cuda.is_available():
@@ -340,8 +343,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
 
+    configure_logging(console="stderr")
     try:
         ranks = Ranks()
+        configure_logging(rank=ranks.rank, console="stderr")
         report = evaluate(args, ranks)
         if report is not None and args.output:
             write_durably(args.output, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -369,7 +374,7 @@ def fail(what: str) -> int:
     rank = launchers.rank()
     if rank:
         time.sleep(2)
-    tell(f"rank {rank}: error: {what}" if rank else f"error: {what}", file=sys.stderr)
+    logger.error(f"rank {rank}: {what}" if rank else what)
     if launchers.world_size() > 1:
         os._exit(NOT_AS_IT_IS)
     return NOT_AS_IT_IS

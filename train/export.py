@@ -47,6 +47,7 @@ from train.data.encoder import (
 )
 from train.data.format import DataError
 from train.files import discarded_name, naming, reason
+from train.record.log import configure_logging
 from train.record.model_card import NEEDS_COMPRESSED, write_card
 from train.record.run_folder import EXPORTED_FROM, why_not_replaced
 
@@ -265,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of another one; default: the training data's, else that of the run's hf/",
     )
     arguments = parser.parse_args(argv)
+    configure_logging(console="stderr")
     try:
         path = checkpoint_of(arguments.checkpoint)
         import model.fp8.torchao_fp8  # noqa: F401  before transformers, for which it quiets torchao
@@ -284,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
 def checkpoint_of(given: Path) -> Path:
     """Return the checkpoint `given`, or the newest good one of the run `given`. Raises CheckpointError: neither."""
     try:
-        if path := meant_by(given, lambda line: print(line, file=sys.stderr)):
+        if path := meant_by(given):
             if path != given:
                 print(f"{path}, the newest good one")
             return path

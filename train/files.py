@@ -7,8 +7,8 @@ import fcntl
 import glob
 import hashlib
 import json
+import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 AGAIN_S = 30.0
@@ -179,10 +180,9 @@ def locks(file: IO) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        tell(
-            f"note: the file system of {file.name} has no locks ({error.strerror}), so nothing keeps a second process "
-            "from writing there at the same time: start one",
-            file=sys.stderr,
+        logger.warning(
+            f"the file system of {file.name} has no locks ({error.strerror}), so nothing keeps a second process "
+            "from writing there at the same time: start one"
         )
     return True
 
@@ -211,22 +211,20 @@ def remove_dead_buffers() -> None:
             Path(path).unlink(missing_ok=True)
 
 
-# Who else hears what is told: train.log.
-heard: list[Callable[[str], None]] = []
-
-
 def tell(*lines: str, file: TextIO | None = None) -> None:
-    """For people, now. A console that is gone, or a file on a full disk, ends nothing."""
-    if lines:
-        with suppress(OSError):
-            print(*lines, sep="\n", file=file, flush=True)
-        note(*lines)
+    """Log `lines`, or print them where logging is not configured. New code uses logging."""
+    if not lines:
+        return
+    if logger.isEnabledFor(logging.INFO):
+        logger.log(logging.INFO if file is None else logging.ERROR, "\n".join(lines))
+        return
+    with suppress(OSError):
+        print(*lines, sep="\n", file=file, flush=True)
 
 
 def note(*lines: str) -> None:
-    """For whoever hears, not for the console."""
-    for hear in heard:
-        hear("\n".join(lines))
+    """Log `lines` in the log file only. New code uses logging."""
+    logger.debug("\n".join(lines))
 
 
 def unfinished(path: Path, pid: int) -> Path:

@@ -323,7 +323,7 @@ def run_state(arguments: TrainingArguments) -> tuple[str, str]:
         return "new", ""
     done = found[-1].name == name_of(arguments.max_steps) and folder.is_exported(identity(found[-1]))
     done = done and is_configured_as(found[-1], arguments)
-    if done and newest_good(folder.checkpoints, tell) == found[-1]:
+    if done and newest_good(folder.checkpoints) == found[-1]:
         return "finished", found[-1].name
     return "resume", found[-1].name  # train.py says what is different
 

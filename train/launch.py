@@ -49,7 +49,7 @@ from train.files import remove_dead_buffers, tell
 from train.guard import signals
 from train.guard.signals import INTERRUPTED, NOT_AS_IT_IS, SIGNALS, STOPPED, WITHOUT_STEPS
 from train.preflight.machine import cuda_devices, memory_kills
-from train.record.rank_log import last_lines
+from train.record.log import last_lines
 from train.record.run_folder import RunFolder
 
 TRAIN = Path(__file__).resolve().parent / "train.py"

@@ -188,7 +188,7 @@ class Loop:
             if step.check is not None:
                 self._look_at_fp8(step, step.check)
             else:
-                step.record |= self.health.end_alarms(state.step, run.metrics.message)
+                step.record |= self.health.end_alarms(state.step)
             if step.evaluates:
                 self._evaluate(step)
             if step.record:
@@ -270,7 +270,7 @@ class Loop:
         run.watchdog.met(f"step {number} is done", after_step=True)
         if run.saver.pending and not saving:
             settle(run)
-        self.slow_ranks.step(number, run.metrics.message)
+        self.slow_ranks.step(number)
         step.last, step.logs = number == args.max_steps, self._logs(number)
         step.ends_stage = not step.last and self._changes_precision()
         step.saves, step.evaluates = (
@@ -353,18 +353,18 @@ class Loop:
 
     def _look_at_fp8(self, step: Step, check: HealthCheck) -> None:
         """The health of FP8; modules that go a level up end the loop with this step."""
-        run, state, model, tell = self.run, self.state, self.engine.module, self.run.metrics.message
+        run, state, model = self.run, self.state, self.engine.module
         found = step.record[FP8_HEALTH] = health_record(check, model.config.num_hidden_layers)  # waits
         if step.skipped:  # by an inf, whatever it came from: that says nothing about scales
             return
         alarms = self.health.fp8_alarms
-        step.record |= alarms.judge(state.step, found, tell, check.not_fp8, check.blocks)
-        if changes := escalations(state.step, found, alarms, model, run.precision, tell):
+        step.record |= alarms.judge(state.step, found, check.not_fp8, check.blocks)
+        if changes := escalations(state.step, found, alarms, model, run.precision):
             state.escalations += changes  # in place: run.json has this list
             step.record["fp8_escalations"] = {"changes": changes, "count": len(state.escalations)}
             step.saves = step.ends_stage = True
             if take_all_out(changes, model, run.precision):
-                step.record |= alarms.end(state.step, step.record["fp8_alarms"], tell)
+                step.record |= alarms.end(state.step, step.record["fp8_alarms"])
 
     def _evaluate(self, step: Step) -> None:
         run = self.run

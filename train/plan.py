@@ -28,7 +28,7 @@ from model.config import CONFIGS, load_sizes
 from model.errors import UserError
 from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
 from train.config.ds_config import resolve_ds_config
-from train.files import reason, tell, write_durably
+from train.files import reason, write_durably
 from train.planning.plan import PlanError, lines, parse_tokens, plan
 from train.planning.setting import Setting
 from train.planning.speed import GPUS
@@ -73,11 +73,11 @@ def main(argv: list[str]) -> int:
         planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
         if options.output:
             write_durably(options.output, json.dumps(planned.to_json(), indent=1) + "\n")
-        tell(*lines(planned))
+        print("\n".join(lines(planned)))
         if options.output:
-            tell(f"wrote {os.path.abspath(options.output)}")
+            print(f"wrote {os.path.abspath(options.output)}")
     except (ValueError, UserError, OSError) as error:
-        tell(f"error: {reason(error)}", file=sys.stderr)
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 2
     return 0
 

@@ -22,7 +22,6 @@ from model import need
 
 need("drawing", "matplotlib")
 
-from train.files import tell
 from train.record.history import HistoryError, read_history, table
 
 
@@ -47,16 +46,18 @@ def main(argv: list[str]) -> int:
         except HistoryError as error:
             problems.append(str(error))
     if problems:
-        tell("error: " + "\n  ".join(problems), file=sys.stderr)
+        print("error: " + "\n  ".join(problems), file=sys.stderr)
         return 2
     for history in histories:
         if history.unreadable:
-            tell(
+            print(
                 f"warning: {history.unreadable} lines of {history.folder.metrics} are none of a run",
                 file=sys.stderr,
             )
-    tell(table(histories))
-    tell(*(f"{each.folder.path}: {each.state()}: {why}" for each in histories if (why := each.why())))
+    print(table(histories))
+    for history in histories:
+        if why := history.why():
+            print(f"{history.folder.path}: {history.state()}: {why}")
     from train.record.fp8_health import draw_health
     from train.record.plots import draw
 
@@ -67,9 +68,10 @@ def main(argv: list[str]) -> int:
         if len(histories) == 1 and draw_health(histories[0], of_health):
             drawn.append(of_health)
     except OSError as error:
-        tell(f"error: {output} cannot be written: {error}; name another file with --output", file=sys.stderr)
+        print(f"error: {output} cannot be written: {error}; name another file with --output", file=sys.stderr)
         return 2
-    tell(*(f"wrote {os.path.abspath(path)}" for path in drawn))
+    for path in drawn:
+        print(f"wrote {os.path.abspath(path)}")
     return 0
 
 

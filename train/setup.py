@@ -167,7 +167,7 @@ def starting_point(
         data_fingerprint=stream.fingerprint(),
     )
     checkpoints = RunFolder(args.output_dir).checkpoints
-    resume_from = choose_checkpoint(checkpoints, args.resume_from_checkpoint, say)
+    resume_from = choose_checkpoint(checkpoints, args.resume_from_checkpoint)
     if resume_from is not None:
         saved = read_state(resume_from)
         say(*resume_state(state, saved, resume_from, args.allow_changes_on_resume))

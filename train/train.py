@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,20 +42,20 @@ from model.errors import UserError
 from train.config.arguments import TrainingArguments, load_arguments
 from train.engine import launchers
 from train.engine.meeting import meet
-from train.files import lasts, reason, tell
+from train.files import lasts, reason
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
 from train.preflight.sizes import memory_ran_out
+from train.record.log import configure_logging, link_log_file, open_log_file
 
 if TYPE_CHECKING:
     from train.guard.watchdog import Watchdog
     from train.loop import Run
     from train.planning.plan import Prediction
     from train.record.provenance import RunRecord
-    from train.record.rank_log import RankLog
     from train.record.run_folder import RunFolder
-    from train.record.train_log import TrainLog
 
+logger = logging.getLogger(__name__)
 # Exit status; signals has the others.
 CRASHED = 1
 # Of a run, as run.json has them; whatever else it ends by is a failure.
@@ -67,12 +67,15 @@ def main(argv: list[str]) -> int:
     NOT_AS_IT_IS (2): what was asked for cannot be done, as on a full or read-only disk, or the numbers went wrong;
     CRASHED (1): all else, worth another start from the last checkpoint."""
     arguments: TrainingArguments | None = None
+    configure_logging()
     try:
         arguments = arguments_of(argv)
+        configure_logging(arguments.log_level, launchers.rank())
         meet()
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             world, local = launchers.world_size(), launchers.local_world_size()
-            tell(*check(arguments, world, local, cuda_devices()))
+            for remark in check(arguments, world, local, cuda_devices()):
+                logger.info(remark)
         # What the imports make stays: to search it for garbage takes a third of their time, and as much again whenever
         # DeepSpeed asks for a collection.
         gc.disable()
@@ -99,25 +102,21 @@ def main(argv: list[str]) -> int:
                     folder.enter_context(held(RunFolder(arguments.output_dir)))
             run_training(arguments)
     except (ValueError, OSError, UserError) as error:
-        if os.environ.get("FP8_TRACEBACK") == "1":
-            traceback.print_exc()
         # as the system is, it may let another start succeed
         passes = not lasts(error) if isinstance(error, OSError) else getattr(error, "may_pass", False)
         if passes and isinstance(error, UserError) and launchers.rank():
             time.sleep(2)  # a save's, which all ranks have alike: rank 0 tells it, and ends first
             return leave(CRASHED)
         status = CRASHED if passes else signals.NOT_AS_IT_IS
-        return fail(f"error: {reason(error)}\n(FP8_TRACEBACK=1 shows where)", status)
+        return fail(f"{reason(error)}\n(FP8_TRACEBACK=1 shows where)", status)
     except signals.Stopped:
         dist.destroy_process_group()
         return signals.STOPPED
     except signals.Interrupted:
         return leave(signals.INTERRUPTED)
     except Exception as error:
-        told = None
-        if arguments is not None and os.environ.get("FP8_TRACEBACK") != "1":
-            told = memory_ran_out(error, arguments)
-        return fail(told or traceback.format_exc(), CRASHED)
+        memory = None if arguments is None else memory_ran_out(error, arguments)
+        return fail(memory or str(error), CRASHED, traceback=memory is None)
     dist.destroy_process_group()
     return 0
 
@@ -133,16 +132,21 @@ def arguments_of(argv: list[str]) -> TrainingArguments:
     return arguments
 
 
-def fail(message: str, status: int) -> int:
-    """Tell why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
-    ends those. Rank 0 speaks first: what every rank finds is told once."""
+def fail(message: str, status: int, traceback: bool = False) -> int:
+    """Log why this rank ends, and end it without waiting for ranks that may hang in a collective; the launcher then
+    ends those. Rank 0 logs first, so that what every rank finds is shown once.
+
+    Args:
+        traceback: show the one of the current exception on the console, as FP8_TRACEBACK=1 does.
+    """
     rank = launchers.rank()
     if rank:
         # no step is left that a stop would have to wait for, and it does not change why this rank ends
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(2)
     host = f" ({socket.gethostname()})" if launchers.several_nodes() else ""
-    tell(f"rank {rank}{host}: {message}" if launchers.world_size() > 1 else message, file=sys.stderr)
+    message = f"rank {rank}{host}: {message}" if launchers.world_size() > 1 else message
+    logger.error(message, exc_info=traceback or os.environ.get("FP8_TRACEBACK") == "1")
     return leave(status)
 
 
@@ -156,20 +160,22 @@ def leave(status: int) -> int:
 
 
 def run_training(args: TrainingArguments) -> None:
-    """One run from its resolved arguments; every rank calls it. What rank 0 tells goes to train.log as well, what the
-    others do to their own logs instead."""
+    """One run from its resolved arguments; every rank calls it. An error is in the log file with its traceback."""
     import torch.distributed as dist
 
-    from train.record.rank_log import RankLog
     from train.record.run_folder import RunFolder
-    from train.record.train_log import TrainLog
 
-    folder, rank, expected = RunFolder(args.output_dir), dist.get_rank(), tuple(ENDINGS)
-    with RankLog(folder, rank, expected) if rank else TrainLog(folder, expected) as log:
-        _run(args, folder, log)
+    configure_logging(args.log_level, dist.get_rank(), has_file=True)
+    try:
+        _run(args, RunFolder(args.output_dir))
+    except tuple(ENDINGS):
+        raise
+    except Exception:
+        logger.debug("the run ends with an error", exc_info=True)
+        raise
 
 
-def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) -> None:
+def _run(args: TrainingArguments, folder: RunFolder) -> None:
     import torch.distributed as dist
 
     from train.config.schedule import stage_at
@@ -177,7 +183,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
     from train.loop import train
 
     with Watchdog(args.hang_timeout_s, NO_START) as watchdog:
-        begun = _begin(args, folder, log, watchdog)
+        begun = _begin(args, folder, watchdog)
     if begun is None:
         return
     run, record, planned, ds_config = begun
@@ -225,7 +231,7 @@ def _run(args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog) ->
 
 
 def _begin(
-    args: TrainingArguments, folder: RunFolder, log: TrainLog | RankLog, watchdog: Watchdog
+    args: TrainingArguments, folder: RunFolder, watchdog: Watchdog
 ) -> tuple[Run, RunRecord, Prediction | None, dict[str, Any]] | None:
     """What a run consists of, built in the order of train/setup.py, the record of this start, what is planned of it,
     and DeepSpeed's configuration; None with dry_run, which ends here. The ranks meet between its parts, so that one
@@ -245,16 +251,15 @@ def _begin(
     from train.preflight.gradients import check_gradients
     from train.preflight.ranks import check_alike, is_on
     from train.record.provenance import RunRecord
-    from train.record.rank_log import name_rank_0
 
-    world, main = dist.get_world_size(), dist.get_rank() == 0
+    begun, rank, world = time.time(), dist.get_rank(), dist.get_world_size()
     setup.say(f"output: {os.path.abspath(folder.path)}")
     if is_on(args):
         watchdog.meet("compares itself with the others, and measures their links")
-        check_alike(args, setup.say)
+        check_alike(args)
     setup.seed(args)
     watchdog.meet("waits for what precision.auto measures" if args.precision.auto else "opens the data")
-    args = resolve_auto(args, world, setup.say)
+    args = resolve_auto(args, world)
     config = load_config(args.model.config)
     train_stream, eval_streams = setup.streams_for(args, config)
     unigram_loss = unigram_loss_of(train_stream, eval_streams["eval_loss"])
@@ -284,16 +289,16 @@ def _begin(
     state.precision = staged.to_dict()["precision"]
     if is_on(args) and state.step < args.max_steps:
         watchdog.meet("checks the gradients of a step")
-        check_gradients(staged, engine, micro_step, precision, train_stream, state, setup.say)
+        check_gradients(staged, engine, micro_step, precision, train_stream, state)
     watchdog.meet("opens its folder")
     if args.dry_run:
         setup.rehearse(args, train_stream, eval_streams, ds_config, state)
         return None
     metrics = setup.open_folder(args, ds_config, state, resume_from)
     start = setup.start_of(args, model, proven, train_stream, state, resume_from)
-    log.open()
-    if main and world > 1:
-        name_rank_0(folder)
+    open_log_file(folder.rank_log(rank) if rank else folder.log)
+    if world > 1 and rank == 0:
+        link_log_file(folder.rank_log(0), folder.log)
     run = Run(
         arguments=args,
         folder=folder,
@@ -309,11 +314,11 @@ def _begin(
         state=state,
         resumed_from=resume_from,
         first_step=state.step,
-        saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit, metrics.message),
+        saver=Saver(engine, folder.checkpoints, precision, args.save_total_limit),
         stop_vote=signals.StopVote(),
         watchdog=Watchdog(args.hang_timeout_s),
     )
-    start["time"] = round(log.begun, 1)
+    start["time"] = round(begun, 1)
     start["plan"] = planned and planned.to_json()
     start["escalations"] = state.escalations  # which grows while it runs
     return (

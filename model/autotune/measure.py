@@ -6,6 +6,7 @@ asked for, before bf16; launched kernels before CUDA graphs.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -27,6 +28,7 @@ from model.fp8.state import load_fp8_state, snapshot_fp8_state
 from model.graphs import use_cuda_graphs
 from model.startup_check import ATTENTION_TOLERANCE, attention_errors, verify_fp8
 
+logger = logging.getLogger(__name__)
 COMPUTE: tuple[Compute, ...] = ("fp8", "bf16")
 ATTENTION = ("fused", "flash")
 MEMORY_SHARE = 0.95  # the rest is for NCCL, cuBLAS workspaces and fragmentation
@@ -38,7 +40,7 @@ WINDOW_MS = 300.0
 GRAPH_TOLERANCE = 6e-3
 
 
-def autotune(task: Task, log: Callable[[str], None] = print, timer: Timer = cuda_ms) -> Choice:
+def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     """Time the candidates on the current GPU, log them as a table and return the choice.
 
     Takes about a minute. Leaves GPU memory, random generators and Transformer Engine's state as they were. A candidate
@@ -47,21 +49,21 @@ def autotune(task: Task, log: Callable[[str], None] = print, timer: Timer = cuda
     Raises PrecisionError: the precision is not possible with this model or GPU.
     """
     began = time.monotonic()
-    log("precision.auto: timing FP8 and bf16 steps, about a minute")
+    logger.info("precision.auto: timing FP8 and bf16 steps, about a minute")
     task.resolved("fp8")  # refuses a GPU without FP8 before anything is timed
     plain = task.resolved("bf16")
     with undisturbed(plain.te, task.attention_backend):
         memory_gib = _memory_gib(task)
-        candidates = measure_steps(task, attention_backends(task, plain, log), timer)
+        candidates = measure_steps(task, attention_backends(task, plain), timer)
     memory = "" if math.isinf(memory_gib) else f", with {memory_gib:.1f} GiB available"
-    log(f"forward and backward of {task.batch_size} x {task.seq_length} tokens{memory}:")
+    logger.info(f"forward and backward of {task.batch_size} x {task.seq_length} tokens{memory}:")
     for candidate in candidates:
-        log(candidate.line())
+        logger.info(candidate.line())
     choice = choose(candidates, memory_gib)
     if choice is None:
-        log("precision.auto: no candidate ran and fits into memory; everything stays as configured")
+        logger.info("precision.auto: no candidate ran and fits into memory; everything stays as configured")
         return Choice("fp8", task.speed.cuda_graphs, task.attention_backend)
-    log(f"precision.auto: {choice}; measured in {time.monotonic() - began:.0f} s")
+    logger.info(f"precision.auto: {choice}; measured in {time.monotonic() - began:.0f} s")
     return choice
 
 
@@ -74,7 +76,7 @@ def _memory_gib(task: Task) -> float:
     return (free + torch.cuda.memory_reserved()) / GIB * MEMORY_SHARE - task.other_memory_gib
 
 
-def attention_backends(task: Task, precision: Precision, log: Callable[[str], None]) -> list[str]:
+def attention_backends(task: Task, precision: Precision) -> list[str]:
     """The backends to time: the configured one, or with "auto" each installed one that agrees with SDPA."""
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
@@ -88,12 +90,14 @@ def attention_backends(task: Task, precision: Precision, log: Callable[[str], No
             )
             in_use = te_backend.attention_backend_in_use(precision.te)
         except Exception as failure:  # each package raises errors of its own
-            log(f"  attention_backend {name} is not available: {one_line(failure)}")
+            logger.info(f"  attention_backend {name} is not available: {one_line(failure)}")
             continue
         if in_use.startswith(name) and all(error <= ATTENTION_TOLERANCE["bf16"] for error in errors):
             right.append(name)
         else:
-            log(f"  attention_backend {name} is not used: Transformer Engine ran {in_use}, errors {errors}")
+            logger.info(
+                f"  attention_backend {name} is not used: Transformer Engine ran {in_use}, errors {errors}"
+            )
     return right or ["auto"]
 
 

@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory(dir=options.work_dir) as own:
         folder = Path(from_rank_0(lambda: own))
         training = Training(options)
-        saver = Saver(training.engine, folder, training.precision, 1, print)
+        saver = Saver(training.engine, folder, training.precision, 1)
         for _ in range(WARM_UP_STEPS):
             training.step()
         results = [

@@ -52,10 +52,6 @@ class Script:
         return next(self.times)
 
 
-def silent(line: str) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
@@ -87,7 +83,7 @@ def test_a_candidate_that_does_not_fit_or_failed_is_not_chosen() -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_where_bf16_is_faster_it_is_chosen(recipe: Any) -> None:
     task = replace(task_of("te_layer", accumulation=8), precision=PrecisionConfig(auto=True, recipe=recipe))
-    assert autotune(task, silent, timer=Script(4 * 330.0, 300.0, 4 * 330.0)) == BF16
+    assert autotune(task, timer=Script(4 * 330.0, 300.0, 4 * 330.0)) == BF16
 
 
 def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
@@ -98,7 +94,7 @@ def test_a_gpu_that_gets_slower_while_it_warms_up_favours_nobody() -> None:
 
 def test_a_wrong_pattern_is_refused() -> None:
     with pytest.raises(PrecisionError):
-        autotune(task_of(precision={"bf16_modules": ["lm_haed"]}), silent, timer=Script(300.0))
+        autotune(task_of(precision={"bf16_modules": ["lm_haed"]}), timer=Script(300.0))
 
 
 def test_what_is_timed_as_fp8_runs_fp8_and_what_is_timed_as_bf16_does_not(
@@ -118,13 +114,13 @@ def test_what_is_timed_as_fp8_runs_fp8_and_what_is_timed_as_bf16_does_not(
         return ms
 
     monkeypatch.setattr(quantize, "accumulate", counted)
-    autotune(task_of(), silent, timer=timer)
+    autotune(task_of(), timer=timer)
     assert ran == [True] * 6 + [False] * 6 + [True] * 6
 
 
 def test_fp8_whose_gradients_are_not_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fp8(monkeypatch, "tn")
-    assert autotune(task_of(), silent, timer=Script(310.0)) == BF16
+    assert autotune(task_of(), timer=Script(310.0)) == BF16
 
 
 def test_what_fails_on_its_second_visit_is_no_candidate() -> None:
@@ -135,7 +131,7 @@ def test_what_fails_on_its_second_visit_is_no_candidate() -> None:
             raise RuntimeError("CUDA out of memory")
         return script(run)
 
-    assert autotune(task_of(), silent, timer=timer) == BF16
+    assert autotune(task_of(), timer=timer) == BF16
 
 
 SPOILED = "model.layers.0.self_attn.k_proj.weight"
@@ -173,7 +169,7 @@ def test_graphs_that_compute_another_gradient_are_no_candidate(
     monkeypatch.setattr(measure, "COMPUTE", ("fp8",))
     task = task_of(accumulation=4, graphs_allowed=True, main_grad=True)
     expected = FP8_GRAPHS if fault == "none" else FP8
-    assert autotune(task, silent, timer=Script(1200.0, 1000.0)) == expected
+    assert autotune(task, timer=Script(1200.0, 1000.0)) == expected
 
 
 def test_attention_that_is_missing_or_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +189,7 @@ def test_attention_that_is_missing_or_wrong_is_not_timed(monkeypatch: pytest.Mon
     gpu: Any = SimpleNamespace(te=SimpleNamespace(name="transformer_engine"))
 
     def offered(**changes: Any) -> list[str]:
-        return measure.attention_backends(task_of(**changes), gpu, silent)
+        return measure.attention_backends(task_of(**changes), gpu)
 
     assert offered() == ["fused", "flash"] and offered(document_mask=True) == ["flash"]
     assert offered(attention_backend="fused") == ["fused"]
@@ -211,7 +207,7 @@ def test_memory_of_the_optimizer_is_left_free(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(measure, "_memory_gib", lambda task: 8.5)
     monkeypatch.setattr(measure, "measure_steps", lambda *_: [Candidate(BF16, [2.0], 9.0)])
     task = task_of(speed=SpeedConfig(cuda_graphs=True), attention_backend="flash")
-    assert autotune(task, silent) == Choice("fp8", True, "flash")  # as configured
+    assert autotune(task) == Choice("fp8", True, "flash")  # as configured
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure, "release_memory", lambda: None)
@@ -261,7 +257,7 @@ def losses(task: Task) -> list[float]:
 def test_measuring_leaves_no_trace() -> None:
     task = task_of("te_layer", precision={"recipe": "delayed"})
     before, state = losses(task), torch.get_rng_state()
-    assert autotune(task, silent, timer=Script(300.0, 360.0, 300.0)) == FP8
+    assert autotune(task, timer=Script(300.0, 360.0, 300.0)) == FP8
     assert torch.equal(torch.get_rng_state(), state)
     assert losses(task) == before
 
@@ -274,7 +270,7 @@ def test_auto_has_to_be_resolved_before_a_model_is_built() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
 def test_on_a_gpu_all_candidates_are_measured_and_nothing_stays(
-    variant: str, monkeypatch: pytest.MonkeyPatch
+    variant: str, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.setattr(measure, "WINDOW_MS", 20.0)
     task = task_of(variant, graphs_allowed=True, accumulation=4, main_grad=True)
@@ -285,13 +281,12 @@ def test_on_a_gpu_all_candidates_are_measured_and_nothing_stays(
     before = losses(task)
     attention_errors(task.config, task.resolved("bf16"))  # cuBLAS allocates its workspace
     cpu, cuda, allocated = torch.get_rng_state(), torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-    lines: list[str] = []
     began = time.monotonic()
-    choice = autotune(task, lines.append)
+    choice = autotune(task)
     assert time.monotonic() - began < 60
     assert torch.cuda.memory_allocated() <= allocated + 2**24
     assert torch.equal(torch.get_rng_state(), cpu) and torch.equal(torch.cuda.get_rng_state(), cuda)
     assert losses(task) == before
-    table = [line for line in lines if line.startswith("  compute")]
-    assert len(table) == 8 and all(" ms " in line for line in table), lines
+    table = [line for line in logged if line.startswith("  compute")]
+    assert len(table) == 8 and all(" ms " in line for line in table), logged
     assert choice.attention_backend in ("fused", "flash")

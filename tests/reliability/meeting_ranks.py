@@ -28,6 +28,7 @@ from train.guard import slow_ranks as slow_ranks_module
 from train.guard import watchdog as watchdog_module
 from train.guard.slow_ranks import SlowRanks
 from train.guard.watchdog import Watchdog
+from train.record.log import configure_logging
 
 STEPS = 400
 FORWARD_S = 0.01
@@ -83,6 +84,7 @@ FAULTS = {
 def main() -> int:
     fault, timeout_s = sys.argv[1], float(sys.argv[2])
     dist.init_process_group("gloo")
+    configure_logging(rank=dist.get_rank())
     rank, vote = dist.get_rank(), signals.StopVote()
     engine = Engine()
     chance, clock = random.Random(rank), Clock()
@@ -110,7 +112,7 @@ def main() -> int:
                 dist.barrier()
                 return signals.STOPPED
             watchdog.met(f"step {step} is done", after_step=True)
-            slow_ranks.step(step, print if rank == 0 else str)
+            slow_ranks.step(step)
             if fault == "slow" and step == 120:
                 break
     if rank == 0:

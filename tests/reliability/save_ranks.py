@@ -41,6 +41,7 @@ from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
+from tests.conftest import log_messages
 from tests.reliability.ranks import fork_ranks
 from train.checkpoint import save
 from train.checkpoint.files import RunState, committed, problems, read_state
@@ -77,15 +78,15 @@ class Trainer:
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
         self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))
         self.micro_step = MicroStep(self.engine, self.precision, args)
-        self.saver = save.Saver(self.engine, self.root, self.precision, KEEP, str)
+        self.saver = save.Saver(self.engine, self.root, self.precision, KEEP)
         self.background = background
         mark_ends_of_jobs(mark)
         self.state = RunState(0, 0, 0, dist.get_world_size(), stage, {}, {})
         self.log = folder / f"rank_{self.rank}.jsonl"
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.expected = {line["step"]: line for line in map(json.loads, lines)}
-        self.why: list[str] = []
-        self.loaded = choose_checkpoint(self.root, "auto", self.why.append)
+        with log_messages() as self.why:
+            self.loaded = choose_checkpoint(self.root, "auto")
         if self.loaded is not None:
             with without_prints():
                 load_checkpoint(self.engine, self.loaded, self.precision)

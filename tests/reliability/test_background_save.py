@@ -182,7 +182,7 @@ def values() -> dict[str, Any]:
 
 
 def test_a_snapshot_is_what_torch_would_have_written_then(tmp_path: Path) -> None:
-    buffer = HostBuffer(print)
+    buffer = HostBuffer()
     for _ in range(2):  # the second in the memory of the first
         given = values()
         torch.save(given, tmp_path / "value.pt")
@@ -197,7 +197,7 @@ def test_a_snapshot_is_what_torch_would_have_written_then(tmp_path: Path) -> Non
 
 
 def test_host_memory_is_kept_from_save_to_save() -> None:
-    buffer = HostBuffer(print)
+    buffer = HostBuffer()
     places = []
     for _ in range(2):
         tensor = Snapshot({"a": torch.ones(1000)}, buffer).tensors[0]

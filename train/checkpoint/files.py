@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 from model.errors import UserError
 from train.files import again, sha256_file, size_text, sync_folder, write_durably
 
+logger = logging.getLogger(__name__)
 SCHEMA = 2
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
@@ -375,8 +377,8 @@ def others_than(path: Path, *roots: Path) -> str:
     return ""
 
 
-def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
-    """The newest committed checkpoint under `root` whose hashes hold; `log` hears why newer ones are passed over. None
+def newest_good(root: Path) -> Path | None:
+    """The newest committed checkpoint under `root` whose hashes hold; logs why newer ones are not used. None
     if nothing is committed.
 
     Raises CheckpointError: something is committed, and none of it verifies.
@@ -388,8 +390,8 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
         if not found:
             return path
         if not (path / MANIFEST).is_file():  # its run goes on, and has a newer one instead
-            return newest_good(root, log)
-        log(f"checkpoint {path.name} is not used: " + "; ".join(found))
+            return newest_good(root)
+        logger.warning(f"checkpoint {path.name} is not used: " + "; ".join(found))
     if candidates:
         raise CheckpointError(
             f"none of the {len(candidates)} checkpoints in {root} verifies; restore one, or start anew with "
@@ -400,9 +402,9 @@ def newest_good(root: Path, log: Callable[[str], None]) -> Path | None:
     return None
 
 
-def meant_by(given: Path, log: Callable[[str], None]) -> Path | None:
+def meant_by(given: Path) -> Path | None:
     """The checkpoint that a user means by a folder: itself, or of a run, its output_dir or its checkpoints/, the newest
-    whose hashes hold; `log` hears why newer ones are passed over. None: it is neither, or a run without any.
+    whose hashes hold; logs why newer ones are not used. None: it is neither, or a run without any.
 
     Raises CheckpointError: what is there does not verify, or is no folder.
     """
@@ -411,7 +413,7 @@ def meant_by(given: Path, log: Callable[[str], None]) -> Path | None:
             raise CheckpointError("; ".join(found), code="no_checkpoint", key=str(given))
         return given
     root = given / "checkpoints"
-    return newest_good(root if root.is_dir() else given, log)
+    return newest_good(root if root.is_dir() else given)
 
 
 def is_of(path: Path, root: Path) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,14 @@ from train.config.differences import same_precision
 from train.engine.zero import forget_moments, own_settings, use_loader
 from train.files import discarded_name, may_pass, without_patterns
 
+logger = logging.getLogger(__name__)
 # Keys of the section "precision" that decide which modules have FP8 state, of which shape and for which range.
 FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modules".split()
 
 # ---------------------------------------------------------------- choose
 
 
-def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
+def choose_checkpoint(root: Path, setting: str) -> Path | None:
     """The checkpoint to resume from, the same on every rank: rank 0 decides and verifies, the others follow.
 
     setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path, of another
@@ -60,7 +61,7 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     decision: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            decision[0] = _choose_on_rank_0(root, setting, log)
+            decision[0] = _choose_on_rank_0(root, setting)
         except (CheckpointError, OSError) as error:
             refusal = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
             refusal.may_pass = may_pass(error)
@@ -87,20 +88,20 @@ def choose_checkpoint(root: Path, setting: str, log: Callable[[str], None]) -> P
     return path
 
 
-def _choose_on_rank_0(root: Path, setting: str, log: Callable[[str], None]) -> Path | None:
+def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
     if setting == "never":
         return None
     if setting != "auto":
         path = Path(setting)
-        if branch_at(root, path) and (own := newest_good(root, log)):
-            log(
+        if branch_at(root, path) and (own := newest_good(root)):
+            logger.info(
                 f"this run began at {path} and goes on from its own {own.name}; to begin there again choose another "
                 "output_dir"
             )
             return own
         check_given(path, root)
         return path
-    return newest_good(root, log)
+    return newest_good(root)
 
 
 def set_aside(root: Path, after_step: int) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from train.engine.distributed import from_rank_0
 from train.guard.health import Health, Spike, samples_record, samples_text
 from train.record.metrics import MetricsLogger
 
+logger = logging.getLogger(__name__)
 # To one checkpoint, in all starts with the same changes since then (allow_changes_on_resume). What spikes that often is
 # not the fault of some samples; with another learning rate it may be.
 MOST_ROLLBACKS = 3
@@ -119,20 +121,20 @@ class Rollback:
         Raises:
             CheckpointError: there are checkpoints, and none of them verifies.
         """
-        path = choose_checkpoint(self.root, "auto", self.metrics.message)
+        path = choose_checkpoint(self.root, "auto")
         if path is None:
-            self.metrics.message("on_spike rollback: there is no checkpoint yet, the run goes on")
+            logger.info("on_spike rollback: there is no checkpoint yet, the run goes on")
             return False
         saved = read_state(path)
         # its positions are of another order of samples
         if saved.data_fingerprint != self.state.data_fingerprint:
-            self.metrics.message(
+            logger.info(
                 f"on_spike rollback: {path.name} was saved before the order of samples changed "
                 "(allow_changes_on_resume), the run goes on"
             )
             return False
         if not has_fp8_state_of(saved, self.precision):
-            self.metrics.message(
+            logger.info(
                 f"on_spike rollback: {path.name} was saved before the precision changed (precision.schedule, "
                 "allow_changes_on_resume), the run goes on"
             )
@@ -140,7 +142,7 @@ class Rollback:
         # each rollback to it left out a range more than it has itself, also before a crash, by what is noted
         others = from_rank_0(lambda: of_other_starts(path, saved, self._changes(saved)))
         if len(self.state.skipped_samples) - len(saved.skipped_samples) - others >= MOST_ROLLBACKS:
-            self.metrics.message(
+            logger.info(
                 f"on_spike rollback: {MOST_ROLLBACKS} times from {path.name} were of no use, the run goes on as it is; "
                 "a lower learning_rate or max_grad_norm may be: stop this run, and start it again with "
                 + at_half_the_rate(path, self.state.train_config["learning_rate"])
@@ -150,7 +152,7 @@ class Rollback:
         end = max(spike.first_sample for spike in spikes) + samples
         self._load(path, saved, [*self.state.skipped_samples, [first, end]], others)
         record = samples_record(self.stream, first, end - first)
-        self.metrics.message(
+        logger.info(
             f"on_spike rollback: back to step {saved.step} ({path.name}); from here on the run leaves out "
             f"{samples_text(record)}"
         )
@@ -163,7 +165,7 @@ class Rollback:
         before = [path for path in committed(self.root) if step_of(path) < step]
         if before and not self.advised:
             self.advised = True
-            self.metrics.message(
+            logger.info(
                 "if the loss does not come back, stop this run and start it again from before the spike with a lower "
                 "learning_rate: the same command with "
                 + at_half_the_rate(before[-1], self.state.train_config["learning_rate"])
@@ -179,8 +181,8 @@ class Rollback:
             try:
                 note_rollback(path, ranges, changes=self._changes(saved), of_other_starts=others)
             except OSError as error:
-                self.metrics.message(
-                    f"warning: {self.root / ROLLBACK} cannot be written: {error}. A start after a crash before the "
+                logger.warning(
+                    f"{self.root / ROLLBACK} cannot be written: {error}. A start after a crash before the "
                     "next save would take the samples that are left out"
                 )
         self.metrics.rewind(saved.step)

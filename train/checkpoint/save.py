@@ -104,8 +104,8 @@ class Saver:
     Every rank calls the same at the same points. `keep`: how many of the newest checkpoints stay, 0 for all.
     """
 
-    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int, log: Callable[[str], None]):
-        self.engine, self.root, self.precision, self.keep, self.log = engine, root, precision, keep, log
+    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int):
+        self.engine, self.root, self.precision, self.keep = engine, root, precision, keep
         self.ranks = Ranks()
         self._buffers: dict[str, HostBuffer] = {}  # by the name of the file
         self._job: Job | None = None
@@ -170,7 +170,7 @@ class Saver:
 
     def _copy(self, name: str, value: Any) -> Snapshot:
         """What goes into the file `name`. Raises MemoryError: the host has no room for a copy."""
-        buffer = self._buffers.setdefault(name, HostBuffer(self.log))
+        buffer = self._buffers.setdefault(name, HostBuffer())
         try:
             return Snapshot(value, buffer)
         except (OSError, MemoryError) as error:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import mmap
 import pickle
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+logger = logging.getLogger(__name__)
 ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
 PAGE, TOUCHING_THREADS = 4096, 8
 # Bytes of a file besides its tensors' and the pickle: headers and padding of each tensor's record, and of the whole.
@@ -31,8 +32,7 @@ class HostBuffer:
     as the whole of it.
     """
 
-    def __init__(self, log: Callable[[str], None]):
-        self.log = log
+    def __init__(self) -> None:
         self.size = 0
         self._memory: mmap.mmap | None = None
         self._unpin: weakref.finalize | None = None
@@ -72,7 +72,7 @@ class HostBuffer:
         else:
             with contextlib.suppress(RuntimeError):  # CUDA tells the error once more, to the next kernel
                 torch.ones(1, device="cuda")
-            self.log(
+            logger.warning(
                 f"{self.size / 1e9:.1f} GB of host memory for saves in the background could not be pinned (CUDA error "
                 f"{status}; ulimit -l may be low): copies to it will be several times slower"
             )

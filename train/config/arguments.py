@@ -207,6 +207,9 @@ class TrainingArguments:
         None,
         resume="free",
     )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "what the console shows; train.log and logs/ have everything", "info", resume="free"
+    )
     logging_steps: int = option("steps between log lines", 10, gt=0, resume="free")
     eval_steps: int = option("steps between evaluations; 0: only at the end", 0, ge=0, resume="free")
     max_eval_samples: int = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,9 @@ EXPECTED = "give a run's output_dir, a checkpoint, or a Hugging Face folder"
 MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # at most, and of a Hugging Face folder
 
 
-def find(given: Path, tell: Callable[[str], None]) -> Path:
+def find(given: Path) -> Path:
     """The checkpoint or the Hugging Face folder that `given` means: of a run its newest checkpoint whose hashes hold,
-    and if it has none, its export. `tell` hears of checkpoints that are passed over.
+    and if it has none, its export.
 
     Raises EvaluationError: it means none. CheckpointError: a checkpoint that does not verify.
     """
@@ -60,7 +60,7 @@ def find(given: Path, tell: Callable[[str], None]) -> Path:
     if (given / "config.json").is_file():
         return given
     try:
-        if checkpoint := meant_by(given, tell):
+        if checkpoint := meant_by(given):
             return checkpoint
     except CheckpointError as error:
         raise CheckpointError(f"MODEL {given}: {error}") from error

@@ -14,7 +14,7 @@ resume does no other thing, on whatever number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,7 @@ from model.fp8.modules import gemm_modules
 from model.fp8.precision import Precision
 from train.guard.fp8_alarms import FP8Alarms, by_operand, limit_of
 
+logger = logging.getLogger(__name__)
 NAMED = 8  # modules, of those that a look takes up
 
 
@@ -33,11 +34,9 @@ def escalations(
     alarms: FP8Alarms,
     model: nn.Module,
     precision: Precision,
-    tell: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """What a look (`health`: of health_record), which `alarms` judged, takes a level up, worst first: "step", "module",
-    "from", "to", and of what is furthest above its limit "gemm", "operand", "statistic", "value", "threshold". `tell`
-    hears of each, and of a look at the next step."""
+    "from", "to", and of what is furthest above its limit "gemm", "operand", "statistic", "value", "threshold"."""
     if precision.config.on_trouble != "escalate":
         return []
     modules, worst = gemm_modules(model, precision), dict[str, tuple[float, dict[str, Any]]]()
@@ -57,15 +56,19 @@ def escalations(
                 }
                 worst[name] = value / limit, seen
     if alarms.look_again:
-        tell(f"step {step}: precision.on_trouble: what is in trouble in the next step, too, goes a level up")
+        logger.info(
+            f"step {step}: precision.on_trouble: what is in trouble in the next step, too, goes a level up"
+        )
     taken = []
     for name, (_, seen) in sorted(worst.items(), key=lambda item: -item[1][0]):
         level, above = precision.one_up(name, modules[name])
         taken.append({"step": step, "module": name, "from": level, "to": above, **seen})
     for change in taken[:NAMED]:
-        tell(f"step {step}: precision.on_trouble: {told(change)}")
+        logger.info(f"step {step}: precision.on_trouble: {told(change)}")
     if len(taken) > NAMED:
-        tell(f"step {step}: precision.on_trouble: {len(taken) - NAMED} more modules, see metrics.jsonl")
+        logger.info(
+            f"step {step}: precision.on_trouble: {len(taken) - NAMED} more modules, see metrics.jsonl"
+        )
     return taken
 
 

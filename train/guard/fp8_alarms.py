@@ -20,11 +20,13 @@ nothing beside the look, whose numbers it takes. What is done about it: escalati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Collection
 from typing import Any
 
 from train.record.fp8_health import values
 
+logger = logging.getLogger(__name__)
 # Above which there is an alarm, by statistic and operand ("": all others).
 LIMITS = {
     ("underflow", ""): 0.05,
@@ -97,12 +99,11 @@ class FP8Alarms:
         self,
         step: int,
         health: dict[str, Any],
-        tell: Callable[[str], None],
         not_fp8: Collection[tuple[str, str]] = (),
         blocks: Collection[str] = (),
     ) -> dict[str, Any]:
         """`health`: of health_record; `not_fp8`: operands of its GEMMs that are in high precision; `blocks`: its GEMMs
-        with a scale for each 128 elements. `tell` hears of alarms that begin and of those that are over. For
+        with a scale for each 128 elements. Logs alarms that begin and those that are over. For
         metrics.jsonl, "fp8_alarms": those that began, those that are over, how many there are, and how many there have
         been in the run; {} where all is well and was."""
         began: list[dict[str, Any]] = []
@@ -134,21 +135,21 @@ class FP8Alarms:
             over.append({"gemm": gemm, "operand": operand, "since": self.active.pop((gemm, operand))})
         self.count += len(began)
         for _, line in sorted(told, reverse=True)[:NAMED]:
-            tell(f"step {step}: {line}")
+            logger.info(f"step {step}: {line}")
         if len(told) > NAMED:
-            tell(f"step {step}: FP8 alarms of {len(told) - NAMED} more operands, see metrics.jsonl")
+            logger.info(f"step {step}: FP8 alarms of {len(told) - NAMED} more operands, see metrics.jsonl")
         if over:
             names = [f"{entry['gemm']} ({entry['operand']})" for entry in over]
             more = f", ... ({len(names)} in all)" if len(names) > NAMED else ""
-            tell(f"step {step}: FP8 alarm over: {', '.join(names[:NAMED])}{more}")
+            logger.info(f"step {step}: FP8 alarm over: {', '.join(names[:NAMED])}{more}")
         counts = {"active": len(self.active), "count": self.count}
         return {"fp8_alarms": {"began": began, "over": over, **counts}} if before or began else {}
 
-    def end(self, step: int, found: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-        """No look follows: no module runs FP8 any more, which `tell` hears, and all alarms are over. `found`, what
+    def end(self, step: int, found: dict[str, Any]) -> dict[str, Any]:
+        """No look follows: no module runs FP8 any more, and all alarms are over. `found`, what
         `judge` has given as "fp8_alarms" of this look, with these."""
-        over = found["over"] + self.judge(step, {}, tell)["fp8_alarms"]["over"]
-        tell(
+        over = found["over"] + self.judge(step, {})["fp8_alarms"]["over"]
+        logger.info(
             f"step {step}: no module runs FP8 any more; precision.compute bf16 is the same and needs no looks"
         )
         return {"fp8_alarms": {**found, "over": over, "active": 0}}

@@ -13,10 +13,10 @@ line of metrics has the mean loss of the whole interval, also of the steps befor
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from model.fp8.precision import Precision
 from model.fp8.state import fp8_state, reset_fp8_state
 from train.data.stream import SampleStream
 from train.guard.fp8_alarms import FP8Alarms
+
+logger = logging.getLogger(__name__)
 
 # Of the spread below, a threshold of 10 leaves 600 clean steps of a 0.4B model without an alarm by a factor of 1.3 in
 # the gradient norm and 5 in the loss (tests/reliability/test_numbers.py), and is a loss 20% over its median.
@@ -224,14 +226,16 @@ class Health:
         self._interval = [0.0, 0.0]
         return loss / tokens if tokens else math.nan
 
-    def end_alarms(self, step: int, tell: Callable[[str], None]) -> dict[str, Any]:
-        """After a step without a look at FP8: where none follows, all its alarms are over, which `tell` hears. For
+    def end_alarms(self, step: int) -> dict[str, Any]:
+        """After a step without a look at FP8: where none follows, all its alarms are over. For
         metrics.jsonl, "fp8_alarms" (FP8Alarms.judge); {} without alarms."""
         if self.precision.health_steps or not self.fp8_alarms.active:
             return {}
         of = "health_steps 0" if self.precision.fp8 else f"compute {self.precision.config.compute}"
-        tell(f"step {step}: with precision.{of} nothing looks at FP8 any more, and its alarms are over")
-        return self.fp8_alarms.judge(step, {}, tell)
+        logger.info(
+            f"step {step}: with precision.{of} nothing looks at FP8 any more, and its alarms are over"
+        )
+        return self.fp8_alarms.judge(step, {})
 
     def _mend_histories(self) -> None:
         """Take amaxes that are not finite out of the histories. FP8 casts saturate, so that an inf need not make a

@@ -9,14 +9,15 @@ row are a slow rank, named once until it has recovered.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+logger = logging.getLogger(__name__)
 WINDOW_STEPS = 10
 # A rank 50% slower is named after 30 to 40 steps. Ranks of one run differ by a few percent.
 SLOW_FACTOR = 1.25
@@ -73,8 +74,8 @@ class SlowRanks:
         event.record()
         return event
 
-    def step(self, step: int, say: Callable[[str], None]) -> None:
-        """A step was done; at the end of a window, tell of ranks that are slow."""
+    def step(self, step: int) -> None:
+        """A step was done; at the end of a window, warn of ranks that are slow."""
         if not self.on:
             return
         self._steps += 1
@@ -86,8 +87,8 @@ class SlowRanks:
             if None in times:
                 return  # a GPU has not come so far yet
             for rank, factor in self._detector.window(times).items():
-                say(
-                    f"warning: rank {rank} is slow: the forward of a micro-batch takes it {times[rank] * 1e3:.1f} ms, "
+                logger.warning(
+                    f"rank {rank} is slow: the forward of a micro-batch takes it {times[rank] * 1e3:.1f} ms, "
                     f"{factor:.2f} times the {times[rank] / factor * 1e3:.1f} ms of the others, for "
                     f"{PATIENCE * WINDOW_STEPS} steps to step {step}; all ranks wait for it. Look at its "
                     "GPU's clocks and temperature, and at what else runs there"

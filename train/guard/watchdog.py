@@ -24,8 +24,6 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from train.record.rank_log import console
-
 HUNG = 1  # as any other crash: worth another start from the last checkpoint
 # In the first step, and in parts of a start, there are compilation, captured graphs and NCCL's connections.
 FIRST_STEP_S = 1800.0
@@ -47,6 +45,10 @@ WITHOUT_PYTHON_S = 2.0
 SUSPENDED_S = 5.0
 # Files (end of the name) whose frames mean: this thread waits for other ranks.
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "deepspeed/comm/comm.py", "deepspeed/comm/torch.py")
+
+
+def console() -> TextIO:
+    return sys.__stderr__ or sys.stderr
 
 
 class Watchdog:

@@ -6,7 +6,7 @@ its checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +21,10 @@ from train.config.ds_config import resolve_ds_config
 from train.engine.distributed import from_rank_0
 from train.record.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 
-def resolve_auto(args: TrainingArguments, world_size: int, log: Callable[[str], None]) -> TrainingArguments:
+
+def resolve_auto(args: TrainingArguments, world_size: int) -> TrainingArguments:
     """Return the arguments with the measured choice and `precision.auto` false. Collective.
 
     Args:
@@ -34,7 +36,7 @@ def resolve_auto(args: TrainingArguments, world_size: int, log: Callable[[str], 
     if not precision.auto:
         return args
     if precision.emulated:
-        log(
+        logger.info(
             "precision.auto: there is no GPU to measure on; precision, graphs and attention stay as configured"
         )
         return replace(args, precision=replace(precision, auto=False))
@@ -43,8 +45,8 @@ def resolve_auto(args: TrainingArguments, world_size: int, log: Callable[[str], 
     def choose() -> Choice:
         checkpoint = checkpoint_to_resume(args)
         if checkpoint is None:
-            return autotune(task, log)
-        log(f"precision.auto: keeping the choice of {checkpoint}")
+            return autotune(task)
+        logger.info(f"precision.auto: keeping the choice of {checkpoint}")
         saved = read_state(checkpoint).train_config
         return Choice(
             saved["precision"]["compute"], saved["speed"]["cuda_graphs"], saved["model"]["attention_backend"]
@@ -53,7 +55,9 @@ def resolve_auto(args: TrainingArguments, world_size: int, log: Callable[[str], 
     choice = from_rank_0(choose)
     graphs = choice.cuda_graphs and task.graphs_allowed
     if choice.cuda_graphs and not graphs:
-        log("precision.auto: the checkpoint uses CUDA graphs, which this configuration cannot; they stay off")
+        logger.info(
+            "precision.auto: the checkpoint uses CUDA graphs, which this configuration cannot; they stay off"
+        )
     return replace(
         args,
         precision=replace(precision, auto=False, compute=choice.compute),

@@ -8,9 +8,10 @@ Afterwards the run is, bit for bit, what it was.
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from train.engine.step import MicroStep
 from train.preflight.check import PreflightError
 from train.preflight.machine import out_of_memory
 
+logger = logging.getLogger(__name__)
 SAMPLE = 2**26  # elements: 256 MiB
 FLOAT32_ERROR = 1e-6  # of sums in another order
 TINY = 1e-30
@@ -83,7 +85,6 @@ def check_gradients(
     precision: Precision,
     stream: SampleStream,
     state: RunState,
-    say: Callable[..., None],
 ) -> None:
     """Compare the gradients of the next step of the run. Collective.
 
@@ -113,10 +114,11 @@ def check_gradients(
             ]
         ) from error
     if mine is None:
-        return say(
-            "warning: preflight: the gradients of the first step are not finite, so they are not compared; the run "
+        logger.warning(
+            "preflight: the gradients of the first step are not finite, so they are not compared; the run "
             "will skip that step"
         )
+        return
     every: list[Any] = [None] * world
     dist.all_gather_object(every, (f"rank {rank} ({socket.gethostname()})", mine))
     stage = engine.zero_optimization_stage()
@@ -128,7 +130,7 @@ def check_gradients(
             title = f"preflight: DeepSpeed reduces the gradients of {what}{how} incorrectly:"
             raise PreflightError([ValueError("\n  ".join([title, *wrong, FUSED_ADVICE if kind else ADVICE]))])
         largest = max(comparison.error for _, comparison in found)
-        say(
+        logger.info(
             f"preflight: gradients of {what}{how} match a plain all-reduce within {largest:.1e} "
             f"(allowed {mine[kind].allowed:.1e})"
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import socket
 import statistics
@@ -35,6 +36,7 @@ from train.preflight.check import PreflightError
 from train.record.provenance import NOT_HASHED, sources_sha256
 from train.record.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after a while
 SLOW = 1.15  # a GPU this many times slower than the median is reported
 GEMM, WARMUPS, REPEATS = 8192, 3, 10
@@ -79,7 +81,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
         raise PreflightError([ValueError("\n  ".join([title, *found]))])
 
 
-def check_alike(args: TrainingArguments, say: Callable[..., None]) -> None:
+def check_alike(args: TrainingArguments) -> None:
     """Check software, hardware and files of all ranks, and log the speed of GPUs and links. Collective.
 
     Raises PreflightError, on all ranks. OSError, on rank 0: output_dir cannot be written.
@@ -88,10 +90,11 @@ def check_alike(args: TrainingArguments, say: Callable[..., None]) -> None:
     dist.all_gather_object(every, this_rank(args, sees_file_of_rank_0(args)))
     problems, warnings = compare_ranks(args, every)
     if speeds := [rank.gemm_tflops for rank in every if rank.gemm_tflops]:
-        say(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
+        logger.info(f"preflight: bf16 GEMM: {min(speeds):,.0f} to {max(speeds):,.0f} TFLOP/s per GPU")
     if len(every) > 1:
-        say(f"preflight: all-reduce bus bandwidth: {all_reduce_gb_s():,.1f} GB/s per rank")
-    say(*(f"warning: preflight: {warning}" for warning in warnings))
+        logger.info(f"preflight: all-reduce bus bandwidth: {all_reduce_gb_s():,.1f} GB/s per rank")
+    for warning in warnings:
+        logger.warning(f"preflight: {warning}")
     if problems:
         errors: list[Exception] = [ValueError(f"preflight: {problem}") for problem in problems]
         raise PreflightError(errors, "preflight: the ranks have {} problems:")

@@ -6,6 +6,7 @@ Only the main rank (rank 0) writes; on all others a logger does nothing.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -16,12 +17,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import discarded_name, tell
+from train.files import discarded_name
 from train.record.history import SET_LOSS
 from train.record.plots import LivePlot
 from train.record.run_folder import RunFolder
 from train.record.trackers import Trackers
 
+logger = logging.getLogger(__name__)
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
@@ -89,10 +91,8 @@ class MetricsLogger:
         self._failing = False
         self._recent: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=10)
         if discarded:
-            self.message(
-                f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}"
-            )
-        self._trackers = Trackers(folder, config, start_step, self.message, goes_back=bool(discarded))
+            logger.info(f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}")
+        self._trackers = Trackers(folder, config, start_step, goes_back=bool(discarded))
         self._plot = LivePlot(folder)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -108,23 +108,23 @@ class MetricsLogger:
             self._recent.append((step, time.monotonic()))
         left = self._left(step) if "loss" in metrics else ""
         if brief := _brief(metrics):
-            self.message(f"step {step}/{self.total_steps}  {brief}{left}")
+            logger.info(f"step {step}/{self.total_steps}  {brief}{left}")
         self._trackers.log(metrics)
         self._plot.update()
 
     def message(self, text: str) -> None:
         """A line for people, not in metrics.jsonl."""
         if self.is_main:
-            tell(text)
+            logger.info(text)
 
     def draw_last(self) -> None:
         """loss.png and health.png of the whole run. For want of a picture no trained model is a failure."""
         if not self.is_main:
             return
         try:
-            self.message(f"wrote {' and '.join(map(str, self._plot.draw_last()))}")
+            logger.info(f"wrote {' and '.join(map(str, self._plot.draw_last()))}")
         except Exception as error:
-            self.message(f"warning: no loss plot: {type(error).__name__}: {error}")
+            logger.warning(f"no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
         """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
@@ -137,7 +137,7 @@ class MetricsLogger:
         try:
             discard_after(path, step)
         except OSError as error:
-            self.message(f"warning: the lines after step {step} stay in {path}: {error}")
+            logger.warning(f"the lines after step {step} stay in {path}: {error}")
         self._unwritten = [line for line in self._unwritten if _record_of(line.decode())["step"] <= step]
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
@@ -149,7 +149,7 @@ class MetricsLogger:
             return
         self._write()
         if self._unwritten:
-            self.message(f"warning: {len(self._unwritten)} lines of {self._file.name} are lost")
+            logger.warning(f"{len(self._unwritten)} lines of {self._file.name} are lost")
         self._file.close()
         self._plot.close()
         self._trackers.close()
@@ -170,13 +170,13 @@ class MetricsLogger:
         except OSError as error:
             if not self._failing:
                 self._failing = True
-                self.message(
-                    f"warning: {self._file.name} cannot be written: {error}; its lines are kept and written later"
+                logger.warning(
+                    f"{self._file.name} cannot be written: {error}; its lines are kept and written later"
                 )
         else:
             if self._failing:
                 self._failing = False
-                self.message(f"{self._file.name} could be written again; no line is missing")
+                logger.info(f"{self._file.name} could be written again; no line is missing")
 
     def _left(self, step: int) -> str:
         """The time that the steps after `step` take at the recent speed, "" where none is known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.files import discarded_name, tell, write_durably
+from train.files import discarded_name, write_durably
 from train.record.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Of the configuration: where it is run and how often it tells of itself changes no run.
-NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint")
+NOT_HASHED = ("output_dir", "run_name", "wandb_project", "report_to", "resume_from_checkpoint", "log_level")
 
 
 def read_starts(folder: RunFolder) -> list[dict[str, Any]]:
@@ -39,7 +41,7 @@ class RunRecord:
     start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
     expected: exception -> how it says that the run ended; others say "failed", and why. `part`: which one of the run it
     is that ends so, where it is not the training. A run.json that cannot be read is kept beside the new one. Raises
-    OSError: the file cannot be written at the begin; later `tell` says it."""
+    OSError: the file cannot be written at the begin; later it is logged."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class RunRecord:
         try:
             self._write()
         except OSError as error:
-            tell(f"warning: {self.folder.run} does not say {what}: {error}")
+            logger.warning(f"{self.folder.run} does not say {what}: {error}")
 
     def _write(self) -> None:
         write_durably(self.folder.run, json.dumps({"starts": self.starts}, indent=1) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import secrets
@@ -20,6 +21,7 @@ from model.errors import UserError
 from train.record.fp8_health import FP8_HEALTH, scalars
 from train.record.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
 FLUSH_S = 30  # until TensorBoard sees a line
 
 
@@ -64,7 +66,6 @@ class Trackers:
 
     Args:
         start_step: steps that are already done, 0 of a run that begins.
-        tell: logs a failure.
         goes_back: the trackers have lines of steps after start_step, which no longer count.
     """
 
@@ -73,14 +74,12 @@ class Trackers:
         folder: RunFolder,
         config: dict[str, Any],
         start_step: int,
-        tell: Callable[[str], None],
         goes_back: bool = False,
     ):
-        self._tell = tell
         self._failed: set[str] = set()
         self._open: dict[str, Tracker] = {}
         for name in names(config["report_to"]):
-            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, tell, goes_back))
+            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, goes_back))
             if tracker is not None:
                 self._open[name] = tracker
 
@@ -106,8 +105,8 @@ class Trackers:
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
-                self._tell(
-                    f"warning: {name}: {type(error).__name__}: {error}; the run goes on, {name} may lack what "
+                logger.warning(
+                    f"{name}: {type(error).__name__}: {error}; the run goes on, {name} may lack what "
                     "metrics.jsonl has"
                 )
 
@@ -125,13 +124,14 @@ class Wandb:
         folder: RunFolder,
         config: dict[str, Any],
         start_step: int,
-        tell: Callable[[str], None],
         goes_back: bool,
     ):
-        self.folder, self.config, self.tell = folder, config, tell
+        self.folder, self.config = folder, config
         own, of = wandb_run_of(folder) if start_step else ("", "")
         if own and is_copied(folder, own, of):
-            tell(f"wandb: {folder.path} is a copy of {of}, whose run is {own}: here a run of its own begins")
+            logger.info(
+                f"wandb: {folder.path} is a copy of {of}, whose run is {own}: here a run of its own begins"
+            )
             own = ""
         if own and goes_back:
             own = following(own)
@@ -158,7 +158,7 @@ class Wandb:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
-            self.tell(
+            logger.info(
                 f"wandb: no API key, so the run is recorded offline; later: wandb sync {self.run.dir}/.."
             )
 
@@ -182,7 +182,6 @@ class TensorBoard:
         folder: RunFolder,
         config: dict[str, Any],
         start_step: int,
-        tell: Callable[[str], None],
         goes_back: bool,
     ):
         self.folder = str(folder.tensorboard)

@@ -209,7 +209,7 @@ def test_fp8_runs_on_compute_capability_9_alone(
     for recipe in (*RECIPES, "tensorwise", "rowwise"):
         with nullcontext() if allowed else refused(PrecisionError, code="gpu_without_fp8"):
             Precision(PrecisionConfig(recipe=recipe))
-    for begin in (lambda: engine.Engine.load(Path(), "fp8"), lambda: measure.autotune(task, print)):
+    for begin in (lambda: engine.Engine.load(Path(), "fp8"), lambda: measure.autotune(task)):
         with pytest.raises(FileNotFoundError if allowed else PrecisionError):
             begin()
     with pytest.raises(FileNotFoundError):

@@ -15,7 +15,7 @@ import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import refused
+from tests.conftest import log_messages, refused
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import load
 from train.checkpoint.files import (
@@ -56,8 +56,8 @@ def make(root: Path, step: int, **state_values: Any) -> Path:
 
 
 def choose(root: Path, setting: str = "auto") -> tuple[Path | None, list[str]]:
-    log: list[str] = []
-    return choose_checkpoint(root, setting, log.append), log
+    with log_messages() as log:
+        return choose_checkpoint(root, setting), log
 
 
 def begin_at(path: Path, own: Path) -> None:

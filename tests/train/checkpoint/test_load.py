@@ -80,7 +80,7 @@ def saver_of_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> save.Save
     monkeypatch.setattr(save, "capture_checkpoint", capture)
     monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
     nothing: Any = SimpleNamespace(module=None)
-    return save.Saver(nothing, folder / "checkpoints", nothing, 1, print)
+    return save.Saver(nothing, folder / "checkpoints", nothing, 1)
 
 
 @pytest.mark.usefixtures("process_group")

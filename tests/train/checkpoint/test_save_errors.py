@@ -119,5 +119,5 @@ def test_a_folder_that_does_not_answer_is_worth_another_start(
 
     monkeypatch.setattr(load, "newest_good", fails)
     with pytest.raises(CheckpointError) as found:
-        load.choose_checkpoint(tmp_path, "auto", print)
+        load.choose_checkpoint(tmp_path, "auto")
     assert found.value.may_pass == (number in PASSES)

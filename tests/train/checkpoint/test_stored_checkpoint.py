@@ -78,7 +78,7 @@ class Stored:
     torch.cuda.is_available(), reason="needs a machine without CUDA, as the one that recorded it"
 )
 def test_the_next_losses_are_those_of_the_run_that_saved() -> None:
-    path = choose_checkpoint(FOLDER, "auto", print)
+    path = choose_checkpoint(FOLDER, "auto")
     assert path is not None and path.name == name_of(SAVED_STEP)
     assert read_state(path).step == SAVED_STEP
     stored = Stored()
@@ -95,7 +95,7 @@ def record() -> None:
     init_distributed()
     stored = Stored()
     stored.losses(1, SAVED_STEP)
-    saver = Saver(stored.engine, FOLDER, stored.precision, 0, print)
+    saver = Saver(stored.engine, FOLDER, stored.precision, 0)
     saver.begin(RunState(SAVED_STEP, 2 * SAVED_STEP, 32 * SAVED_STEP, 1, 1, {}, {}), background=False)
     saver.finish()
     losses = stored.losses(SAVED_STEP + 1, NEXT_STEPS)

@@ -136,7 +136,7 @@ class Trained:
         return self
 
     def saved(self, folder: Path) -> Path:
-        saver = Saver(self.engine, folder, self.precision, 0, print)
+        saver = Saver(self.engine, folder, self.precision, 0)
         stage = self.engine.zero_optimization_stage()
         saver.begin(RunState(3, 12, 12, 1, stage, self.args.to_dict(), {}), background=True)
         saver.finish()

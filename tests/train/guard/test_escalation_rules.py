@@ -45,11 +45,18 @@ def judged(*looks: dict[str, Any]) -> FP8Alarms:
     alarms = FP8Alarms()
     for step, found in enumerate(looks):
         alarms.load_state_dict(json.loads(json.dumps(alarms.state_dict())))  # stopped and resumed
-        alarms.judge(step, found, lambda _: None)
+        alarms.judge(step, found)
     return alarms
 
 
-def test_what_one_look_finds_is_looked_at_in_the_next_step_and_goes_up_when_two_of_four_find_it() -> None:
+def of_fallbacks(logged: list[str]) -> list[str]:
+    """Return the lines of a log without those of alarms."""
+    return [line for line in logged if "on_trouble" in line]
+
+
+def test_what_one_look_finds_is_looked_at_in_the_next_step_and_goes_up_when_two_of_four_find_it(
+    logged: list[str],
+) -> None:
     precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
     model = build_model(small_config(), "te_layer", precision)
     one, other, both = (
@@ -66,9 +73,10 @@ def test_what_one_look_finds_is_looked_at_in_the_next_step_and_goes_up_when_two_
         ([one, look(), look(), look(), one], True, 0),
         ([one, look(fc1_input={"range": 3.9})], False, 0),  # an alarm, but not above the limit
     ):
-        alarms, said = judged(*looks), list[str]()
-        changes = escalations(9, looks[-1], alarms, model, precision, said.append)
-        assert (alarms.look_again, len(changes), len(said)) == (again, up, again + up)
+        alarms = judged(*looks)
+        logged.clear()
+        changes = escalations(9, looks[-1], alarms, model, precision)
+        assert (alarms.look_again, len(changes), len(logged)) == (again, up, again + up)
         for steps, due in ((100, again), (9, True), (0, False)):
             precision.config.health_steps = steps
             assert bool(check_due(model, precision, 9, alarms.look_again)) == due
@@ -77,15 +85,14 @@ def test_what_one_look_finds_is_looked_at_in_the_next_step_and_goes_up_when_two_
         precision.config.on_trouble = "escalate"
 
 
-def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
+def test_a_module_goes_up_once_a_look_by_what_is_worst(logged: list[str]) -> None:
     precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
     model = build_model(small_config(), "te_layer", precision)
-    said: list[str] = []
     trouble = look(
         fc1_input={"underflow": 0.06, "error": 0.11}, fc2_gradient={"underflow": 0.9, "saturated": 0.05}
     )
     alarms = judged(trouble, trouble)
-    (change,) = escalations(7, trouble, alarms, model, precision, said.append)
+    (change,) = escalations(7, trouble, alarms, model, precision)
     mlp = "model.layers.1.layernorm_mlp"
     assert change == {
         "step": 7,
@@ -98,31 +105,32 @@ def test_a_module_goes_up_once_a_look_by_what_is_worst() -> None:
         "value": 0.9,
         "threshold": 0.6,
     }
-    assert len(said) == 1 and mlp in said[0] and numbers(said[0])[-2:] == [0.9, 0.6]
+    (line,) = of_fallbacks(logged)
+    assert mlp in line and numbers(line)[-2:] == [0.9, 0.6]
     at_the_limit = look(fc1_input={"underflow": 0.05, "range": 4.0}, fc2_gradient={"error": 0.4})
-    assert escalations(8, at_the_limit, judged(trouble, at_the_limit), model, precision, said.append) == []
+    assert escalations(8, at_the_limit, judged(trouble, at_the_limit), model, precision) == []
     precision.levels[mlp] = "block"
     wrong = look(fc1_weight={"error": 0.11})
-    (change,) = escalations(8, wrong, judged(wrong, wrong), model, precision, said.append)
+    (change,) = escalations(8, wrong, judged(wrong, wrong), model, precision)
     assert (change["from"], change["to"], change["statistic"]) == ("block", "bf16", "error")
     precision.config.on_trouble = "warn"
-    assert escalations(9, trouble, alarms, model, precision, said.append) == [] and len(said) == 2
+    assert escalations(9, trouble, alarms, model, precision) == [] and len(of_fallbacks(logged)) == 2
 
 
-def test_of_many_modules_some_are_named_the_worst_first() -> None:
+def test_of_many_modules_some_are_named_the_worst_first(logged: list[str]) -> None:
     precision = Precision(PrecisionConfig(backend="reference", **ESCALATE))
     model = build_model(small_config(num_hidden_layers=10), "te_layer", precision)
     columns = {what: [value] * 10 for what, value in WELL.items()} | {"range": [5.0 + n for n in range(10)]}
-    said: list[str] = []
     trouble = {"model.layers.*.self_attention.proj": {"input": columns}}
-    found = escalations(1, trouble, judged(trouble, trouble), model, precision, said.append)
-    assert [c["value"] for c in found] == [14.0 - n for n in range(10)] and len(said) == 9
-    assert "layers.9." in said[0] and numbers(said[8]) == [1, 2]
+    found = escalations(1, trouble, judged(trouble, trouble), model, precision)
+    assert [c["value"] for c in found] == [14.0 - n for n in range(10)]
+    lines = of_fallbacks(logged)
+    assert len(lines) == 9 and "layers.9." in lines[0] and numbers(lines[8]) == [1, 2]
 
 
-def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
     """No look follows that could say so."""
-    mlp, said = "model.layers.1.layernorm_mlp", list[str]()
+    mlp = "model.layers.1.layernorm_mlp"
     section, taken = PrecisionConfig(backend="reference", **ESCALATE), {"module": mlp, "to": "bf16"}
     precision = Precision(section)
     model = build_model(small_config(), "te_layer", precision)
@@ -143,7 +151,7 @@ def test_alarms_end_with_the_last_fp8_module(monkeypatch: pytest.MonkeyPatch) ->
     )
     its.engine = SimpleNamespace(module=model)
     its.run = SimpleNamespace(
-        state=its.state, precision=precision, metrics=SimpleNamespace(message=said.append)
+        state=its.state, precision=precision, metrics=SimpleNamespace(message=logged.append)
     )
     for level in ("block", "bf16"):
         its.state.step += 1

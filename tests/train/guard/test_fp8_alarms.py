@@ -52,59 +52,59 @@ def began(folder: Path) -> dict[int, dict[tuple[str, str], set[str]]]:
 
 
 @pytest.mark.parametrize(("what", "operand", "most", "value"), LIMITS)
-def test_limits(what: str, operand: str, most: float, value: float) -> None:
-    alarms, said = FP8Alarms(), list[str]()
-    assert alarms.judge(1, health(operand, **{what: most}), said.append) == {} and not said
-    found = alarms.judge(2, health(operand, **{what: value}), said.append)["fp8_alarms"]
+def test_limits(what: str, operand: str, most: float, value: float, logged: list[str]) -> None:
+    alarms = FP8Alarms()
+    assert alarms.judge(1, health(operand, **{what: most})) == {} and not logged
+    found = alarms.judge(2, health(operand, **{what: value}))["fp8_alarms"]
     gemm = "model.layers.1.mlp.fc2"
     assert found["began"] == [{"gemm": gemm, "operand": operand, "found": {what: value}}]
-    assert len(said) == 1 and gemm in said[0]
+    assert len(logged) == 1 and gemm in logged[0]
 
 
-def test_an_alarm_is_told_once_and_when_it_is_over() -> None:
+def test_an_alarm_is_told_once_and_when_it_is_over(logged: list[str]) -> None:
     """Not while it is near its limit; what was saved is known after a resume."""
-    alarms, said = FP8Alarms(), list[str]()
-    assert alarms.judge(1, health("input", underflow=0.06), said.append)["fp8_alarms"]["active"] == 1
+    alarms = FP8Alarms()
+    assert alarms.judge(1, health("input", underflow=0.06))["fp8_alarms"]["active"] == 1
     resumed = FP8Alarms()
     resumed.load_state_dict(json.loads(json.dumps(alarms.state_dict())))
     for value, error in ((0.06, 0.03), (0.0251, 0.03), (0.01, 0.06), (0.01, 0.2), (0.051, 0.03)):
-        found = resumed.judge(2, health("input", underflow=value, error=error), said.append)["fp8_alarms"]
-        assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(said) == 1
-    found = resumed.judge(9, health("input", underflow=0.0249), said.append)["fp8_alarms"]
+        found = resumed.judge(2, health("input", underflow=value, error=error))["fp8_alarms"]
+        assert found == {"began": [], "over": [], "active": 1, "count": 1} and len(logged) == 1
+    found = resumed.judge(9, health("input", underflow=0.0249))["fp8_alarms"]
     over = {"gemm": "model.layers.1.mlp.fc2", "operand": "input", "since": 1}
     assert found == {"began": [], "over": [over], "active": 0, "count": 1}
-    assert resumed.judge(10, health("input"), said.append) == {} and len(said) == 2
+    assert resumed.judge(10, health("input")) == {} and len(logged) == 2
 
 
-def test_an_alarm_is_over_where_its_gemm_runs_fp8_no_more() -> None:
+def test_an_alarm_is_over_where_its_gemm_runs_fp8_no_more(logged: list[str]) -> None:
     """As after a resume with another bf16_modules, or a stage; not where what is in trouble is not a number."""
-    alarms, said = FP8Alarms(), list[str]()
-    alarms.judge(1, health("input", underflow=0.06), said.append)
+    alarms = FP8Alarms()
+    alarms.judge(1, health("input", underflow=0.06))
     not_finite = health("input")
     for column in not_finite["model.layers.*.mlp.fc2"]["input"].values():
         column[1] = None
-    assert alarms.judge(2, not_finite, said.append)["fp8_alarms"]["active"] == 1
+    assert alarms.judge(2, not_finite)["fp8_alarms"]["active"] == 1
     for operand in ("weight", "gradient"):
         for column in not_finite["model.layers.*.mlp.fc2"][operand].values():
             column[1] = None
-    found = alarms.judge(3, not_finite, said.append)["fp8_alarms"]
+    found = alarms.judge(3, not_finite)["fp8_alarms"]
     assert [entry["since"] for entry in found["over"]] == [1] and found["active"] == 0
-    assert len(said) == 2
-    assert alarms.judge(4, not_finite, said.append) == {}
+    assert len(logged) == 2
+    assert alarms.judge(4, not_finite) == {}
 
 
-def test_of_many_the_worst_are_named() -> None:
+def test_of_many_the_worst_are_named(logged: list[str]) -> None:
     values = health("input")
     values["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
     values["model.layers.*.mlp.fc2"]["input"]["underflow"] = [0.1 * n for n in range(7)]
-    alarms, well, said = FP8Alarms(), health("input"), list[str]()
+    alarms, well = FP8Alarms(), health("input")
     well["model.layers.*.mlp.fc2"]["input"] = {what: [v] * 7 for what, v in WELL.items()}
-    found = alarms.judge(1, values, said.append)["fp8_alarms"]
-    assert len(found["began"]) == found["count"] == 6 and len(said) == 5
-    assert "layers.6." in said[0] and "60.0%" in said[0] and "layers.3." in said[3]
-    assert numbers(said[4]) == [1, 2]
-    alarms.judge(2, well, said.append)
-    assert len(said) == 6 and numbers(said[5])[-1] == 6
+    found = alarms.judge(1, values)["fp8_alarms"]
+    assert len(found["began"]) == found["count"] == 6 and len(logged) == 5
+    assert "layers.6." in logged[0] and "60.0%" in logged[0] and "layers.3." in logged[3]
+    assert numbers(logged[4]) == [1, 2]
+    alarms.judge(2, well)
+    assert len(logged) == 6 and numbers(logged[5])[-1] == 6
 
 
 @pytest.mark.parametrize(
@@ -116,21 +116,22 @@ def test_of_many_the_worst_are_named() -> None:
         (1.11, fp8_alarms.STALE),
     ],
 )
-def test_the_cause_is_told_by_how_much_of_its_range_a_scale_uses(fraction: float, cause: str) -> None:
-    said = list[str]()
-    FP8Alarms().judge(1, health("weight", underflow=0.2, range=fraction), said.append)
-    assert cause in said[0]
+def test_the_cause_is_told_by_how_much_of_its_range_a_scale_uses(
+    fraction: float, cause: str, logged: list[str]
+) -> None:
+    FP8Alarms().judge(1, health("weight", underflow=0.2, range=fraction))
+    assert cause in logged[0]
 
 
 @pytest.mark.parametrize(("gemm", "module"), [("mlp.fc2", "mlp"), ("mlp.up_proj", "mlp.up_proj")])
-def test_what_is_advised_can_be_done(gemm: str, module: str) -> None:
+def test_what_is_advised_can_be_done(gemm: str, module: str, logged: list[str]) -> None:
     """Modules, not their GEMMs, are what bf16_modules names; and block scaling is no advice where it is used."""
     found = {f"model.layers.*.{gemm}": health("input", underflow=0.2)["model.layers.*.mlp.fc2"]}
     for blocks in ([], [f"model.layers.1.{gemm}"]):
-        said = list[str]()
-        FP8Alarms().judge(1, found, said.append, blocks=blocks)
-        assert f"model.layers.1.{module} in " in said[0] and "bf16_modules" in said[0]
-        assert ("precision.recipe block" in said[0]) == (not blocks)
+        logged.clear()
+        FP8Alarms().judge(1, found, blocks=blocks)
+        assert f"model.layers.1.{module} in " in logged[0] and "bf16_modules" in logged[0]
+        assert ("precision.recipe block" in logged[0]) == (not blocks)
 
 
 @pytest.mark.slow

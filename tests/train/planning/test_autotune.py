@@ -55,7 +55,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """Lets a CPU count as a GPU on which bf16 is the fastest. Grows by a task per measurement."""
     tasks: list[Task] = []
 
-    def fake(task: Task, log: Callable[[str], None]) -> Choice:
+    def fake(task: Task) -> Choice:
         tasks.append(task)
         return Choice("bf16", False, "auto")
 
@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
 
 
 def resolve(args: TrainingArguments) -> TrainingArguments:
-    return glue.resolve_auto(args, 1, lambda line: None)
+    return glue.resolve_auto(args, 1)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_run_with_auto_is_the_run_written_by_hand(prepared: dict, monkeypatch:
     """With a real measurement except for its times, in which bf16 is the faster. The resumed run does not measure."""
     script = Script(2 * 330.0, 300.0, 2 * 330.0)
     monkeypatch.setattr(PrecisionConfig, "emulated", property(lambda self: False))
-    monkeypatch.setattr(glue, "autotune", lambda task, log: autotune(task, log, timer=script))
+    monkeypatch.setattr(glue, "autotune", lambda task: autotune(task, timer=script))
     assert check_runs(prepared)["precision"]["compute"] == "bf16"
 
 

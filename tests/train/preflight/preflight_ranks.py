@@ -14,6 +14,7 @@ from torch import nn
 from model.build import build_model
 from model.config import load_config
 from model.fp8.precision import Precision
+from tests.conftest import log_messages
 from tests.reliability.number_ranks import digests, spoil
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
@@ -97,12 +98,12 @@ def gradients(
             engine.get_global_grad_norm = lambda: 2 * right_norm()
         case "not_finite":
             spoil("nan_loss" if rank else None)
-    said: list[str] = []
     before, error = digests(engine, how), None
     random_state = torch.get_rng_state()
     try:
         stream, state = SimpleNamespace(batch=batch), SimpleNamespace(consumed_samples=0, skipped_samples=[])
-        check_gradients(args, engine, micro_step, how, stream, state, lambda *lines: said.extend(lines))  # type: ignore[arg-type]
+        with log_messages() as said:
+            check_gradients(args, engine, micro_step, how, stream, state)
     except PreflightError as found:
         error = str(found)
     spoil(None)
@@ -155,10 +156,10 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
         return replace(found, **changed | {"equal": found.equal | changed.get("equal", {})})
 
     ranks.this_rank = this_rank
-    said: list[str] = []
     problems: list[str] = []
     try:
-        ranks.check_alike(args, lambda *lines: said.extend(lines))
+        with log_messages() as said:
+            ranks.check_alike(args)
     except PreflightError as error:
         problems = [str(problem) for problem in error.problems]
     finally:

@@ -16,12 +16,10 @@ from model.fp8.hf_fp8 import quantization_config
 from tests.conftest import numbers
 from tests.train.record.test_plots import make_run, start
 from train import setup
-from train.files import heard, note, tell
 from train.record import provenance
 from train.record.model_card import MARK, write_card
 from train.record.provenance import RunRecord, read_starts
 from train.record.run_folder import RunFolder
-from train.record.train_log import TrainLog
 
 
 def record(folder: RunFolder, step: int = 0, **known: object) -> RunRecord:
@@ -76,14 +74,14 @@ def test_a_run_json_that_cannot_be_read_is_kept(tmp_path):
     assert {path.read_text() for path in tmp_path.glob("run.json.discarded-*")} == {'{"starts": [', "{"}
 
 
-def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, capsys):
+def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, logged):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
     with record(RunFolder(tmp_path)):
         monkeypatch.setattr(provenance, "write_durably", full)
-    out = capsys.readouterr().out
-    assert "run.json" in out and "[Errno 28]" in out
+    (line,) = logged
+    assert "run.json" in line and "[Errno 28]" in line
 
 
 def test_the_hash_of_a_configuration_is_of_what_changes_a_run(monkeypatch):
@@ -137,44 +135,6 @@ def test_sources_are_known_by_the_python_files_of_their_folders(
         (tmp_path / name).write_text(text)
         found.append(provenance.sources_sha256("a"))
     assert found[0] != found[1] == found[2] == found[3] != provenance.sources_sha256("a", "other")
-
-
-def test_the_log_has_what_was_told_and_what_only_it_gets(tmp_path, capsys):
-    folder = RunFolder(tmp_path / "run")
-    for number in range(2):
-        with TrainLog(folder) as log:
-            tell("first", "second")
-            note("for the log")
-            assert number or not folder.path.exists()  # a start may be refused
-            folder.path.mkdir(exist_ok=True)
-            log.open()
-            tell(f"number {number}")
-        tell("not heard")
-    lines = folder.log.read_text().splitlines()
-    assert len(lines) == 10 and lines[0].startswith("======== ")
-    assert [line.split(" ", 1)[-1] for line in lines[1:5]] == ["first", "second", "for the log", "number 0"]
-    assert "for the log" not in capsys.readouterr().out and not heard
-
-
-def test_the_log_has_the_traceback_of_what_ends_a_run_but_of_no_stop(tmp_path):
-    folder = RunFolder(tmp_path)
-    for error in (ValueError("wrong"), KeyboardInterrupt("asked")):
-        with pytest.raises(type(error)), TrainLog(folder, (KeyboardInterrupt,)) as log:
-            log.open()
-            raise error
-    text = folder.log.read_text()
-    assert "Traceback" in text and "ValueError: wrong" in text and "asked" not in text
-
-
-def test_a_log_that_cannot_be_written_is_told_once(tmp_path, capsys):
-    folder = RunFolder(tmp_path)
-    folder.log.mkdir()
-    with TrainLog(folder) as log:
-        log.open()
-        tell("one")
-        tell("two")
-    out = capsys.readouterr().out
-    assert out.count("warning") == 1 and str(folder.log) in out and "one\n" in out and "two\n" in out
 
 
 def test_what_was_set_aside_is_listed_with_its_size_and_the_command_that_removes_it(tmp_path):

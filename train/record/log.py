@@ -1,0 +1,152 @@
+"""The log of runs and commands: the console, and in a run one file for each rank.
+
+Modules log with `logging.getLogger(__name__)`. The console of rank 0 shows lines from `log_level` on. The file of each
+rank also has those of level debug, such as the traceback of an error that the console reports in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+# Only these log below "warning": other packages report every request and compilation there.
+OWN_LOGGERS = ("__main__", "fp8_inference_demo", "model", "test_fp8", "train")
+PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
+
+logger = logging.getLogger(__name__)
+_handlers: list[logging.Handler] = []  # of the last configure_logging
+
+
+def configure_logging(
+    level: LogLevel = "info",
+    rank: int = 0,
+    console: Literal["stdout", "stderr"] = "stdout",
+    has_file: bool = False,
+) -> None:
+    """Send log lines to the console. A second call replaces the first.
+
+    Args:
+        level: of the console.
+        rank: on ranks other than 0 the console shows errors only.
+        console: the stream of lines below "error", which go to stderr.
+        has_file: keep all lines until `open_log_file` writes them.
+    """
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    while _handlers:
+        handler = _handlers.pop()
+        root.removeHandler(handler)
+        handler.close()
+    lowest = logging.getLevelNamesMapping()[level.upper()]
+    errors = _ConsoleHandler("stderr")
+    errors.setLevel(logging.ERROR)
+    _add(errors)
+    if rank == 0:
+        others = _ConsoleHandler(console)
+        others.setLevel(lowest)
+        others.addFilter(lambda record: record.levelno < logging.ERROR)
+        _add(others)
+    if has_file:
+        # without a target it keeps everything
+        _add(logging.handlers.MemoryHandler(0, flushLevel=logging.CRITICAL + 1))
+    for name in OWN_LOGGERS:
+        logging.getLogger(name).setLevel(logging.DEBUG if has_file else lowest)
+
+
+def open_log_file(path: Path) -> None:
+    """Append a line with time and command, the lines kept by `configure_logging`, and all that follow to `path`.
+
+    If it cannot be written, the run continues, and the console shows a warning.
+    """
+    (memory,) = (h for h in _handlers if isinstance(h, logging.handlers.MemoryHandler))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        file = _FileHandler(path, encoding="utf-8", errors="replace")
+        header = f"======== {time.strftime('%Y-%m-%d %H:%M:%S')}: {' '.join(sys.argv)}"
+        print(header, file=file.stream, flush=True)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", path, error)
+        return
+    file.setFormatter(_Formatter("%(asctime)s %(prefix)s%(message)s", "%H:%M:%S"))
+    memory.setTarget(file)
+    memory.flush()
+    logging.getLogger().removeHandler(memory)
+    _handlers.remove(memory)
+    _add(file)
+
+
+def link_log_file(path: Path, target: Path) -> None:
+    """Make `path` a relative link to the log file `target`, unless the file system has no links or a file is there."""
+    if os.path.lexists(path):
+        return
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(os.path.relpath(target, path.parent))
+    except OSError as error:
+        logger.warning("%s cannot be made a link to %s: %s", path, target, error)
+
+
+def last_lines(path: Path, since: int, most: int = 20) -> list[str]:
+    """Return the last lines of a log file without those before the byte `since`, [] where there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(since, os.fstat(file.fileno()).st_size - 64 * 1024))
+            return file.read().decode(errors="replace").splitlines()[-most:]
+    except OSError:
+        return []
+
+
+def _add(handler: logging.Handler) -> None:
+    if handler.formatter is None:
+        handler.setFormatter(_Formatter("%(prefix)s%(message)s"))
+    _handlers.append(handler)
+    logging.getLogger().addHandler(handler)
+
+
+class _Formatter(logging.Formatter):
+    """Offers %(prefix)s, the level of warnings and errors."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.prefix = PREFIXES.get(record.levelno, "")
+        return super().formatMessage(record)
+
+
+class _ConsoleHandler(logging.StreamHandler):
+    """Writes to sys.stdout or sys.stderr as they are at the time. A console that is gone ends nothing."""
+
+    def __init__(self, name: str):
+        logging.Handler.__init__(self)
+        self.stream_name = name
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        return getattr(sys, self.stream_name)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """Reports once when the disk is full, and goes on."""
+
+    has_failed = False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.has_failed:
+            self.has_failed = True
+            logger.warning("%s cannot be written: %s", self.baseFilename, error)
