@@ -1,1 +1,2 @@
-"""What is measured, in programs: one Linear (test_fp8.py), whole models, data, saves, convergence, gradients."""
+"""What is measured, in programs: one Linear (test_fp8.py), whole models, several GPUs, saves, decoding, convergence,
+gradients."""

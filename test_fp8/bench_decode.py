@@ -4,8 +4,7 @@
 
 Random weights and prompts, greedy sampling, cache and prompts of one length. Decoding is what the engine reports for a
 whole answer, which the host reads token by token. Figures are medians of the rounds, in which the cases take turns;
-compilation and capture come before. Prefill is one batch of prompts, compared with the forward of the training's
-te_layer in FP8 on micro-batches of the same prompts; FLOPs count as in training."""
+compilation and capture come before. Prefill is one batch of prompts; FLOPs count as in training."""
 
 from __future__ import annotations
 
@@ -16,24 +15,23 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.common.options import ByMachine, option, positive, shared
 
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--batches", ByMachine([1, 4, 16, 64], [1, 2]), "samples at a time", type=positive, nargs="+")
-OPTIONS.add("--prompt", ByMachine(128, 8), "tokens of a prompt", type=positive)
-OPTIONS.add("--cache", ByMachine(512, 24), "tokens of a prompt with its answer", type=positive)
-OPTIONS.add("--prefill_batch", ByMachine(64, 2), "prompts of the prefill", type=positive)
-OPTIONS.add("--prefill_length", ByMachine(2048, 32), "their tokens", type=positive)
-OPTIONS.add_shared(config=ByMachine("hare_1.1b", "tiny"), rounds=3)
-OPTIONS.add(
-    "--transformers_batches",
-    ByMachine([1, 64], [1]),
-    "batches that transformers decodes, too; it compiles for a minute a batch",
-    type=positive,
-    nargs="*",
-)
-OPTIONS.add_output()
-
+OPTIONS = [
+    *shared(config=ByMachine("hare_1.1b", "tiny"), rounds=3),
+    option("--batches", ByMachine([1, 4, 16, 64], [1, 2]), "samples at a time", type=positive, nargs="+"),
+    option("--prompt", ByMachine(128, 8), "tokens of a prompt", type=positive),
+    option("--cache", ByMachine(512, 24), "tokens of a prompt with its answer", type=positive),
+    option("--prefill_batch", ByMachine(64, 2), "prompts of the prefill", type=positive),
+    option("--prefill_length", ByMachine(2048, 32), "their tokens", type=positive),
+    option(
+        "--transformers_batches",
+        ByMachine([1, 64], [1]),
+        "batches that transformers decodes, too; it compiles for a minute a batch",
+        type=positive,
+        nargs="*",
+    ),
+]
 COLUMNS: report.Columns = {
     "what": ("what", "<"),
     "row": ("row", "<"),
@@ -64,14 +62,10 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     for r in results:
         other = bf16.get((r["what"], r["batch"]))
         r["to_bf16"] = r["tokens_per_s"] / other if other else None
-    answers = [r for r in results if r["what"] == "decode"]
-    panels = {"tokens/s": report.curves(answers, "row", "batch", "tokens_per_s")}
-    return report.Outcome(results, panels=panels, xlabel="batch")
+    return report.Outcome(results)
 
 
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

@@ -40,37 +40,25 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.common.options import STEP_OPTIONS, ByMachine, option, positive, shared
 from test_fp8.model import cases
 
 ATTENTIONS = list(ATTENTION_BACKENDS)
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add_shared(config=ByMachine("hare_1.1b", "tiny"))
-OPTIONS.add("--rows", ByMachine(cases.DEFAULT_ROWS, cases.CPU_ROWS), "names or patterns", nargs="*")
-OPTIONS.add(
-    "--step_rows", ByMachine(cases.DEFAULT_STEP_ROWS, cases.CPU_ROWS), "also in the measure step", nargs="*"
-)
-OPTIONS.add("--measure", list(cases.MEASURES), "what is measured", nargs="+", choices=cases.MEASURES)
-OPTIONS.add("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive)
-OPTIONS.add("--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=ATTENTIONS)
-OPTIONS.add(
-    "--sdpa", ByMachine(["cudnn", "flash"], ["auto"]), "of hf, torchao cases", nargs="+", choices=cases.SDPA
-)
-OPTIONS.add(
-    "--loss", ByMachine(["compiled", "liger"], ["torch"]), "of these", nargs="+", choices=cases.LOSSES
-)
-OPTIONS.add_shared(
-    row=[],
-    seq_length=ByMachine(2048, 64),
-    accumulation=ByMachine(8, 2),
-    rounds=ByMachine(3, 2),
-    steps=ByMachine(5, 1),
-    seconds=ByMachine(1.0, 0.0),
-    deterministic=False,
-    seed=42,
-)
-OPTIONS.add_output()
-
+ROWS = ByMachine(cases.DEFAULT_ROWS, cases.CPU_ROWS)
+STEP_ROWS = ByMachine(cases.DEFAULT_STEP_ROWS, cases.CPU_ROWS)
+SDPA = ByMachine(["cudnn", "flash"], ["auto"])
+LOSSES = ByMachine(["compiled", "liger"], ["torch"])
+OPTIONS = [
+    *STEP_OPTIONS,
+    *shared(rounds=ByMachine(3, 2)),
+    option("--rows", ROWS, "names or patterns", nargs="*"),
+    option("--step_rows", STEP_ROWS, "also in the measure step", nargs="*"),
+    option("--measure", list(cases.MEASURES), "what is measured", nargs="+", choices=cases.MEASURES),
+    option("--micro_batch", ByMachine([8, 16], [2]), "samples of a micro-batch", nargs="+", type=positive),
+    option("--attention", ["auto"], "of te and megatron_core cases", nargs="+", choices=ATTENTIONS),
+    option("--sdpa", SDPA, "of hf, torchao cases", nargs="+", choices=cases.SDPA),
+    option("--loss", LOSSES, "of these", nargs="+", choices=cases.LOSSES),
+]
 COLUMNS: report.Columns = {
     "measure": ("measure", "<"),
     "row": (lambda r: r["row"] + " *" * r["best_bf16"], "<"),
@@ -90,11 +78,7 @@ COLUMNS: report.Columns = {
     "loss by": ("loss_kind", "<"),
     "attention": ("attention", "<"),
 }
-
-
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, "test_fp8.model.bench", COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, "test_fp8.model.bench")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

@@ -23,7 +23,11 @@ much. Exit status: 1 if a case with the baseline's seed and optimizer misses the
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,10 @@ from model.keys import between
 from test_fp8.common import report
 from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run
-from test_fp8.common.options import Options, positive, public
+from test_fp8.common.options import option, positive, shared, without_folder
 from test_fp8.common.report import Result
-from test_fp8.convergence import evidence
 from train.config.arguments import load_arguments
+from train.record.fp8_health import FP8_HEALTH, values
 from train.record.run_folder import RunFolder
 
 RECIPES = ("delayed", "current", "block")
@@ -52,17 +56,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 KEPT = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "--save_total_limit=1")
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG")
-OPTIONS.add("--rows", ["bf16", *RECIPES], "which of these", nargs="*", choices=list(PRESETS))
-OPTIONS.add_shared(row=[])
-OPTIONS.add("--baseline", "bf16", "the case that the others are compared with")
-OPTIONS.add("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float))
-OPTIONS.add("--max_steps", None, "of each training, instead of CONFIG's", type=positive)
-OPTIONS.add("--nproc", 1, "processes, a GPU each", type=positive)
-OPTIONS.add("--work_dir", Path("output/compare_convergence"), "where the runs are", type=Path)
-OPTIONS.add_output()
-
+OPTIONS = [
+    option("config", "train_config_convergence", "the training", nargs="?", metavar="CONFIG"),
+    option("--rows", ["bf16", *RECIPES], "which of these", nargs="*", choices=list(PRESETS)),
+    *shared(row=[]),
+    option("--baseline", "bf16", "the case that the others are compared with"),
+    option("--tolerance", 0.005, "of the evaluation loss", type=between(0, 1, float)),
+    option("--max_steps", None, "of each training, instead of CONFIG's", type=positive),
+    option("--nproc", 1, "processes, a GPU each", type=positive),
+    option("--work_dir", Path("output/compare_convergence"), "where the runs are", type=Path),
+]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "eval loss": ("eval_loss", ".4f"),
@@ -75,7 +78,7 @@ COLUMNS: report.Columns = {
     "equal loss": (lambda r: r["equal_loss"]["ratio"], ".2f"),
     "GiB": ("memory_gib", ".1f"),
     "FP8 alarms": (
-        lambda r: r["health"] and f"{r['health']['alarms']} in {r['health']['looks']} checks",
+        lambda r: r["health"] and f"{r['health']['alarms']} in {r['health']['checks']} checks",
         "<",
     ),
 }
@@ -112,31 +115,113 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     program = Program("train/train.py", words_of(case, options), folder.with_suffix(".log"), ranks)
     print(f"{case.name}: see {program.log}", flush=True)
     run(program)
-    return evidence.read_records(folder)
+    return read_records(folder)
+
+
+def read_records(folder: Path) -> list[Result]:
+    """The records of metrics.jsonl, {"step", "tokens", "loss", "eval_loss", "tokens_per_second", ...}, one a step; not
+    every record has every key. An evaluation that a resumed run caught up on has a line of its own."""
+    records: dict[int, Result] = {}
+    for line in RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        records.setdefault(record["step"], {}).update(record)
+    return list(records.values())
+
+
+def column(records: Sequence[Result], key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the records that have `key`."""
+    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def step_seconds(records: Sequence[Result]) -> list[tuple[float, Result]]:
+    """(seconds of steps until then, record) of each record. Evaluations and saves do not count. An interval at less
+    than half of the median speed holds compilation or graph capture; it counts at the median."""
+    median = statistics.median(column(records, "tokens_per_second")[1])
+    found, elapsed, tokens = [], 0.0, 0 if records[0].get("tokens_per_second") else records[0]["tokens"]
+    for record in records:
+        if rate := record.get("tokens_per_second"):
+            elapsed += (record["tokens"] - tokens) / (rate if rate > median / 2 else median)
+            tokens = record["tokens"]
+        found.append((elapsed, record))
+    return found
+
+
+def speed(records: Sequence[Result]) -> float:
+    """Tokens/s of the steps. The first interval does not count if there are others."""
+    timed = [(s, r) for s, r in step_seconds(records) if r.get("tokens_per_second")]
+    (begin, first), (end, last) = timed[0], timed[-1]
+    return (last["tokens"] - first["tokens"]) / (end - begin) if end > begin else first["tokens_per_second"]
+
+
+def time_to(records: Sequence[Result], loss: float) -> float | None:
+    """Seconds of steps until the evaluation loss first was `loss` or less, on a line between evaluations; None:
+    never."""
+    points = [(s, r["eval_loss"]) for s, r in step_seconds(records) if r.get("eval_loss") is not None]
+    if points and points[0][1] <= loss:
+        return points[0][0]
+    for (before, high), (after, low) in pairwise(points):
+        if low <= loss:
+            return before + (after - before) * (high - loss) / (high - low)
+    return None
+
+
+def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
+    """The seconds in which both reach the worse of their two final evaluation losses, and the baseline's as a
+    multiple of this training's ("ratio")."""
+    loss = max(training[-1]["eval_loss"] for training in (own, base))
+    seconds, others = time_to(own, loss), time_to(base, loss)
+    ratio = others / seconds if seconds and others else None
+    return {"eval_loss": loss, "seconds": seconds, "baseline_seconds": others, "ratio": ratio}
+
+
+def last_tenth(own: Sequence[Result], base: Sequence[Result]) -> Result:
+    """The mean difference of the training losses over the last tenth of the logged steps, in percent of the baseline's,
+    with its standard error. It is of many more tokens than an evaluation; the samples must be the same."""
+    losses = [dict(zip(*column(training, "loss"), strict=True)) for training in (own, base)]
+    differences = [percent(losses[0][step], losses[1][step]) for step in losses[0] if step in losses[1]]
+    last = differences[-max(1, len(differences) // 10) :]
+    error = statistics.stdev(last) / len(last) ** 0.5 if len(last) > 1 else None
+    return {"mean_percent": statistics.fmean(last), "standard_error": error}
+
+
+def percent(value: float, baseline: float) -> float:
+    """How far `value` is above `baseline`, in percent of it."""
+    return (value / baseline - 1) * 100
+
+
+def health(records: Sequence[Result]) -> Result | None:
+    """The number of FP8 health checks and alarms, and the worst value of each statistic. None: no check."""
+    checks = [record for record in records if record.get(FP8_HEALTH)]
+    worst: dict[str, float] = {}
+    for record in checks:
+        for _, _, statistic, by_layer in values(record[FP8_HEALTH]):
+            known = [value for value in by_layer if value is not None]
+            worst[statistic] = max([worst.get(statistic, 0.0), *known])
+    alarms = max((record["fp8_alarms"]["count"] for record in records if record.get("fp8_alarms")), default=0)
+    return {"checks": len(checks), "alarms": alarms, "worst": worst} if checks else None
 
 
 def result_of(case: Case, config: Any, own: list[Result], base: list[Result], same_samples: bool) -> Result:
     """The figures of a training beside the baseline's."""
-    steps, losses = evidence.column(own, "loss")
-    eval_steps, eval_losses = evidence.column(own, "eval_loss")
-    of_base, speeds = (
-        evidence.column(base, "eval_loss")[1],
-        [evidence.speed(records) for records in (own, base)],
-    )
+    steps, losses = column(own, "loss")
+    eval_steps, eval_losses = column(own, "eval_loss")
+    base_losses = column(base, "eval_loss")[1]
+    own_speed = speed(own)
     return {
         "row": case.name,
-        "overrides": {key: public(value) for key, value in case.overrides.items()},
+        "overrides": {key: without_folder(value) for key, value in case.overrides.items()},
         "seed": config.seed,
         "loss": losses[-1],
         "eval_loss": eval_losses[-1],
-        "eval_difference_percent": evidence.percent(eval_losses[-1], base[-1]["eval_loss"]),
-        "last_tenth": evidence.last_tenth(own, base) if same_samples else None,
-        "skipped_steps": int(max(evidence.column(own, "skipped_steps")[1], default=0)),
-        "tokens_per_second": speeds[0],
-        "speed_to_baseline": speeds[0] / speeds[1],
-        "equal_loss": evidence.equal_loss(own, base),
-        "memory_gib": max(evidence.column(own, "memory_gib")[1], default=None),
-        "health": evidence.health(own),
+        "eval_difference_percent": percent(eval_losses[-1], base[-1]["eval_loss"]),
+        "last_tenth": last_tenth(own, base) if same_samples else None,
+        "skipped_steps": int(max(column(own, "skipped_steps")[1], default=0)),
+        "tokens_per_second": own_speed,
+        "speed_to_baseline": own_speed / speed(base),
+        "equal_loss": equal_loss(own, base),
+        "memory_gib": max(column(own, "memory_gib")[1], default=None),
+        "health": health(own),
         "curves": {
             "step": steps,
             "loss": losses,
@@ -144,7 +229,7 @@ def result_of(case: Case, config: Any, own: list[Result], base: list[Result], sa
             "eval_step": eval_steps,
             "eval_loss": eval_losses,
             "eval_difference_percent": [
-                evidence.percent(*pair) for pair in zip(eval_losses, of_base, strict=False)
+                percent(*pair) for pair in zip(eval_losses, base_losses, strict=False)
             ],
         },
     }
@@ -180,9 +265,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     return report.Outcome(results, more, failures=misses, panels=panels, xlabel="step")
 
 
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

@@ -23,18 +23,17 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, model_config, positive
+from test_fp8.common.options import ByMachine, model_config, option, positive, shared
 from test_fp8.model.cases import PRECISIONS
 
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--config", ByMachine("mistral_0.4b", "tiny"), "with random weights", type=model_config)
-OPTIONS.add("--init_from", None, "a Hugging Face folder with weights instead", type=model_config)
-OPTIONS.add("--data", None, "of prepare_data.py; default: random tokens", type=Path, metavar="FOLDER")
-OPTIONS.add("--rows", list(PRECISIONS), "which of them", nargs="+", choices=list(PRECISIONS))
-OPTIONS.add("--batches", 8, "micro-batches", type=positive)
-OPTIONS.add_shared(micro_batch=2, seq_length=ByMachine(2048, 64))
-OPTIONS.add_output()
-
+OPTIONS = [
+    option("--config", ByMachine("mistral_0.4b", "tiny"), "with random weights", type=model_config),
+    option("--init_from", None, "a Hugging Face folder with weights instead", type=model_config),
+    option("--data", None, "of prepare_data.py; default: random tokens", type=Path, metavar="FOLDER"),
+    option("--rows", list(PRECISIONS), "which of them", nargs="+", choices=list(PRECISIONS)),
+    option("--batches", 8, "micro-batches", type=positive),
+    *shared(micro_batch=2, seq_length=ByMachine(2048, 64)),
+]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "loss": ("loss_difference", "+.5f"),
@@ -46,9 +45,7 @@ COLUMNS: report.Columns = {
 }
 
 
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, "test_fp8.model.gradients", COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, "test_fp8.model.gradients")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

@@ -23,24 +23,23 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from model.variants import VARIANTS
 from test_fp8.common import report
-from test_fp8.common.options import ByMachine, Options, positive
+from test_fp8.common.options import ByMachine, option, positive
 from test_fp8.linear.shapes import CPU_SHAPES, HARE_SHAPES, parse_shape
 
 RECIPES = list(VARIANTS["te_linear"].recipes)
 
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add(
-    "--shapes",
-    ByMachine(HARE_SHAPES, CPU_SHAPES),
-    "what is measured",
-    nargs="+",
-    type=parse_shape,
-    metavar="BATCHxROWSxIN:OUT",
-)
-OPTIONS.add("--recipes", RECIPES, "FP8 recipes", nargs="+", choices=RECIPES)
-OPTIONS.add("--iterations", ByMachine(20, 3), "samples, at most", type=positive)
-OPTIONS.add_output()
-
+OPTIONS = [
+    option(
+        "--shapes",
+        ByMachine(HARE_SHAPES, CPU_SHAPES),
+        "what is measured",
+        nargs="+",
+        type=parse_shape,
+        metavar="BATCHxROWSxIN:OUT",
+    ),
+    option("--recipes", RECIPES, "FP8 recipes", nargs="+", choices=RECIPES),
+    option("--iterations", ByMachine(20, 3), "samples, at most", type=positive),
+]
 COLUMNS: report.Columns = {
     "shape": ("shape", "<"),
     "precision": ("precision", "<"),
@@ -73,20 +72,16 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             release_memory()
             print(f"{shape} ...", flush=True)
             results += measure_shape(shape, precisions, ceilings, options.iterations)
-    good = [r | {"tflops": r["step"]["tflops"]} for r in report.measured(results)]
-    groups = {way: [r for r in good if r["launch"] == way] for way in ("eager", "graph")}
     return report.Outcome(
         results,
         {"iterations": options.iterations, "ceilings": ceilings},
-        failures=[] if any(r["ran_fp8"] for r in good) else ["nothing ran in FP8; see the reasons above"],
-        panels={way: report.curves(group, "precision", "shape", "tflops") for way, group in groups.items()},
-        xlabel="batch x rows x in : out; TFLOP/s of forward + backward",
+        failures=[]
+        if any(r["ran_fp8"] for r in report.measured(results))
+        else ["nothing ran in FP8; see the reasons above"],
     )
 
 
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

@@ -2,11 +2,11 @@
 """Does every ZeRO stage train what one rank trains? Each stage with each variant, in bf16 and each FP8 recipe, with
 recomputation and without; and with Muon, the optimizer's states and offloading.
 
-    python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--stages 0 1 2 3] [--output FILE.json]
+    python test_fp8/zero_matrix.py [--ranks 2] [--steps 4] [--rows 'zero3-*'] [--output FILE.json]
 
 Each case is a configuration of train/train.py, trained on one rank and on --ranks with the same tokens in each step.
-Either the losses and gradient norms of all steps are equal within the tolerance, or train/launch.py refuses to start,
-with a message about the case's own keys. Exit status: 1 if a case is neither."""
+Either the losses and gradient norms of all steps are equal within the tolerance, or train/launch.py refuses to start.
+Exit status: 1 if a case is neither."""
 
 from __future__ import annotations
 
@@ -16,23 +16,46 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from model.errors import UserError
 from model.keys import between
 from model.variants import VARIANTS
 from test_fp8.common import report
 from test_fp8.common.cases import Case, select
+from test_fp8.common.folders import make_folder
 from test_fp8.common.launch import Program, run
-from test_fp8.common.options import Options, model_config, positive
+from test_fp8.common.options import ROOT, option, positive
 from test_fp8.common.report import Result
-from test_fp8.zero.cases import is_about_case, make_data, matrix, refusal, settings_of
+from train.config.arguments import TrainingArguments
+from train.preflight.check import check
 from train.preflight.machine import cuda_devices
 from train.record.run_folder import RunFolder
 
+SEQ_LENGTH = 64
+MICRO_BATCH = 2
+ACCUMULATION = 2  # on several ranks; on one it is as many times larger
+VOCAB = 512
+# What DeepSpeed could move to host memory, by stage.
+OFFLOADS = {
+    0: [],
+    1: ["offload_optimizer"],
+    2: ["offload_optimizer"],
+    3: ["offload_optimizer", "offload_param"],
+}
+SWITCHES: list[dict[str, Any]] = [
+    *({"precision__optimizer_states": states} for states in ("bf16_remainder", "int8", "fp8")),
+    {"optim": "muon"},
+    *({"precision__gradient_communication": dtype} for dtype in ("fp32", "bf16")),
+    {"zero_optimization__zero_quantized_gradients": True},
+]
 PRECISIONS = ("bf16", "fp8")
 # Relative: the largest difference of all steps, and in the first step, before weights differ. What was measured is in
 # docs/validation.md. FP8's is wider, because a different rounding of a sum may give the next FP8 number, and delayed
@@ -43,18 +66,11 @@ TOLERANCE = {
     "delayed": {"loss": 1e-3, "grad_norm": 5e-2, "first_grad_norm": 1e-2},
 }
 
-OPTIONS = Options(__file__, __doc__)
-OPTIONS.add("--config", "tiny", "the model", type=model_config)
-OPTIONS.add("--ranks", 2, "on a GPU each, if there are any", type=between(2))
-OPTIONS.add("--steps", 4, "of each training", type=positive)
-OPTIONS.add("--stages", [0, 1, 2, 3], "of ZeRO", type=int, nargs="+", choices=range(4))
-OPTIONS.add("--variants", list(VARIANTS), "of the model", nargs="+", choices=list(VARIANTS))
-OPTIONS.add("--precisions", list(PRECISIONS), "to compute in", nargs="+", choices=PRECISIONS)
-OPTIONS.add(
-    "--rows", ["*"], "only cases with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"
-)
-OPTIONS.add_output("JSON")
-
+OPTIONS = [
+    option("--ranks", 2, "on a GPU each, if there are any", type=between(2)),
+    option("--steps", 4, "of each training", type=positive),
+    option("--rows", ["*"], "cases with such a name: patterns, with * and ?", nargs="+", metavar="PATTERN"),
+]
 COLUMNS: report.Columns = {
     "row": ("row", "<"),
     "outcome": ("outcome", "<"),
@@ -63,6 +79,71 @@ COLUMNS: report.Columns = {
     "in step 1": ("first_grad_norm_difference", ".1e"),
     "why": (lambda r: r.get("why", "").replace("\n", " "), "<"),
 }
+
+
+def case_of(stage: int, variant: str, precision: str, recompute: bool = False, /, **more: Any) -> Case:
+    """`more`: other keys, "__" for the dots; zero_optimization__NAME is one of DeepSpeed's."""
+    deepspeed = json.loads((ROOT / f"train_args/ds_config_zero{stage}.json").read_text(encoding="utf-8"))
+    overrides: dict[str, Any] = {"model.variant": variant, "precision.compute": precision}
+    recipes = VARIANTS[variant].recipes
+    if precision == "fp8" and recipes:
+        overrides["precision.recipe"] = recipes[0]
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        if section == "zero_optimization":
+            deepspeed[section][name] = {"device": value} if name.startswith("offload") else value
+        else:
+            overrides[key.replace("__", ".")] = value
+    words = [f"{key.rpartition('__')[2]}_{value}" for key, value in more.items()]
+    name = "-".join([f"zero{stage}", variant, precision, *["recompute"] * recompute, *words])
+    return Case(name, overrides | {"gradient_checkpointing": recompute, "deepspeed": deepspeed})
+
+
+def matrix() -> Iterator[Case]:
+    """All cases: each stage with each variant, precision and recipe, with recomputation and without; then optimizers,
+    states, gradients and offloading with te_layer in FP8."""
+    for stage, variant, precision, recompute in product(range(4), VARIANTS, PRECISIONS, (False, True)):
+        yield case_of(stage, variant, precision, recompute)
+        for recipe in VARIANTS[variant].recipes[1:] if precision == "fp8" else ():
+            yield case_of(stage, variant, precision, recompute, precision__recipe=recipe)
+    for recompute in (False, True):  # on a GPU it is compiled, which is refused
+        yield case_of(3, "torchao", "fp8", recompute, model__compile=False)
+    for stage, offloads in OFFLOADS.items():
+        for switch in [*SWITCHES, *({f"zero_optimization__{name}": "cpu"} for name in offloads)]:
+            yield case_of(stage, "te_layer", "fp8", False, **switch)
+
+
+def settings_of(case: Case, steps: int, ranks: int, data: Path) -> dict[str, Any]:
+    """The training configuration of a case; tokens of a step are the same on one rank and on `ranks`."""
+    return case.configured(
+        {
+            "model": {"config": "tiny"},
+            "precision": {},
+            "data": {"sources": {"made": str(data)}},
+            "max_steps": steps,
+            "max_seq_length": SEQ_LENGTH,
+            "per_device_train_batch_size": MICRO_BATCH,
+            "train_batch_size_tokens": ACCUMULATION * ranks * MICRO_BATCH * SEQ_LENGTH,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "output_dir": "unused",
+            "logging_steps": 1,
+            "max_eval_samples": 2,
+            "save_strategy": "no",
+            "hang_timeout_s": 180,  # of the first step too, which torch.compile may compile for
+            "resume_from_checkpoint": "never",
+        }
+    )
+
+
+def make_data(folder: Path) -> Path:
+    """Make prepared tokens of which each depends mostly on the one before: there is something to learn."""
+    random = np.random.default_rng(1)
+    tokens = np.zeros(40_000, dtype=np.int64)
+    noise = random.integers(0, 4, len(tokens))
+    for place in range(1, len(tokens)):
+        tokens[place] = (tokens[place - 1] * 5 + 1 + noise[place]) % VOCAB
+    return make_folder(folder, {"train": [tokens[:36_000]], "eval": [tokens[36_000:]]}, vocab_size=VOCAB)
 
 
 def train(settings: dict[str, Any], folder: Path, ranks: int) -> list[list[Result]]:
@@ -102,8 +183,10 @@ def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mappin
 
 def outcome(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
     """Whether a case is equal, refused, apart or failed, and why."""
-    if why := refusal(settings, ranks, devices):
-        return {"outcome": "refused" if is_about_case(why) else "failed", "why": why}
+    try:
+        check(TrainingArguments.from_dict(settings), ranks, ranks, devices)
+    except (ValueError, UserError) as error:
+        return {"outcome": "refused", "why": str(error)}
     recipe, compute = case.overrides.get("precision.recipe", ""), case.overrides["precision.compute"]
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -119,12 +202,12 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     devices = cuda_devices()
     if devices and len(devices) < options.ranks:
         raise ValueError(f"--ranks {options.ranks}: this host has {len(devices)} GPUs")
-    every = {case.name: case for case in matrix(options.stages, options.variants, options.precisions)}
+    every = {case.name: case for case in matrix()}
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as name:
         data = make_data(Path(name) / "data")
         for case in select(options.rows, every, "--rows"):
-            settings = settings_of(case, options.config, options.steps, options.ranks, data)
+            settings = settings_of(case, options.steps, options.ranks, data)
             found = outcome(case, settings, options.ranks, devices)
             print(f"{case.name}: {found['outcome']}", flush=True)
             results.append({"row": case.name, "configuration": dict(case.overrides), **found})
@@ -134,9 +217,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     return report.Outcome(results, {"ranks": options.ranks, "tolerance": TOLERANCE}, [line], wrong)
 
 
-def main(argv: list[str]) -> int:
-    return report.run(OPTIONS, argv, measure, COLUMNS)
-
+BENCHMARK = report.Benchmark(__file__, __doc__, OPTIONS, COLUMNS, measure)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCHMARK.main(sys.argv[1:]))

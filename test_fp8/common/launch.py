@@ -13,8 +13,6 @@ from pathlib import Path
 from test_fp8.common.options import ROOT
 from train.guard.signals import at_parents_end
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 @dataclass
 class Program:
@@ -32,13 +30,24 @@ class Program:
         return [str(word) for word in (sys.executable, *launcher, ROOT / self.script, *self.options)]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment without the variables of a rank."""
-        environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment = dict(os.environ)
         if self.gpus is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             own = visible.split(",") if visible else list(map(str, range(max(self.gpus, default=-1) + 1)))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own[index] for index in self.gpus)
         return environment
+
+    def start(self) -> subprocess.Popen:
+        """Start it. When this process ends, whatever ends it, the kernel sends SIGTERM to the program."""
+        with self.log.open("a", encoding="utf-8") as log:
+            return subprocess.Popen(
+                self.command(),
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone
+                preexec_fn=at_parents_end(signal.SIGTERM),
+            )
 
     def last_lines(self) -> str:
         """The end of the log, for a message."""
@@ -47,29 +56,9 @@ class Program:
 
 
 def run_together(programs: Sequence[Program]) -> list[int]:
-    """Run all programs at the same time and return their exit statuses. When this process is stopped, they get SIGTERM:
-    from the block below after Ctrl-C and SIGTERM, from the kernel after SIGKILL."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    running: list[subprocess.Popen] = []
-    try:
-        for program in programs:
-            with program.log.open("a", encoding="utf-8") as log:
-                process = subprocess.Popen(
-                    program.command(),
-                    env=program.environment(),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which sends one signal on
-                    preexec_fn=at_parents_end(signal.SIGTERM),
-                )
-            running.append(process)
-        return [process.wait() for process in running]
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
-        signal.signal(signal.SIGTERM, before)
+    """Run all programs at the same time and return their exit statuses."""
+    running = [program.start() for program in programs]
+    return [process.wait() for process in running]
 
 
 def run(*programs: Program) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from model.config import config_file
 from model.keys import between, json_file
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NOT_REPEATED = ("output", "work_dir")
+ABSOLUTE_FOLDER = re.compile(r"(?<![\w./])/(?:[^/\s\"']+/)*")
 
 positive = between(1)
 
@@ -25,6 +27,26 @@ class ByMachine(NamedTuple):
     cpu: Any
 
 
+class Option(NamedTuple):
+    """An option, or a positional argument if `name` has no dashes. `keywords` are those of add_argument."""
+
+    name: str
+    default: Any
+    help: str
+    keywords: dict[str, Any]
+
+    def described(self) -> str:
+        """The help with the default."""
+        values = self.default if isinstance(self.default, ByMachine) else (self.default,)
+        shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
+        default = "" if self.default in (None, False, []) else f"; default: {', without a GPU '.join(shown)}"
+        return (self.help + default).replace("%", "%%")
+
+
+def option(name: str, default: Any, help: str, **keywords: Any) -> Option:
+    return Option(name, default, help, keywords)
+
+
 def model_config(text: str) -> str:
     """An argparse type: a model configuration that exists."""
     try:
@@ -34,7 +56,7 @@ def model_config(text: str) -> str:
     return text
 
 
-# Options that several programs have: help and argparse's options.
+# Options that several programs have: help and argparse's keywords.
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--config": ("the model", {"type": model_config}),
     "--row": ("add a case", {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")}),
@@ -45,36 +67,35 @@ SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--steps": ("timed in a round, at least", {"type": positive}),
     "--seconds": ("timed in a round, at least 4 passes or --steps steps", {"type": between(0, 1000, float)}),
     "--deterministic": ("deterministic kernels, as train.py's default", {"action": "store_true"}),
-    "--seed": ("of weights and tokens", {"type": int}),
-    "--work_dir": ("where the temporary folder is made; default: the system's place", {"type": Path}),
+    "--output": ("write a JSON report", {"type": json_file, "metavar": "FILE.json"}),
 }
 
 
+def shared(**defaults: Any) -> list[Option]:
+    """Options of `SHARED` with these defaults."""
+    return [Option(f"--{name}", default, *SHARED[f"--{name}"]) for name, default in defaults.items()]
+
+
+# How bench_model.py and bench_scaling.py measure whole steps.
+STEP_OPTIONS = shared(
+    config=ByMachine("hare_1.1b", "tiny"),
+    row=[],
+    seq_length=ByMachine(2048, 64),
+    accumulation=ByMachine(8, 2),
+    steps=ByMachine(5, 1),
+    seconds=ByMachine(1.0, 0.0),
+    deterministic=False,
+)
+
+
 class Options(argparse.ArgumentParser):
-    """The options of the program `file`; `text` is its help."""
+    """The command line of the program `file`; `text` is its help."""
 
-    def __init__(self, file: str, text: str | None, **options: Any):
-        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    def __init__(self, file: str, text: str | None, options: Sequence[Option]):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.program = f"test_fp8/{Path(file).name}"
-        self.flags: dict[str, str] = {}  # key -> flag, "" for a positional argument
-
-    def add(self, name: str, default: Any, help: str, **options: Any) -> None:
-        """Add an option, or a positional argument if `name` has no dashes. The help shows the default."""
-        values = default if isinstance(default, ByMachine) else (default,)
-        shown = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
-        if default not in (None, False, []):
-            help += f"; default: {', without a GPU '.join(shown)}"
-        action = self.add_argument(name, default=default, help=help.replace("%", "%%"), **options)
-        self.flags[action.dest] = name if name.startswith("-") else ""
-
-    def add_shared(self, **defaults: Any) -> None:
-        """Add options of `SHARED` with these defaults."""
-        for name, default in defaults.items():
-            help, options = SHARED[f"--{name}"]
-            self.add(f"--{name}", default, help, **options)
-
-    def add_output(self, what: str = "JSON and a plot") -> None:
-        self.add("--output", None, f"write {what}", type=json_file, metavar="FILE.json")
+        for one in (*options, *shared(output=None)):
+            self.add_argument(one.name, default=one.default, help=one.described(), **one.keywords)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parse a command line; `behind` is what follows a word --."""
@@ -83,37 +104,22 @@ class Options(argparse.ArgumentParser):
         options.behind = argv[split + 1 :]
         return options
 
-    def settle(self, options: argparse.Namespace) -> None:
-        """Replace each `ByMachine` by the default of this machine."""
-        import torch
-
-        for key, value in vars(options).items():
-            if isinstance(value, ByMachine):
-                setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
-
-    def command(self, options: argparse.Namespace) -> str:
-        """The command line that repeats a run with `options`, without the output file and without folders of this
-        machine."""
+    def command(self, argv: list[str]) -> str:
+        """The command line for the report: without folders of this machine."""
         ranks = os.environ.get("WORLD_SIZE", "1")
-        words = ["python", *(["train/launch.py", "--nproc", ranks] if ranks != "1" else []), self.program]
-        for key, flag in self.flags.items():
-            value = getattr(options, key)
-            if key in NOT_REPEATED or value is None or value is False or value == self.get_default(key) == []:
-                continue
-            lists = value if isinstance(value, list) else [] if value is True else [value]
-            for items in lists if lists and isinstance(lists[0], list) else [lists]:
-                words += [flag] * bool(flag) + [public(item) for item in items]
-        return shlex.join([*words, *(["--", *map(public, options.behind)] if options.behind else [])])
+        launcher = ["train/launch.py", "--nproc", ranks] if ranks != "1" else []
+        return shlex.join(["python", *launcher, self.program, *map(without_folder, argv)])
 
 
-def public(value: object) -> str:
-    """A value, or key=value, of a command line without folders of this machine: of an absolute path its part in the
-    repository, or its name."""
-    if isinstance(value, Path):
-        return value.name
-    key, equals, text = str(value).rpartition("=")
-    path = Path(text)
-    if not path.is_absolute():
-        return str(value)
-    inside = path.resolve().is_relative_to(ROOT)
-    return f"{key}{equals}{path.resolve().relative_to(ROOT) if inside else path.name}"
+def choose_defaults(options: argparse.Namespace) -> None:
+    """Replace each `ByMachine` by the default of this machine."""
+    import torch
+
+    for key, value in vars(options).items():
+        if isinstance(value, ByMachine):
+            setattr(options, key, value.gpu if torch.cuda.is_available() else value.cpu)
+
+
+def without_folder(word: object) -> str:
+    """A word of a command line with the name alone of each absolute path."""
+    return ABSOLUTE_FOLDER.sub("", str(word))

@@ -1,7 +1,8 @@
 """Run a benchmark, print its table, and write its report.
 
-A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}, with a plot beside it, a
-PNG of the same stem. It names hardware and software, never a host, a user or a path.
+A report is a JSON file {"command", "date", "commit", "machine", "versions", ..., "results"}; bench_model.py and
+compare_convergence.py write a plot beside it, a PNG of the same stem. It names hardware and software, never a host, a
+user or a path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from model.errors import UserError
 from model.fp8.machine import describe, headline
-from test_fp8.common.options import Options
+from test_fp8.common.options import Option, Options, choose_defaults
 from train.engine import launchers
 from train.files import drawing, reason, write_durably
 from train.record.provenance import commit
@@ -30,7 +31,7 @@ Result = dict[str, Any]
 Columns = Mapping[str, tuple[str | Callable[[Result], Any], str]]
 """Title -> (key of a result, or a function of it; format specification, which ends in < for text)."""
 
-NAMES = ("measure", "row", "case", "shape", "precision", "launch")
+NAMES = ("measure", "row", "shape", "precision", "launch", "ranks")
 
 
 @dataclass
@@ -46,52 +47,61 @@ class Outcome:
     xlabel: str = ""
 
 
-def run(
-    parser: Options,
-    argv: list[str],
-    measure: Callable[[argparse.Namespace], Outcome] | str,
-    columns: Columns,
-) -> int:
-    """Parse `argv`, measure, print the table and write the report. Of several ranks, rank 0 prints and writes.
+class Benchmark:
+    """The program `file`: `text` is its help, `columns` its table.
 
-    measure: a function, or the module that has it, which is imported when the options are right. Returns the exit
-    status: 1 for failures, 2 for bad input.
+    measure: a function of the options, or the module that has it, which is imported when the options are right.
     """
-    options = parser.parse(argv)
-    try:
-        launchers.adopt()
-        if launchers.rank():
-            options.output, sys.stdout = None, open(os.devnull, "w", encoding="utf-8")
-        parser.settle(options)
-        machine, versions = describe()
-        print(headline(machine, versions), flush=True)
-        if isinstance(measure, str):
-            measure = importlib.import_module(measure).measure
-        outcome = measure(options)  # type: ignore[operator]
-        if not outcome.results:
-            raise ValueError("there is nothing to measure; name a case")
-    except (ValueError, OSError, UserError) as error:
-        print(f"error: {reason(error)}", file=sys.stderr)
-        return 2
+
+    def __init__(
+        self,
+        file: str,
+        text: str | None,
+        options: Sequence[Option],
+        columns: Columns,
+        measure: Callable[[argparse.Namespace], Outcome] | str,
+    ):
+        self.options = Options(file, text, options)
+        self.columns, self.measure = columns, measure
+
+    def main(self, argv: list[str]) -> int:
+        """Measure, print the table and write the report. Of several ranks, rank 0 prints and writes. Returns the exit
+        status: 1 for failures, 2 for bad input."""
+        options = self.options.parse(argv)
+        try:
+            launchers.adopt()
+            if launchers.rank():
+                options.output, sys.stdout = None, open(os.devnull, "w", encoding="utf-8")
+            choose_defaults(options)
+            machine, versions = describe()
+            print(headline(machine, versions), flush=True)
+            measure = self.measure
+            if isinstance(measure, str):
+                measure = importlib.import_module(measure).measure
+            outcome = measure(options)  # type: ignore[operator]
+            if not outcome.results:
+                raise ValueError("there is nothing to measure; name a case")
+        except (ValueError, OSError, UserError) as error:
+            print(f"error: {reason(error)}", file=sys.stderr)
+            return 2
+        print_outcome(outcome, self.columns)
+        if options.output:
+            write_json(options.output, self.options.command(argv), outcome.results, **outcome.more)
+            if panels := {title: series for title, series in outcome.panels.items() if series}:
+                title = f"{self.options.program} on {machine.get('gpu', machine['cpu'])}"
+                plot(options.output, title, panels, outcome.xlabel)
+        return int(bool(outcome.failures))
+
+
+def print_outcome(outcome: Outcome, columns: Columns) -> None:
+    """Print the table, why cases have no figures, and the failures."""
     print("\n".join([table(measured(outcome.results), columns), *outcome.lines]))
     for why in dict.fromkeys(r["reason"] for r in outcome.results if "reason" in r):
-        names = (
-            " ".join(str(r[k]) for k in NAMES if k in r) for r in outcome.results if r.get("reason") == why
-        )
+        cases = [r for r in outcome.results if r.get("reason") == why]
+        names = [" ".join(str(r[k]) for k in NAMES if k in r) for r in cases]
         print(f"not measured: {', '.join(names)}: {why}")
-    if options.output:
-        write_json(options.output, parser.command(options), outcome.results, **outcome.more)
-        panels = {title: series for title, series in outcome.panels.items() if series}
-        if panels:
-            plot(
-                options.output,
-                f"{parser.program} on {machine.get('gpu', machine['cpu'])}",
-                panels,
-                outcome.xlabel,
-            )
     for failure in outcome.failures:
         print(f"failed: {failure}", file=sys.stderr)
-    return int(bool(outcome.failures))
 
 
 def write_json(path: Path, command: str, results: Sequence[Result], /, **more: Any) -> None:
@@ -120,16 +130,6 @@ def table(results: Sequence[Result], columns: Columns) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = [f"{'<' if f.endswith('<') else '>'}{w}" for f, w in zip(forms, widths, strict=True)]
     return "\n".join("  ".join(map(format, line, sides)).rstrip() for line in lines)
-
-
-def curves(results: Sequence[Result], label: str, x: str, y: str) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Lines for `plot`: the value of the key `label` -> (x, y)."""
-    lines: dict[str, tuple[list[Any], list[Any]]] = {}
-    for r in results:
-        values = lines.setdefault(r[label], ([], []))
-        values[0].append(r[x])
-        values[1].append(r[y])
-    return lines
 
 
 def plot(output: Path, title: str, panels: Mapping[str, Mapping[str, Any]], xlabel: str) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.config import num_parameters
 from model.conversion import to_hf_state_dict
+from test_fp8.common.timing import times_in
+from train.data.stream import Batch
 
 PROBE_TOKENS = 64
+MAX_STEPS = 20
 # Relative, by precision.compute. hare_0.4b, 1.1b and 2.0b had at most 8.4e-5 and 5.7e-4 on an H200, a model of two
 # layers on 128 tokens, of which fewer errors cancel, 6.3e-5 and 2.9e-3.
 LOSS_TOLERANCE = {"bf16": 3e-4, "fp8": 5e-3}
@@ -56,6 +60,22 @@ class Reference:
     def logits_tolerance(self) -> dict[str, float]:
         """By precision.compute."""
         return {"bf16": BF16_LOGITS_TOLERANCE, "fp8": FP8_LOGITS_FACTOR * self.fp8_error}
+
+
+@dataclass
+class Conditions:
+    """What all cases share. A micro-batch is the first samples of `batch`; `seconds` of passes or steps are timed, and
+    at least `steps` steps."""
+
+    config: Any
+    reference: Reference
+    batch: Batch
+    seconds: float
+    steps: int = 1
+
+    def count_steps(self, ms: float) -> int:
+        """How many steps of `ms` milliseconds are timed."""
+        return times_in(self.seconds, ms, self.steps, max(self.steps, MAX_STEPS))
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

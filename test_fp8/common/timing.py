@@ -1,7 +1,9 @@
-"""Timing with CUDA events, or with the host's clock without a GPU: single calls, calls that take turns, and laps."""
+"""Timing with CUDA events, or with the host's clock without a GPU: single calls, calls that take turns, and laps. And
+peaks of GPU memory."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -9,6 +11,10 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+
+from model.autotune.timing import release_memory
+from model.config import GIB
+from model.fp8 import te_backend
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -74,3 +80,17 @@ def enqueue_ms(step: Callable[[], Any]) -> float:
 def times_in(seconds: float, ms: float, least: int, most: int) -> int:
     """How often a call of `ms` milliseconds fits into `seconds`, within limits."""
     return max(least, min(most, round(seconds * 1e3 / ms)))
+
+
+def memory_facts(before_gib: float) -> dict[str, float]:
+    """Peaks of GPU memory, and what was allocated before the model was built; 0 without a GPU."""
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated_gib": peaks[0] / GIB, "reserved_gib": peaks[1] / GIB, "before_gib": before_gib}
+
+
+def free_memory() -> None:
+    """Free models, compiled code and graphs of earlier measurements, and what Transformer Engine keeps of them."""
+    te_backend.forget_models()
+    torch._dynamo.reset()
+    gc.collect()  # the engine's own clean-up frees more, which release_memory collects
+    release_memory()

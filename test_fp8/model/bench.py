@@ -1,38 +1,80 @@
-"""Measure all cases of bench_model.py in rounds, and make their results: the best setting, the speed, the ratios."""
+"""The measurements of bench_model.py: build each model, check it, warm up, time it, and free it, in rounds.
+
+A pass is forward + backward of one micro-batch; its gradients are dropped. With a cache of FP8 weights the first pass
+of a step fills it and is slower, so the mean pass of a step is (first + (accumulation - 1) x later) / accumulation.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_outputs import CausalLMOutput
 
 from model.build import build_model
-from model.config import flops_per_token, load_config, num_parameters
+from model.config import GIB, flops_per_token, load_config, num_parameters
+from model.conversion import to_hf_state_dict
+from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
-from model.startup_check import StartupCheckError
+from model.fp8.te_backend import is_installed
+from model.graphs import use_cuda_graphs
+from model.mistral_base import causal_lm_loss
+from model.startup_check import (
+    StartupCheckError,
+    attention_in_use,
+    check_attention,
+    check_startup,
+    verify_fp8,
+)
+from model.variants import VARIANTS, why_no_graphs
 from test_fp8.common.cases import Case, Unavailable
 from test_fp8.common.report import Outcome, Result, measured
-from test_fp8.common.same_model import LOSS_TOLERANCE, DifferentModel, Reference
+from test_fp8.common.same_model import (
+    LOSS_TOLERANCE,
+    Conditions,
+    DifferentModel,
+    Reference,
+    check_same_model,
+    loss_error,
+)
+from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms, times_in
 from test_fp8.model import megatron
-from test_fp8.model.cases import BASELINE, MEASURES, Setting, chosen_cases
-from test_fp8.model.measure import Conditions, free_memory, measure_case
+from test_fp8.model.cases import BASELINE, MEASURES, SEED, Setting, chosen_cases
 from train.config.arguments import TrainingArguments
+from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
-from train.engine.distributed import init_distributed, make_deterministic
+from train.engine.distributed import from_rank_0, init_distributed, make_deterministic
+from train.engine.step import MicroStep, build_engine, release
+from train.setup import model_for
 
+MIN_PASSES = 4
+MAX_PASSES = 48
+SDPA_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+LIGER = "liger-kernel"
 OUT_OF_MEMORY = "out of memory"
 # How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
 EXPLAINED = (DifferentModel, StartupCheckError, PrecisionError, Unavailable)  # their message says everything
-CONDITION_KEYS = "seq_length accumulation rounds steps deterministic seed".split()
+CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministic")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -173,12 +215,12 @@ def measure(options: argparse.Namespace) -> Outcome:
 
 def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:
     """A random batch, and what transformers' model in bf16 computes of it."""
-    generator = torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(SEED)
     shape = max(options.micro_batch), options.seq_length + 1
     ids = torch.randint(config.vocab_size, shape, generator=generator)
     ids = ids.to("cuda" if torch.cuda.is_available() else "cpu")
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    model = build_model(config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=options.seed)
+    model = build_model(config, "hf", Precision(PrecisionConfig(compute="bf16")), seed=SEED)
     reference = Reference.of(model, batch.input_ids, batch.labels)
     return Conditions(config, reference, batch, options.seconds, options.steps)
 
@@ -188,10 +230,8 @@ def measure_settings(one: Series, turn: int, conditions: Conditions) -> None:
     for setting in one.candidates(turn):
         if one.failed:
             return
-        arguments, label = (
-            one.settings[setting],
-            f"{one.measure:<4} {one.case.name:<38} {' '.join(map(str, setting))}",
-        )
+        arguments = one.settings[setting]
+        label = f"{one.measure:<4} {one.case.name:<38} {' '.join(map(str, setting))}"
         try:
             if one.case.megatron is not None:
                 found = megatron.measure_case(arguments, one.case.megatron, conditions)
@@ -218,3 +258,179 @@ def add_ratios(results: Sequence[Result]) -> None:
         r[f"ratio_to_{BASELINE}"] = speed / base if base else None
         r["ratio_to_best_bf16"] = speed / best["tokens_per_second"] if best else None
         r["best_bf16"] = r is best
+
+
+def measure_case(
+    arguments: TrainingArguments, measure: str, setting: Setting, conditions: Conditions
+) -> Result:
+    """Measure a case once and return its facts for the report, among them "ms" of a pass or step. `arguments` are
+    resolved.
+
+    Raises Unavailable, DifferentModel, StartupCheckError, PrecisionError, or whatever the case runs into.
+    """
+    free_memory()
+    before = torch.cuda.memory_allocated() / GIB
+    no_graphs = why_no_graphs(arguments.model.variant, emulated=not torch.cuda.is_available())
+    if arguments.speed.cuda_graphs and no_graphs:
+        raise Unavailable(no_graphs)
+    model, precision = model_for(arguments)
+    model.train()
+    is_te, engine = VARIANTS[arguments.model.variant].te, None
+    pinned = "auto" if is_te else setting.attention
+    try:
+        with pinned_sdpa(pinned):
+            if not is_te:
+                use_loss(model, setting.loss)
+            facts = check_case(model, precision, arguments, conditions)
+            if measure == "step":
+                engine = build_engine(model, arguments, resolve_ds_config(arguments, dist.get_world_size()))
+                facts |= time_steps(engine, precision, arguments, conditions)
+            else:
+                facts |= time_passes(model, precision, arguments, conditions)
+            facts |= memory_facts(before)
+    finally:
+        if engine is not None:
+            release(engine)  # DeepSpeed's tables would keep it, with its model
+    check_attention(model, precision, facts["attention"])
+    if pinned != "auto":
+        facts["attention"] += f", {pinned}"
+    fused = is_te and model.fused_cross_entropy is not None
+    return facts | {"loss_kind": "fused" if fused else "torch" if is_te else setting.loss}
+
+
+@contextmanager
+def pinned_sdpa(name: str) -> Iterator[None]:
+    """Run torch's SDPA with the backend `name` in the block ("auto": torch chooses)."""
+    if name == "auto":
+        yield
+        return
+    # the key of torch's cache on the disk does not include the backend, so code compiled for another one would run
+    with sdpa_kernel(SDPA_BACKENDS[name]), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def use_loss(model: Any, name: str) -> None:
+    """Make `model`, of transformers' modules, compute its loss by `name`, one of cases.LOSSES.
+
+    "torch": cross entropy of float32 logits. "compiled": the same by torch.compile, which keeps bf16 logits. "liger":
+    Liger's kernel of lm_head and loss, which keeps no logits and computes gradients in the forward. Raises Unavailable.
+    """
+    if name == "torch":
+        return
+    plain = model.forward
+    if name == "compiled":
+        loss_of = torch.compile(causal_lm_loss, fullgraph=True, dynamic=False)
+    else:
+        linear_loss = _liger(model)
+
+    def forward(
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        documents: None = None,
+    ) -> CausalLMOutput:
+        if labels is None:
+            return plain(input_ids)
+        if name == "compiled":
+            return CausalLMOutput(loss=loss_of(plain(input_ids).logits, labels))
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return CausalLMOutput(loss=linear_loss(hidden.flatten(0, 1), model.lm_head.weight, labels.flatten()))
+
+    model.forward = forward
+
+
+def _liger(model: Any) -> Callable[..., torch.Tensor]:
+    if not is_installed(LIGER) or not torch.cuda.is_available():
+        raise Unavailable(f"the loss liger needs a GPU and {LIGER} (requirements-gpu.txt)")
+    if type(model.lm_head) is not nn.Linear:
+        raise Unavailable("the loss liger multiplies by lm_head in bf16, and this case's lm_head is FP8")
+    return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+
+
+def check_case(
+    model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
+) -> Result:
+    """Check that the model is the reference's and runs the precision and the attention that the case says; return what
+    was found. Raises DifferentModel, StartupCheckError."""
+    compute, asked_for = precision.config.compute, arguments.model.attention_backend
+    weights, ids = to_hf_state_dict(model), conditions.batch.input_ids
+    error = check_same_model(model, weights, compute, conditions.reference, ids)
+    lines = check_startup(model, precision, asked_for, arguments.seed, arguments.max_seq_length)
+    attention = attention_in_use(model, precision)
+    if asked_for != "auto" and attention != "torch SDPA" and not attention.startswith(asked_for):
+        raise DifferentModel(f"attention {asked_for} was asked for, and {attention} ran")
+    planned = len(fp8_modules(model, precision).planned)
+    return {"logits_error": error, "fp8_modules": planned, "attention": attention, "proof": lines}
+
+
+def first_loss(
+    run: Callable[[], Any], model: nn.Module, precision: Precision, samples: int, reference: Reference
+) -> Result:
+    """Run the first pass of what is timed, counting its FP8 GEMMs, and compare its loss with the reference's. Raises
+    StartupCheckError, DifferentModel."""
+    start = time.perf_counter()
+    with verify_fp8(model, precision):
+        loss = float(run())
+    prepare_s = time.perf_counter() - start
+    error = loss_error(loss, precision.config.compute, reference, samples)
+    return {"loss": loss, "loss_error": error, "prepare_s": prepare_s}
+
+
+def time_passes(
+    model: nn.Module, precision: Precision, arguments: TrainingArguments, conditions: Conditions
+) -> Result:
+    """Time forward + backward."""
+    samples = arguments.per_device_train_batch_size
+    ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
+    accumulation = arguments.gradient_accumulation_steps or 1
+    cache_weights = precision.fp8 and VARIANTS[arguments.model.variant].te and accumulation > 1
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def one_pass(index: int = 1) -> torch.Tensor:
+        first = index == 0 if cache_weights else None
+        loss = model(ids, labels=labels, is_first_microbatch=first).loss
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        return loss.detach()
+
+    start = time.perf_counter()
+    if arguments.speed.cuda_graphs:
+        use_cuda_graphs(model, precision, ids, labels, cache_weights)
+    capture_s = time.perf_counter() - start
+    facts = first_loss(lambda: one_pass(0), model, precision, samples, conditions.reference)
+    one_pass()
+    count = times_in(conditions.seconds, timed_ms(one_pass), MIN_PASSES, MAX_PASSES)
+    launch_ms = enqueue_ms(one_pass)  # its work keeps the GPU busy when the first lap begins
+    laps = laps_ms([partial(one_pass, number % accumulation) for number in range(count)])
+    ms = mean_pass_ms(laps, accumulation) if cache_weights else statistics.median(laps)
+    return facts | {"ms": ms, "launch_ms": launch_ms, "prepare_s": capture_s + facts["prepare_s"]}
+
+
+def time_steps(
+    engine: Any, precision: Precision, arguments: TrainingArguments, conditions: Conditions
+) -> Result:
+    """Time optimizer steps as train.py makes them."""
+    samples = arguments.per_device_train_batch_size
+    batch = Batch(*(t[:samples].contiguous() for t in conditions.batch[:2]))
+    micro_step = MicroStep(engine, precision, arguments)
+    one_pass = partial(micro_step, batch, 0)
+
+    def micro_batches(first: int = 0) -> None:
+        for index in range(first, arguments.gradient_accumulation_steps or 1):
+            micro_step(batch, index)
+
+    facts = first_loss(one_pass, engine.module, precision, samples, conditions.reference)
+    micro_batches(1)
+    step_ms = timed_ms(micro_batches)
+    # every rank takes as many steps as rank 0
+    count = from_rank_0(lambda: conditions.count_steps(step_ms))
+    launch_ms = enqueue_ms(one_pass)
+    micro_batches(1)
+    ms = statistics.median(laps_ms([micro_batches] * count))
+    return facts | {"ms": ms, "launch_ms": launch_ms, "notes": micro_step.notes}
+
+
+def mean_pass_ms(laps: Sequence[float], accumulation: int) -> float:
+    """The mean pass of a step, from the medians of its first pass, which quantizes the weights, and of the others."""
+    first = statistics.median(laps[::accumulation])
+    later = statistics.median(ms for number, ms in enumerate(laps) if number % accumulation)
+    return (first + (accumulation - 1) * later) / accumulation

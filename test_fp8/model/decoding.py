@@ -14,10 +14,7 @@ import torch
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.sampling import Sampling
 from fp8_inference_demo.weights import Weights, pack
-from model.build import build_model
 from model.config import GIB, flops_per_token, num_parameters, weight_shapes
-from model.fp8.precision import Precision
-from model.fp8.recipes import PrecisionConfig
 from test_fp8.common.report import Result
 from test_fp8.common.timing import median_ms
 
@@ -89,13 +86,7 @@ def prefill(options: argparse.Namespace, config: Any, weights: dict[str, Weights
         tflops = engine_flops / seconds / 1e12
         results.append(result_of("prefill", precision, batch, seconds, ids.numel(), tflops=tflops))
         del engine, step
-    model = build_model(config, "te_layer", Precision(PrecisionConfig()))
-    ids = ids[: min(8, batch)].to(DEVICE)
-    with torch.no_grad():
-        seconds = median_ms(lambda: model(ids, is_first_microbatch=None), options.rounds) / 1e3
-    tflops = flops * ids.numel() / seconds / 1e12
-    forward = result_of("forward of training", "te_layer fp8", len(ids), seconds, ids.numel(), tflops=tflops)
-    return [*results, forward]
+    return results
 
 
 def decode_with_transformers(

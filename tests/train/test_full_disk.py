@@ -92,9 +92,7 @@ def test_an_export(
 
 
 def benchmark(words: list[str]) -> None:
-    options = Options("test_fp8/x.py", "What it does.")
-    options.add_output("JSON")
-    options.parse_args(words)
+    Options("test_fp8/x.py", "What it does.", []).parse_args(words)
 
 
 @pytest.mark.parametrize(
