@@ -19,17 +19,11 @@ from pydantic import ConfigDict, Field
 # The configuration of every section: no unknown keys, and no value of another type made to fit.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-# What `resume` of a key may be: what a run that goes on from a checkpoint may have otherwise.
+# The resume rule of a key: whether a run that resumes from a checkpoint may have another value.
 RESUME = {
     "free": "may change on a resume",  # it does not change what a step computes
     "allowed": "may change on a resume with allow_changes_on_resume",
-    "constant": "may change on a resume with allow_changes_on_resume, or while lr_scheduler_type is constant and no "
-    "stage of precision.schedule ends by until_share",
-    "calibration": "may change on a resume; with allow_changes_on_resume where a stage of precision.schedule after the "
-    "first begins by it",
-    "fp8 <-> bf16": "fp8 may become bf16, and bf16 fp8, on a resume with allow_changes_on_resume",
-    "content": "may change on a resume; of what it says, all but sizes with allow_changes_on_resume",
-    "never": "cannot change on a resume",
+    "structural": "cannot change on a resume",
 }
 
 NOT_GIVEN = "empty, as a variable of the shell is that is not set; give a path, such as . for this folder"
@@ -47,11 +41,14 @@ def option(
 ) -> Any:
     """A field with its unit and meaning; without a default it is required.
 
-    `resume`: one of RESUME; `why`, with "never", the reason. `example`: a value for messages about a key that takes an
-    object; every required key has one. `before`: what runs of versions without the key did, where that is not its
-    default. `limits`: pydantic's, such as gt, ge, lt, le and min_length.
+    Args:
+        resume: a key of RESUME.
+        why: the reason, for a structural key.
+        example: a value for messages about a key that takes an object or a list.
+        before: the value that versions without the key had, if it is not the default.
+        limits: pydantic's, such as gt, ge, lt, le and min_length.
     """
-    assert resume in RESUME and bool(why) == (resume == "never")
+    assert resume in RESUME and bool(why) == (resume == "structural")
     examples = None if example is None else [example]
     extra: Any = {"resume": resume} | ({"why": why} if why else {})
     extra |= {} if before is None else {"before": before}

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from model.config import CONFIGS, flops_per_token, load_sizes, num_parameters, state_memory_gib
 from train.config.arguments import TrainingArguments
-from train.config.schema import Node, in_words, keys_of
+from train.config.schema import Node, all_keys, describe
 from train.planning.memory import checkpoint_bytes, weight_bytes
 
 BEGIN, END = "<!-- written by scripts/tables.py -->\n", "<!-- end of what it writes -->\n"
@@ -45,11 +45,7 @@ PARTS = {
 ON_A_RESUME = {
     "free": "free",
     "allowed": "if allowed",
-    "constant": "if allowed; free while lr_scheduler_type is constant and no stage ends by until_share",
-    "calibration": "free; if allowed where a stage of precision.schedule after the first begins by it",
-    "fp8 <-> bf16": "if allowed, between fp8 and bf16",
-    "content": "free; what it says, but sizes, if allowed",
-    "never": "no",
+    "structural": "no",
 }
 # Benchmarks of whole steps (test_fp8/results/) whose speeds docs/hardware.md shows, with a micro-batch as training has.
 MEASURED = ("hare_0.4b_shipped_step", "hare_1.1b_shipped_step", "hare_2.0b_shipped_step")
@@ -70,7 +66,7 @@ def configuration() -> str:
     """A table a part, of every key."""
     parts: dict[str, list[list[str]]] = {}
     title = ""
-    for key, node in keys_of(TrainingArguments).items():
+    for key, node in all_keys().items():
         title = PARTS.get(key.partition(".")[0], title)
         parts.setdefault(title, []).append(_described(key, node))
     sections = [title for title in parts if title.startswith("`")]
@@ -90,7 +86,7 @@ def _described(key: str, node: Node) -> list[str]:
     default = f"`{json.dumps(node['default'])}`" if "default" in node else "required"
     why = f": {node['why']}" if "why" in node else ""
     resume = ON_A_RESUME[node["resume"]] + plain(why)
-    return [f"`{key}`", plain(in_words(node)), default, resume, plain(node["description"])]
+    return [f"`{key}`", plain(describe(node)), default, resume, plain(node["description"])]
 
 
 def hardware() -> str:

@@ -40,7 +40,7 @@ from test_fp8.common.cases import Case, CaseError, parse_cases
 from test_fp8.common.launch import Program, run
 from test_fp8.common.options import option, positive, shared, without_folder
 from test_fp8.common.report import Result
-from train.config.arguments import load_arguments
+from train.config.load import load_arguments, resolve_arguments
 from train.record.fp8_health import FP8_HEALTH, values
 from train.record.run_folder import RunFolder
 
@@ -238,7 +238,7 @@ def result_of(case: Case, config: Any, own: list[Result], base: list[Result], sa
 def measure(options: argparse.Namespace) -> report.Outcome:
     """Train all cases and compare them. Raises ValueError: a wrong configuration, before any training; a run failed."""
     cases = chosen_cases(options)
-    configs = [load_arguments(words_of(case, options)).resolve(options.nproc) for case in cases]
+    configs = [resolve_arguments(load_arguments(words_of(case, options)), options.nproc) for case in cases]
     trained = [train(case, options) for case in cases]
     results, misses, base = [], [], configs[0]
     for case, config, records in zip(cases, configs, trained, strict=True):

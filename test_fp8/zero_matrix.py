@@ -34,7 +34,7 @@ from test_fp8.common.folders import make_folder
 from test_fp8.common.launch import Program, run
 from test_fp8.common.options import ROOT, option, positive
 from test_fp8.common.report import Result
-from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments
 from train.preflight.check import check
 from train.preflight.machine import cuda_devices
 from train.record.run_folder import RunFolder
@@ -184,7 +184,7 @@ def compared(several: Sequence[Result], one: Sequence[Result], tolerance: Mappin
 def outcome(case: Case, settings: dict[str, Any], ranks: int, devices: list[int] | None) -> Result:
     """Whether a case is equal, refused, apart or failed, and why."""
     try:
-        check(TrainingArguments.from_dict(settings), ranks, ranks, devices)
+        check(build_arguments(settings), ranks, ranks, devices)
     except (ValueError, UserError) as error:
         return {"outcome": "refused", "why": str(error)}
     recipe, compute = case.overrides.get("precision.recipe", ""), case.overrides["precision.compute"]

@@ -18,8 +18,8 @@ from model.fp8.recipes import FP8_FEATURE_MULTIPLE
 from scripts import tables
 from scripts.architecture import ROOT, sources
 from train import plan
-from train.config.arguments import TrainingArguments, load_arguments
-from train.config.schema import keys_of, node_at
+from train.config.load import build_arguments, load_arguments
+from train.config.schema import all_keys, node_at
 from train.record.run_folder import RunFolder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +42,7 @@ def test_the_tables_of_a_page_are_current(page: Path) -> None:
 
 def test_every_key_stands_in_the_configurations_page_once() -> None:
     page = text_of(ROOT / "docs/configuration.md").partition(tables.BEGIN)[2]
-    assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == sorted(keys_of(TrainingArguments))
+    assert sorted(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == sorted(all_keys())
 
 
 def test_what_a_run_leaves_is_in_the_reliability_page() -> None:
@@ -109,7 +109,7 @@ def check_options(program: str, rest: str, line: str) -> None:
     shared = text_of(ROOT / "test_fp8/common/options.py") if program.startswith("test_fp8/") else ""
     for option in re.findall(r"(?<=\s)--([\w.]+)", re.split(r" #|`|;", rest)[0]):
         if program == "train/train.py":
-            known = node_at(TrainingArguments, option.split(".")) is not None or option in ("help", "schema")
+            known = node_at(option.split(".")) is not None or option in ("help", "schema")
         elif program == "train/launch.py":  # its own, or those of what it starts
             known = True
         else:
@@ -161,8 +161,8 @@ def test_the_configurations_to_copy_are_accepted(tmp_path: Path) -> None:
         assert not [shape for shape in shapes if any(size % FP8_FEATURE_MULTIPLE for size in shape)]
     assert round(num_parameters(sizes) / 1e6) == 100
     for run in runs:
-        TrainingArguments.from_dict(run).resolve(world_size=1)
-    assert TrainingArguments.from_dict(runs[0]).resolve(world_size=2)
+        build_arguments(run).resolve(world_size=1)
+    assert build_arguments(runs[0]).resolve(world_size=2)
 
 
 def test_the_first_table_has_the_measured_figures() -> None:

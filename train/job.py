@@ -42,8 +42,9 @@ from train.checkpoint.files import (
     read_state,
 )
 from train.checkpoint.resume import to_go_on
-from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import resume_differences
+from train.config.load import load_arguments, resolve_arguments
 from train.engine.launchers import first_host, nodes_by_hostfile, port_of
 from train.files import again, locks, may_pass, reason, tell
 from train.guard import signals
@@ -107,7 +108,9 @@ class Job:
         processes = processes_per_node(math.inf if self.is_named else TINY_RANKS)
         set_environment(processes)
         if corpus := missing_corpus(self.arguments):  # a batch that so many cannot share is told before
-            self.arguments.resolve(processes * whole_number("NNODES", setting("SLURM_NNODES", "1"), least=1))
+            resolve_arguments(
+                self.arguments, processes * whole_number("NNODES", setting("SLURM_NNODES", "1"), least=1)
+            )
             if status := self.prepare(corpus):
                 return self.ended(status)
         if self.arguments.dry_run:
@@ -332,7 +335,7 @@ def is_configured_as(checkpoint: Path, arguments: TrainingArguments) -> bool:
     """Whether `arguments` are of the run that wrote the checkpoint, and name the same data folders and model."""
     try:
         saved = read_state(checkpoint)
-        now = arguments.resolve(saved.world_size).to_dict()
+        now = resolve_arguments(arguments, saved.world_size).to_dict()
     except (CheckpointError, ConfigurationError):
         return False
     before = saved.train_config

@@ -130,7 +130,7 @@ def what_prevents(options: argparse.Namespace) -> str:
     if Path(options.script).resolve() != TRAIN:
         return ""
     # not for other scripts: imports of half a second
-    from train.config.arguments import load_arguments
+    from train.config.load import load_arguments
     from train.preflight.check import CHECKED, check
 
     try:

@@ -26,8 +26,9 @@ need("planning", "pydantic")
 
 from model.config import CONFIGS, load_sizes
 from model.errors import UserError
-from train.config.arguments import ConfigurationError, TrainingArguments, find_config, load_arguments
+from train.config.arguments import ConfigurationError, TrainingArguments, find_config
 from train.config.ds_config import resolve_ds_config
+from train.config.load import load_arguments, resolve_arguments
 from train.files import reason, write_durably
 from train.planning.plan import PlanError, lines, parse_tokens, plan
 from train.planning.setting import Setting
@@ -65,10 +66,10 @@ def main(argv: list[str]) -> int:
         arguments = configured(options.config, others, options.gpus or 8)
         gpus = options.gpus or default_gpus(arguments)
         sizes = load_sizes(arguments.model.config)
-        resolved = arguments.resolve(gpus)
+        resolved = resolve_arguments(arguments, gpus)
         step_tokens = resolved.train_batch_size_tokens or 1
         tokens = tokens or arguments.max_steps * step_tokens
-        ds_config, steps = resolve_ds_config(arguments, gpus), max(1, round(tokens / step_tokens))
+        ds_config, steps = resolve_ds_config(resolved, gpus), max(1, round(tokens / step_tokens))
         setting = Setting.of(resolved, ds_config, sizes, gpus, steps)
         planned = plan(Path(arguments.model.config).name, setting, GPUS[options.gpu], tokens, options.network)
         if options.output:

@@ -49,9 +49,9 @@ from train.checkpoint.load import (
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
 from train.checkpoint.rollback import left_out_since, told_besides
-from train.config import msamp
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import differing, table
+from train.config.ds_config import describe_msamp
 from train.config.schedule import order_problems, precisions_of, stage_text
 from train.data.order import next_position
 from train.data.source import check_fit
@@ -278,7 +278,7 @@ def _report(
     if args.save_strategy == "no":
         lines.append("save_strategy is no: nothing of the trained model will be saved")
     assert isinstance(args.deepspeed, dict)
-    if said := msamp.described(args.deepspeed):
+    if said := describe_msamp(args.deepspeed):
         lines.append(said)
     variant, most = args.model.variant, args.max_steps
     levels = (own.described_levels(variant, most) for own in precisions_of(args.precision))

@@ -39,7 +39,8 @@ if __name__ == "__main__":
 
 from model.config import GIB
 from model.errors import UserError
-from train.config.arguments import TrainingArguments, load_arguments
+from train.config.arguments import TrainingArguments
+from train.config.load import load_arguments, resolve_arguments
 from train.engine import launchers
 from train.engine.meeting import meet
 from train.files import lasts, reason
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
         with contextlib.ExitStack() as folder:
             with Watchdog(arguments.hang_timeout_s, NO_START) as watchdog:
                 watchdog.doing("compares its configuration with those of the others")
-                arguments = arguments.resolve(dist.get_world_size())
+                arguments = resolve_arguments(arguments, dist.get_world_size())
                 check_configured_alike(arguments)
                 watchdog.meet("waits for run.lock")
                 if not arguments.dry_run:

@@ -109,7 +109,7 @@ BF16_MOMENTS_MOST_BETA2 = 0.98
 class PrecisionSettings:
     """What of the "precision" section a stage of its schedule may have otherwise."""
 
-    compute: Compute = option("arithmetic of the matrix products", "fp8", resume="fp8 <-> bf16")
+    compute: Compute = option("arithmetic of the matrix products", "fp8")
     recipe: Literal[tuple(RECIPES)] = option(  # type: ignore[valid-type]
         "FP8 scaling recipe; tensorwise and rowwise are variant torchao's, the others te_linear's and te_layer's",
         "delayed",
@@ -129,7 +129,6 @@ class PrecisionSettings:
         "delayed: passes over the first micro-batch that set the scales before the first step; 0: scales begin at 1",
         4,
         ge=0,
-        resume="calibration",
     )
     power_2_scales: bool | None = option(
         "current, block: powers of two as scales; null: block yes, current no", None

@@ -35,12 +35,11 @@ class Case:
     def configured(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """Return the training configuration `base`, a JSON object, with the overrides. Raises ValueError: an unknown
         key, or a value that the key does not take."""
-        from train.config.arguments import TrainingArguments
-        from train.config.command_line import override
+        from train.config.load import override
 
         raw = copy.deepcopy(dict(base))
         for key, text in self.texts().items():
-            override(raw, TrainingArguments, key, text)
+            override(raw, key, text)
         return raw
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from model.variants import VARIANTS, SpeedConfig
 from test_fp8.common.cases import Case, CaseError, parse_cases, select
 from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.engine import launchers
 
 MEASURES = ("bare", "step")
@@ -155,7 +156,7 @@ def arguments_of(
         "output_dir": "nowhere",
         "resume_from_checkpoint": "never",
     }
-    arguments = TrainingArguments.from_dict(case.configured(base), f"case {case.name}").resolve(ranks)
+    arguments = resolve_arguments(build_arguments(case.configured(base), f"case {case.name}"), ranks)
     if arguments.precision.compute not in COMPUTED or arguments.precision.auto:
         raise CaseError(
             f"case {case.name}: precision.compute must be {' or '.join(COMPUTED)}, and precision.auto false"

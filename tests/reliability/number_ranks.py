@@ -20,8 +20,8 @@ from model.fp8.precision import Precision
 from model.fp8.state import fp8_state
 from model.te_reference.recipe import DelayedScaling
 from train import setup, train
-from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.guard import signals
@@ -123,7 +123,7 @@ def skip(
         "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types},
     }
     world, rank = dist.get_world_size(), dist.get_rank()
-    args = TrainingArguments.from_dict(raw).resolve(world)
+    args = resolve_arguments(build_arguments(raw), world)
     model_config, how = load_config(config), Precision(args.precision)
     engine = build_engine(
         build_model(model_config, "te_layer", how, seed=1, speed=args.speed),
@@ -179,7 +179,7 @@ def whole_run(
             return state
 
         setup.read_state = read
-    arguments = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
+    arguments = resolve_arguments(build_arguments(settings), dist.get_world_size())
     right = MicroStep.__call__
     calls = 0
 

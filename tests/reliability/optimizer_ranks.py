@@ -17,6 +17,7 @@ from model.conversion import to_hf
 from model.fp8.precision import Precision
 from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import zero
 from train.engine.step import MicroStep, build_engine
@@ -117,7 +118,7 @@ def two_steps(
             "data_types": {"grad_accum_dtype": "fp32"} if stage else {},
         },
     }
-    args = TrainingArguments.from_dict(raw).resolve(dist.get_world_size())
+    args = resolve_arguments(build_arguments(raw), dist.get_world_size())
     model_config, how = load_config(config), Precision(args.precision)
     model = build_model(model_config, variant, how, seed=1, speed=args.speed)
     engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))

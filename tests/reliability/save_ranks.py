@@ -47,8 +47,8 @@ from train.checkpoint import save
 from train.checkpoint.files import RunState, committed, problems, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint, set_aside
 from train.checkpoint.save import SaveError
-from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine, without_prints
 from train.guard import watchdog as watchdog_module
@@ -73,7 +73,7 @@ class Trainer:
             "lr_scheduler_type": "constant",
             "deepspeed": f"ds_config_zero{stage}.json",
         }
-        args = TrainingArguments.from_dict(raw).resolve(dist.get_world_size())
+        args = resolve_arguments(build_arguments(raw), dist.get_world_size())
         self.config, self.precision = load_config(args.model.config), Precision(args.precision)
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
         self.engine = build_engine(model, args, resolve_ds_config(args, dist.get_world_size()))

@@ -18,7 +18,8 @@ from model.fp8.state import fp8_state
 from tests.conftest import random_ids, small_config
 from tests.reliability.launching import run_cases
 from tests.train.runs import ROOT, metrics, run
-from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.arguments import ConfigurationError
+from train.config.load import build_arguments, resolve_arguments
 from train.data.order import next_position
 from train.data.stream import open_stream
 from train.guard.health import Health, SpikeDetector
@@ -110,7 +111,7 @@ def test_deepspeeds_checks_cannot_be_turned_off(settings: dict) -> None:
     with pytest.raises(
         ConfigurationError, match="bf16.check_grad_overflow|zero_optimization.compute_grad_norm"
     ):
-        resolve_ds_config(TrainingArguments.from_dict(settings).resolve(1), 1)
+        resolve_ds_config(resolve_arguments(build_arguments(settings), 1), 1)
 
 
 def test_amaxes_that_are_not_finite_leave_the_history() -> None:

@@ -18,7 +18,7 @@ from tests.reliability.number_ranks import spoil
 from train import setup, train
 from train.checkpoint import rollback
 from train.checkpoint.load import load_checkpoint
-from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.states import PackedAdamW
 from train.engine.step import MicroStep, without_prints
@@ -76,7 +76,7 @@ class Watched:
 
     def __init__(self, folder: Path, settings: dict, keep_after_step: int = 0, spoiled_step: int = 0):
         self.folder, self.keep, self.spoiled = folder, keep_after_step, spoiled_step
-        self.args = TrainingArguments.from_dict(settings).resolve(dist.get_world_size())
+        self.args = resolve_arguments(build_arguments(settings), dist.get_world_size())
         self.engine: Any = None
         self.precision: Any = None
         self.samples: list[tuple[int, int, str, float]] = []

@@ -29,6 +29,7 @@ from tests.model.fp8.test_gemms import without_fp8
 from tests.reliability.launching import launch
 from train import setup
 from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import step
 from train.engine.zero import masters
@@ -127,7 +128,7 @@ def configured(case: Case, micro_batch: int = 2) -> TrainingArguments:
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": 4,
     }
-    return TrainingArguments.from_dict(case.configured(base)).resolve(1)
+    return resolve_arguments(build_arguments(case.configured(base)), 1)
 
 
 def test_presets_are_what_the_trainer_takes() -> None:

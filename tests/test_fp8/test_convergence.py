@@ -11,7 +11,7 @@ import pytest
 from model.config import load_config, load_sizes, num_parameters
 from test_fp8 import compare_convergence
 from test_fp8.compare_convergence import BENCHMARK
-from train.config.arguments import load_arguments
+from train.config.load import load_arguments, resolve_arguments
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -147,7 +147,10 @@ def test_the_shipped_comparisons_are_large_and_long_enough(tmp_path: Path) -> No
     for name, parameters, steps, tokens in (("convergence", 3e8, 300, 0), ("evidence", 1e8, 0, 5e8)):
         options = BENCHMARK.options.parse([f"train_config_{name}", "--work_dir", str(tmp_path)])
         cases = compare_convergence.chosen_cases(options)
-        configs = [load_arguments(compare_convergence.words_of(case, options)).resolve(1) for case in cases]
+        configs = [
+            resolve_arguments(load_arguments(compare_convergence.words_of(case, options)), 1)
+            for case in cases
+        ]
         assert {c.precision.recipe for c in configs} == {"delayed", "current", "block"}
         for c in configs:
             assert num_parameters(load_sizes(c.model.config)) >= parameters and c.max_steps >= steps

@@ -12,7 +12,7 @@ from model.errors import UserError
 from model.variants import VARIANTS
 from test_fp8 import zero_matrix
 from test_fp8.zero_matrix import BENCHMARK, compared, make_data, matrix, settings_of
-from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments
 from train.preflight.check import check
 
 TOLERANCE = {"loss": 1e-3, "grad_norm": 1e-2, "first_grad_norm": 1e-3}
@@ -54,7 +54,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert len(cases) == len(list(matrix())) == 138
     for case in cases.values():
         try:
-            check(TrainingArguments.from_dict(settings_of(case, 2, 2, data)), 2, 2, [])
+            check(build_arguments(settings_of(case, 2, 2, data)), 2, 2, [])
         except UserError:
             refused.append(case.name)
     plain = {name for name in refused if name.count("-") == 2 or name.endswith("-recompute")}

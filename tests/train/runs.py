@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from model.te_reference import gemm, quantize
 from train import train
-from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -21,7 +21,7 @@ def run(settings: dict, plots: bool = False, **changes: object) -> Path:
     """Train in this process, with a model and an engine of its own. Without its plots, of loss and health, which take
     longer than a short run, unless it `plots`."""
     merged = {**settings, **changes}
-    arguments = TrainingArguments.from_dict(merged).resolve(dist.get_world_size())
+    arguments = resolve_arguments(build_arguments(merged), dist.get_world_size())
     with ExitStack() as stack:
         if not plots:
             stack.enter_context(mock.patch("train.record.plots.draw"))

@@ -24,7 +24,8 @@ import pytest
 from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, launcher, progress
 from train import job
 from train.checkpoint.files import CheckpointError, RunState, describe_file, write_manifest
-from train.config.arguments import TrainingArguments, load_arguments
+from train.config.arguments import TrainingArguments
+from train.config.load import load_arguments, resolve_arguments
 from train.guard.signals import SIGNALS
 
 ONLY_THE_MARK = "echo '{}' > run/stopped.json; exit 1"  # as torchrun, or srun of several nodes
@@ -338,7 +339,9 @@ def test_states_of_a_run(config: Path, tmp_path: Path, machine: Machine) -> None
     def commit(step: int) -> None:
         folder = run / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        saved = RunState(step, 0, 0, 2, 1, arguments().resolve(2).to_dict(), {}, began_at={"path": "/gone"})
+        saved = RunState(
+            step, 0, 0, 2, 1, resolve_arguments(arguments(), 2).to_dict(), {}, began_at={"path": "/gone"}
+        )
         (folder / "run_state.json").write_text(json.dumps(vars(saved)))
         (folder / "weights.pt").write_text("good")
         write_manifest(folder, [describe_file(file) for file in folder.iterdir()])

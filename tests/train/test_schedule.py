@@ -23,6 +23,7 @@ from train import loop, setup
 from train.checkpoint import save
 from train.checkpoint.files import committed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.config.schedule import escalates, order_problems, precisions_of, stage_at, stage_shares
 from train.engine.zero import masters
 from train.evaluation.models import plan
@@ -244,7 +245,7 @@ def test_a_save_that_fails_at_a_change_ends_the_run(settings: dict, monkeypatch:
 
 def arguments(settings: dict, schedule: Any, **changes: Any) -> TrainingArguments:
     precision = {"schedule": schedule, **changes.pop("precision", {})}
-    return TrainingArguments.from_dict({**settings, "precision": precision, **changes}).resolve(1)
+    return resolve_arguments(build_arguments({**settings, "precision": precision, **changes}), 1)
 
 
 def test_a_stage_is_a_function_of_steps_and_tokens(settings: dict) -> None:
@@ -252,7 +253,7 @@ def test_a_stage_is_a_function_of_steps_and_tokens(settings: dict) -> None:
     args = arguments(settings, [{"until_tokens": 500}, {"until_share": 0.7}, {"recipe": "current"}])
     assert [stage_at(args, n, 256 * n) for n in range(7)] == [0, 0, 1, 1, 2, 2, 2]
     assert stage_at(args, 1, 500) == 1 and stage_at(args, 1, 499) == 0
-    assert stage_at(TrainingArguments.from_dict(settings), 3, 700) == 0
+    assert stage_at(build_arguments(settings), 3, 700) == 0
 
 
 @pytest.mark.parametrize(("steps", "of_stages"), [(6, [2, 2, 2]), (3, [2, 0, 1]), (1, [1, 0, 0])])

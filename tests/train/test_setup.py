@@ -16,6 +16,7 @@ from model.fp8.precision import Precision, PrecisionError
 from train import setup
 from train.checkpoint.files import RunState
 from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.config.schedule import precisions_of
 from train.record.run_folder import RunFolder
 
@@ -43,7 +44,7 @@ def arguments(**changes: Any) -> TrainingArguments:
         "gradient_accumulation_steps": 3,
         "gradient_checkpointing": True,
     }
-    return TrainingArguments.from_dict(raw | changes).resolve(1)
+    return resolve_arguments(build_arguments(raw | changes), 1)
 
 
 @pytest.fixture(autouse=True)

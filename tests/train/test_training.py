@@ -22,7 +22,8 @@ from tests.reliability.launching import clean_environment
 from tests.train.runs import PRECISIONS, ROOT, curve, metrics, run
 from train import loop, plot, train
 from train.checkpoint.files import CheckpointError, identity, read_state
-from train.config.arguments import ConfigurationError, load_deepspeed
+from train.config.arguments import ConfigurationError
+from train.config.ds_config import load_deepspeed
 from train.data.format import DataError
 from train.prepare_data import main as prepare_data
 from train.record.run_folder import RunFolder

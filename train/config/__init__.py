@@ -1,8 +1,8 @@
-"""What a run is configured by: arguments (every key with its type, limit, help and resume rule), across_keys (what they
-ask of each other), schema (what a key takes, as JSON schema and in words; problems of a file), command_line,
-differences (of two configurations, and what of them a resume may have), ds_config (what DeepSpeed gets), msamp (a
-section for another DeepSpeed, understood).
+"""The configuration of a run: `arguments` (every fact about a key at its field), `schema` (what each key takes, as JSON
+schema and in words), `schedule` (phases of the precision), `ds_config` (what DeepSpeed gets), `differences` (what a
+resume may change), `load` (file and command line to checked and resolved arguments), `display`.
 
-May import: train.files, train.data, and of model what needs no torch. Others use of it: TrainingArguments,
-load_arguments and ConfigurationError of arguments, resolve_ds_config of ds_config, differences.
+May import: train.files, train.data, and the parts of model that need no torch. Others use TrainingArguments and
+ConfigurationError of arguments, load_arguments, build_arguments and resolve_arguments of load, resolve_ds_config of
+ds_config, and differences.
 """

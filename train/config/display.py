@@ -7,8 +7,9 @@ import textwrap
 from operator import attrgetter
 from typing import Any
 
-from train.config.arguments import TrainingArguments, load_deepspeed
-from train.config.schema import keys_of
+from train.config.arguments import TrainingArguments
+from train.config.ds_config import load_deepspeed
+from train.config.schema import all_keys
 from train.files import shown
 
 LONGEST_VALUE, WIDTH = 60, 110  # characters
@@ -16,7 +17,7 @@ LONGEST_VALUE, WIDTH = 60, 110  # characters
 
 def table(args: TrainingArguments) -> str:
     """A line a key; `*` marks what is not the default."""
-    keys, values = keys_of(TrainingArguments), values_of(args)
+    keys, values = all_keys(), values_of(args)
     width = max(map(len, keys))
     return "\n".join(
         f"{' ' if values[key] == node.get('default', ...) else '*'} {key:<{width}}  {_json(values[key])}"
@@ -33,7 +34,7 @@ def differing(args: TrainingArguments) -> str:
         "deepspeed": load_deepspeed(None),
     }
     told = []
-    for key, node in keys_of(TrainingArguments).items():
+    for key, node in all_keys().items():
         value = values_of(args)[key]
         if value not in (node.get("default", ...), follows.get(key, ...)):
             text = value if isinstance(value, str) else _json(value)
@@ -44,7 +45,7 @@ def differing(args: TrainingArguments) -> str:
 
 def values_of(args: TrainingArguments) -> dict[str, Any]:
     """Dotted key -> value."""
-    return {key: attrgetter(key)(args) for key in keys_of(TrainingArguments)}
+    return {key: attrgetter(key)(args) for key in all_keys()}
 
 
 def _json(value: Any) -> str:

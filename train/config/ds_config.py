@@ -1,30 +1,32 @@
-"""Build the DeepSpeed configuration of a run: the user's, with "auto" filled in from the training arguments.
+"""The DeepSpeed configuration of a run: the user's, with "auto" filled in from the training arguments.
 
 Only the keys in KEYS are accepted. Checked against DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from model.config import load_sizes
+from model.config import JsonError, load_sizes
+from model.fp8.recipes import PrecisionConfig
 from model.variants import VARIANTS, compiles, why_no_graphs
 from train.config.arguments import (
     DEFAULT_DEEPSPEED,
     ConfigurationError,
     TrainingArguments,
     find_config,
-    load_deepspeed,
+    raise_problems,
+    read_json_object,
 )
-from train.config.differences import leaves
-from train.config.schema import nearest
+from train.config.schema import flatten, suggest
 
 
 class Kind(NamedTuple):
-    """What a key takes."""
+    """The values that a key takes: in words, and as a predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -48,14 +50,19 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NAMES = Kind("a name or a list of names", _is_name_or_names)
 SIZE, COUNT = _whole(1), _whole(0)
 
+# How a key was checked.
 RUN = "run on two ranks with other values: same gradients"
 RESHARDED = f"{RUN}; tests/reliability/test_world_size.py reshards its checkpoints"
-SOURCE = "read in DeepSpeed's source: has no effect on a step here"
-FP16 = "read in DeepSpeed's source: the loss scale, which fp16 alone has"
+SOURCE = "read in DeepSpeed's source: no effect on a step here"
+FP16 = "read in DeepSpeed's source: the loss scale, which only fp16 has"
 EQUAL = "has to agree with the training arguments"
+REPORTS = "run on two ranks with other values: changes only what DeepSpeed reports"
+GATHERS = "run on two ranks with other values: changes only when ZeRO 3 gathers weights"
+# A resume may change these.
+FREE = (EQUAL, REPORTS, GATHERS)
 
-# Section ("" is the top level) -> key -> what it takes, a Kind or the only values; how it was checked, or why there are
-# no others. A key that is a section itself has its path here.
+# Section ("" is the top level) -> key -> (a Kind or the only allowed values; how it was checked, or why there are no
+# other values). A key that is a section itself has its path here.
 KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
     "": {
         "train_batch_size": (ANY, EQUAL),
@@ -67,10 +74,10 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "prescale_gradients": ((False,), "DeepSpeed stops with it at ZeRO 2"),
         "gradient_predivide_factor": ((1, 1.0), "DeepSpeed stops with another one at ZeRO 2 and 3"),
         "zero_allow_untested_optimizer": (FLAG, "the optimizers here are tested ones"),
-        "steps_per_print": (SIZE, RUN),
-        "wall_clock_breakdown": (FLAG, RUN),
-        "memory_breakdown": (FLAG, RUN),
-        "dump_state": (FLAG, RUN),
+        "steps_per_print": (SIZE, REPORTS),
+        "wall_clock_breakdown": (FLAG, REPORTS),
+        "memory_breakdown": (FLAG, REPORTS),
+        "dump_state": (FLAG, REPORTS),
     },
     "bf16": {"enabled": (ANY, EQUAL)},
     "fp16": {
@@ -91,12 +98,12 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "betas": (ANY, EQUAL),
         "eps": (ANY, EQUAL),
         "weight_decay": (ANY, EQUAL),
-        "torch_adam": (FLAG, "chooses an implementation, and is not read here"),
-        "fused": (FLAG, "chooses an implementation, and is not read here"),
+        "torch_adam": (FLAG, "chooses an implementation; not read here"),
+        "fused": (FLAG, "chooses an implementation; not read here"),
         "adam_w_mode": ((True,), "false is Adam with L2 regularization"),
     },
     "timers": {},
-    "timers.throughput": {"enabled": (FLAG, RUN), "synchronized": (FLAG, RUN)},
+    "timers.throughput": {"enabled": (FLAG, REPORTS), "synchronized": (FLAG, REPORTS)},
     "zero_optimization": {
         "stage": ((0, 1, 2, 3), "tests/train/test_training.py"),
         "overlap_comm": (FLAG, RUN),
@@ -109,8 +116,8 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         "round_robin_gradients": (FLAG, RESHARDED),
         "parameter_alignment": (FLAG, RESHARDED),
         "sub_group_size": (SIZE, RESHARDED),
-        "stage3_prefetch_bucket_size": (COUNT, RUN),
-        "stage3_param_persistence_threshold": (COUNT, RUN),
+        "stage3_prefetch_bucket_size": (COUNT, GATHERS),
+        "stage3_param_persistence_threshold": (COUNT, GATHERS),
         "stage3_model_persistence_threshold": (COUNT, RUN),
         "stage3_max_live_parameters": (COUNT, RUN),
         "stage3_max_reuse_distance": (COUNT, RUN),
@@ -127,12 +134,12 @@ KEYS: dict[str, dict[str, tuple[Kind | tuple[Any, ...], str]]] = {
         ),
     },
     "zero_optimization.leaf_module": {
-        "classes": (NAMES, "ds_config_zero3.json"),
-        "names": (NAMES, "as classes"),
-        "name_suffixes": (NAMES, "as classes"),
+        "classes": (NAMES, GATHERS),
+        "names": (NAMES, GATHERS),
+        "name_suffixes": (NAMES, GATHERS),
     },
 }
-# What stands for some of the others.
+# Unsupported key -> what to use instead.
 INSTEAD = {
     "scheduler": "lr_scheduler_type and warmup_steps of the training configuration",
     "wandb": 'report_to "wandb" of the training configuration',
@@ -148,40 +155,55 @@ INSTEAD = {
 }
 
 
-def resolve_ds_config(arguments: TrainingArguments, world_size: int) -> dict[str, Any]:
-    """Return the configuration for deepspeed.initialize on `world_size` ranks, without "auto" and `optimizer` section.
+def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of the key `deepspeed` as it is written.
 
-    Raises ConfigurationError: every unsupported key or value and every contradiction, in one message, which names the
-    file where `arguments` are not resolved yet.
+    Raises:
+        ConfigurationError: there is no such file, or it holds no JSON object.
     """
-    given = arguments.deepspeed
-    arguments = arguments.resolve(world_size)
-    config = load_deepspeed(arguments.deepspeed)
-    config.pop("msamp", None)  # resolved
+    if isinstance(value, dict):
+        return copy.deepcopy(value)
+    path = find_config(DEFAULT_DEEPSPEED if value is None else value, "deepspeed")
+    try:
+        return read_json_object(path)
+    except JsonError as error:
+        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
+
+
+def resolve_ds_config(
+    arguments: TrainingArguments, world_size: int, source: str = "deepspeed"
+) -> dict[str, Any]:
+    """Return the configuration for deepspeed.initialize, without "auto" and without an `optimizer` section.
+
+    Args:
+        arguments: resolved for `world_size` ranks.
+        source: names the configuration in errors.
+
+    Raises:
+        ConfigurationError: every unsupported key or value and every contradiction.
+    """
+    assert isinstance(arguments.deepspeed, dict), "resolve_arguments comes first"
+    config = copy.deepcopy(arguments.deepspeed)
+    config.pop("msamp", None)  # applied by resolve_arguments
     problems = _key_problems(config)
     problems += _fill(config, _expected(arguments, world_size))
     problems += _take_optimizer(config, arguments)
     problems += _state_problems(config, arguments)
     problems += _zero_problems(config, arguments)
-    # unless the user turned it on: they wait for the device every micro-batch
+    # off unless the user turned them on: they wait for the device in every micro-batch
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
     problems += [
         f'{key}: "auto" cannot be filled in here; give a value or remove the key'
-        for key, value in leaves(config).items()
+        for key, value in flatten(config).items()
         if value == "auto"
     ]
-    if problems:
-        plural = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        source = "the section deepspeed"
-        if not isinstance(given, dict):
-            source = str(find_config(DEFAULT_DEEPSPEED if given is None else given, "deepspeed"))
-        raise ConfigurationError(f"{source}: the DeepSpeed configuration has {plural}:", problems=problems)
+    raise_problems(source, problems)
     return config
 
 
 def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
-    """Remove what is not in KEYS from `config`, or has a value that it does not take; a line for each."""
+    """Remove unsupported keys and values from `config`; return a line for each."""
     problems, known = [], KEYS[section]
     for key, value in list(config.items()):
         path = f"{section}.{key}" if section else key
@@ -208,7 +230,7 @@ def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
             use = (
                 f" (use {INSTEAD[path]})"
                 if path in INSTEAD
-                else nearest(key, elsewhere or [*known, *sections])
+                else suggest(key, elsewhere or [*known, *sections])
             )
             if not use:
                 use = f"; supported are {', '.join(sorted([*known, *sections]))}"
@@ -218,7 +240,7 @@ def _key_problems(config: dict[str, Any], section: str = "") -> list[str]:
 
 
 def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[Any, str]]:
-    """DeepSpeed key -> (value, which training arguments say so)."""
+    """Return DeepSpeed key -> (value, the training arguments that set it)."""
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps or 1
     compute = arguments.precision.compute
     return {
@@ -239,7 +261,7 @@ def _expected(arguments: TrainingArguments, world_size: int) -> dict[str, tuple[
 
 
 def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[str]:
-    """Set each expected value where there is "auto" or nothing; problems where there is another."""
+    """Set each expected value if there is "auto" or nothing; return a problem for each other value."""
     problems = []
     for key, (value, source) in expected.items():
         section, name = config, key
@@ -257,7 +279,7 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 
 
 def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """Remove the optimizer section: it is built from the arguments; problems where this says something else."""
+    """Remove the optimizer section, as the optimizer is built from the arguments; return what contradicts them."""
     optimizer = config.pop("optimizer", None)
     if optimizer is None:
         return []
@@ -265,8 +287,8 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
     kind, params = optimizer.get("type"), optimizer.get("params", {})
     if arguments.optim == "muon" or str(kind).lower() == "muon":
         return [
-            f"optimizer: the section has the type {json.dumps(kind)}, and Muon is asked for, and set, in the training "
-            'configuration alone: optim "muon"; remove the section'
+            f"optimizer: the section has the type {json.dumps(kind)}, but Muon is configured only by the key optim of "
+            "the training configuration; remove the section"
         ]
     if str(kind).lower() not in ("adam", "adamw"):
         problems.append(
@@ -284,8 +306,8 @@ def _take_optimizer(config: dict[str, Any], arguments: TrainingArguments) -> lis
 
 
 def _why_no_recomputation(zero: dict[str, Any], arguments: TrainingArguments) -> str | None:
-    """At ZeRO 3; None where it goes. A module within a layer frees its weights after the layer's second forward, of
-    which Transformer Engine's recomputation still has the backward to come."""
+    """Return why ZeRO 3 cannot recompute layers with this configuration, or None. A module in a layer frees its weights
+    after the recomputed forward, before Transformer Engine's backward of it."""
     if not (arguments.gradient_checkpointing and VARIANTS[arguments.model.variant].te):
         return None
     fused = "Fused" if arguments.speed.fused_rope else ""
@@ -346,7 +368,7 @@ def _zero_problems(config: dict[str, Any], arguments: TrainingArguments) -> list
 
 
 def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> list[str]:
-    """What AdamW's states and the ranks' communication cannot be at this ZeRO stage; sets the latter."""
+    """Set the type of communication; return why AdamW's states cannot be packed at this ZeRO stage."""
     precision, problems = arguments.precision, []
     zero, types = config.get("zero_optimization", {}), config.get("data_types", {})
     stage, accumulate = zero.get("stage", 0), types.get("grad_accum_dtype")
@@ -369,7 +391,7 @@ def _state_problems(config: dict[str, Any], arguments: TrainingArguments) -> lis
 
 
 def _why_no_muon(stage: int, dtype: str, accumulate: str | None) -> str | None:
-    """Where DeepSpeed 0.19.8's Muon is none, as a problem; None: it is one."""
+    """Return the problem if DeepSpeed 0.19.8's Muon is wrong in this setting, else None."""
     if dtype == "fp16":
         return 'precision.compute: with optim "muon" fp16 is not supported; use bf16 or fp8'
     if stage == 0 or (stage == 1 and dtype == "bf16" and accumulate == "fp32"):
@@ -387,7 +409,7 @@ def _why_no_muon(stage: int, dtype: str, accumulate: str | None) -> str | None:
 
 
 def _fill_sizes(zero: dict[str, Any], arguments: TrainingArguments) -> None:
-    """ZeRO's sizes (elements) that are "auto", by the model's hidden size as transformers does."""
+    """Set sizes (elements) that are "auto" from the model's hidden size, as transformers does."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:
         hidden = load_sizes(arguments.model.config).hidden_size
@@ -403,3 +425,61 @@ def _equal(given: Any, value: Any) -> bool:
     if not (isinstance(given, int | float) and isinstance(value, int | float)):
         return given == value
     return math.isclose(given, value, rel_tol=1e-12)
+
+
+# ---------------------------------------------------------------- the section of MS-AMP
+
+# MS-AMP (Peng et al., FP8-LM, arXiv:2310.18313) brought its own DeepSpeed, which reads a section "msamp"; stock
+# DeepSpeed ignores it. opt_level -> (what MS-AMP does, the nearest here: keys of the section "precision")
+MSAMP_LEVELS: dict[str, tuple[str, dict[str, str]]] = {
+    "O1": ("gradients and their reduction in FP8", {"gradient_communication": "bf16"}),
+    "O2": (
+        "O1, first moments in FP8, second moments and master weights in float16",
+        {"gradient_communication": "bf16", "optimizer_states": "fp8"},
+    ),
+    "O3": ("O2 and weights in FP8", {"gradient_communication": "bf16", "optimizer_states": "fp8"}),
+}
+MSAMP_KEYS: dict[str, tuple[Any, ...]] = {
+    "enabled": (True, False),
+    "opt_level": tuple(MSAMP_LEVELS),
+    "use_te": (True, False),
+}
+
+
+def _msamp_level(deepspeed: dict[str, Any]) -> str | None:
+    section = deepspeed.get("msamp", {})
+    return section.get("opt_level", "O1") if section.get("enabled", False) else None
+
+
+def apply_msamp(deepspeed: dict[str, Any], precision: PrecisionConfig) -> list[str]:
+    """Set in `precision` what a section "msamp" asks for; return its problems."""
+    section = deepspeed.get("msamp", {})
+    if not isinstance(section, dict):
+        return [f"msamp: {json.dumps(section)} is given, an object is expected"]
+    problems = []
+    for key, value in section.items():
+        if key not in MSAMP_KEYS:
+            problems.append(f"msamp.{key}: unknown key{suggest(key, MSAMP_KEYS)}; remove it")
+        elif value not in MSAMP_KEYS[key]:
+            allowed = ", ".join(map(json.dumps, MSAMP_KEYS[key]))
+            problems.append(f"msamp.{key}: {json.dumps(value)} is given, one of {allowed} is expected")
+    if problems or (level := _msamp_level(deepspeed)) is None:
+        return problems
+    for key, value in MSAMP_LEVELS[level][1].items():
+        given = getattr(precision, key)
+        if given in (getattr(PrecisionConfig(), key), value):
+            setattr(precision, key, value)
+        else:
+            problems.append(
+                f'msamp.opt_level "{level}" sets precision.{key} to {value}, but {given} is given; remove one of them'
+            )
+    return problems + [f'msamp.opt_level "{level}": {problem}' for problem in precision.problems()]
+
+
+def describe_msamp(deepspeed: dict[str, Any]) -> str | None:
+    """Return a line for the log about what the section "msamp" does here, or None if it is off."""
+    if (level := _msamp_level(deepspeed)) is None:
+        return None
+    theirs, ours = MSAMP_LEVELS[level]
+    settings = ", ".join(f"precision.{key} {value}" for key, value in ours.items())
+    return f"msamp {level} (MS-AMP: {theirs}; stock DeepSpeed ignores the section): the nearest here is {settings}"

@@ -1,32 +1,21 @@
-"""What may be given for each key, once as JSON schema (pydantic makes it of the dataclasses) and once in words.
+"""What each key of the configuration takes: as JSON schema, which pydantic makes of the dataclasses, and in words.
 
-The help, every message, the command line and the schema that editors complete from read it, so that what is to be said
-of a key stands at its field alone.
+`--help`, error messages, the command line, the schema file for editors and the tables of docs/configuration.md read it.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import TypeAdapter
 
-from model.config import read_json_file
-from model.errors import UserError
-from train.files import shown
+from train.config.arguments import TrainingArguments
 
 Node = dict[str, Any]  # JSON schema of one value, without references
-Place = tuple[str | int, ...]  # names of keys, and the numbers of items in lists
-
-MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"  # pydantic's names
-OF_TYPED_DICT = {"extra_forbidden": UNKNOWN}  # where it has another name there
 
 WORDS = {
     "integer": "an integer",
@@ -44,7 +33,7 @@ LIMITS = {
     "exclusiveMaximum": "below",
 }
 
-# Names in other programs -> what does the same here, a key first.
+# Names in other programs -> what to use here; it begins with a key.
 FOREIGN = {
     **dict.fromkeys(("lr", "max_lr", "peak_lr"), "learning_rate"),
     "min_lr": "min_lr_ratio, a fraction of learning_rate",
@@ -90,117 +79,84 @@ FOREIGN = {
 }
 
 
-class ConfigurationError(UserError, ValueError):
-    """The configuration cannot be used; the message lists every problem.
-
-    Args:
-        message: the error, or the heading of `problems`.
-        problems: one line each, which begins with the key it is about.
-
-    Attributes:
-        keys: the key of each problem.
-    """
-
-    code = "configuration"
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        problems: Sequence[str] = (),
-        code: str | None = None,
-        key: str | None = None,
-    ):
-        self.keys = [problem.lstrip("-").split()[0].rstrip(":,") for problem in problems]
-        key = self.keys[0] if self.keys and key is None else key
-        super().__init__("\n  ".join([message, *problems] if message else problems), code=code, key=key)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises JsonError: as read_json_file. ConfigurationError: no object."""
-    value = read_json_file(path)
-    if not isinstance(value, dict):
-        raise ConfigurationError(
-            f"{path}: a JSON object is expected, this is {WORDS[json_type(value)]}",
-            code="not_an_object",
-            key=str(path),
-        )
-    return value
-
-
 @cache
-def schema_of(cls: type) -> Node:
-    """The JSON schema of a pydantic dataclass, its references replaced by what they refer to."""
-    schema = TypeAdapter(cls).json_schema()
+def full_schema() -> Node:
+    """Return the JSON schema of the configuration, with references replaced by their definitions."""
+    schema = TypeAdapter(TrainingArguments).json_schema()
     definitions = schema.pop("$defs", {})
 
-    def inlined(node: Any) -> Any:
+    def inline(node: Any) -> Any:
         if isinstance(node, list):
-            return [inlined(item) for item in node]
+            return [inline(item) for item in node]
         if not isinstance(node, dict):
             return node
         if name := node.get("$ref"):
-            return inlined(definitions[name.rpartition("/")[2]])
-        strict = (
-            {"additionalProperties": False} if "properties" in node else {}
-        )  # pydantic 2.11 does not say it of all
-        left_out = ("title", "description") if strict else ("title",)  # names and docstrings of classes
-        return {k: inlined(v) for k, v in node.items() if not (k in left_out and isinstance(v, str))} | strict
+            return inline(definitions[name.rpartition("/")[2]])
+        is_section = "properties" in node
+        dropped = ("title", "description") if is_section else ("title",)  # names and docstrings of classes
+        kept = {k: inline(v) for k, v in node.items() if not (k in dropped and isinstance(v, str))}
+        return kept | (
+            {"additionalProperties": False} if is_section else {}
+        )  # pydantic 2.11 omits it sometimes
 
-    return inlined(schema)
+    return inline(schema)
 
 
 @cache
-def keys_of(cls: type) -> dict[str, Node]:
-    """Dotted key -> schema of everything that can be set: the top level first, then what is in sections. A key without
-    "default" is required."""
-    properties = schema_of(cls)["properties"]
+def all_keys() -> dict[str, Node]:
+    """Return dotted key -> schema: the keys of the top level first, then those of the sections. A required key has no
+    "default"."""
+    properties = full_schema()["properties"]
     keys = {name: node for name, node in properties.items() if "properties" not in node}
     for name, node in properties.items():
         keys |= {f"{name}.{key}": inner for key, inner in node.get("properties", {}).items()}
     return keys
 
 
-def key_at(cls: type, place: Sequence[str | int]) -> str:
-    """The key in which `place` lies; "" where it is in none: a section, or a name that is unknown."""
+def key_at(place: Sequence[str | int]) -> str:
+    """Return the key in which `place` lies, or "" for a section or an unknown name."""
     names = [".".join(map(str, place[:length])) for length in (1, 2)]
-    return next((name for name in names if name in keys_of(cls)), "")
+    return next((name for name in names if name in all_keys()), "")
 
 
-def node_at(cls: type, place: Sequence[str | int]) -> Node | None:
-    """The schema of what is at `place`: a section, a key, or below a key an entry of its object or an item of its list;
-    None where there can be nothing."""
-    node: Node | None = schema_of(cls)
+def node_at(place: Sequence[str | int]) -> Node | None:
+    """Return the schema of a section, of a key, or of an entry or item in the value of a key; None if there is none."""
+    node: Node | None = full_schema()
     for step in place:
-        node = next(
-            (inner for option in options(node or {}) if (inner := _below(option, step)) is not None), None
-        )
+        inner = (_child(option, step) for option in options(node or {}))
+        node = next((child for child in inner if child is not None), None)
     return node
 
 
-def _below(node: Node, step: str | int) -> Node | None:
+def _child(node: Node, step: str | int) -> Node | None:
     if isinstance(step, int):
         return node.get("items")
+    if step in node.get("properties", {}):
+        return node["properties"][step]
+    return value_schema(node)
+
+
+def value_schema(node: Node) -> Node | None:
+    """Return the schema of the values of an object with free names; None for anything else."""
     entries = node.get("additionalProperties", False)
-    entries = None if entries is False else {} if entries is True else entries
-    return node.get("properties", {}).get(step, entries)
+    return None if entries is False else {} if entries is True else entries
 
 
 def options(node: Node) -> list[Node]:
-    """The alternatives that a schema allows."""
+    """Return the alternatives that a schema allows."""
     return node.get("anyOf", [node])
 
 
 def json_type(value: Any) -> str:
-    """JSON schema's name of the type of a JSON value."""
+    """Return JSON schema's name of the type of a JSON value."""
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return kinds.get(type(value), "null")
 
 
-def in_words(node: Node) -> str:
-    """What a schema allows, as a user reads it: "an integer above 0 or null"."""
+def describe(node: Node) -> str:
+    """Return what a schema allows, in words: "an integer above 0 or null"."""
     if "anyOf" in node:
-        return " or ".join(map(in_words, node["anyOf"]))
+        return " or ".join(map(describe, node["anyOf"]))
     if "enum" in node:
         return f"one of {', '.join(node['enum'])}"
     kind = node.get("type")
@@ -209,13 +165,12 @@ def in_words(node: Node) -> str:
     words = WORDS[kind]
     if kind == "string" and node.get("minLength"):
         words += " that is not empty"
+    if node.get("minItems") or node.get("minProperties"):
+        words += " of at least one entry"
     if kind == "array":
-        words += " of at least one entry" if node.get("minItems") else ""
-        words += f" of which each is {in_words(node['items'])}"
+        words += f" of which each is {describe(node['items'])}"
     if kind == "object" and "properties" not in node:
-        entries = node["additionalProperties"]
-        words += " of at least one entry" if node.get("minProperties") else ""
-        words += f" whose values are {in_words({} if entries is True else entries)}"
+        words += f" whose values are {describe(value_schema(node) or {})}"
     if {"minimum", "maximum"} <= node.keys():
         return f"{words} between {node['minimum']:.12g} and {node['maximum']:.12g}"
     limits = [f"{text} {node[limit]:.12g}" for limit, text in LIMITS.items() if limit in node]
@@ -223,13 +178,13 @@ def in_words(node: Node) -> str:
 
 
 def example(key: str, node: Node) -> str:
-    """ "; for example --key JSON" for a key that takes an object or a list, of its example or its default; else ""."""
+    """Return "; for example --key JSON" for a key that takes an object or a list, else ""."""
     value = node.get("examples", [node.get("default")])[0]
     return f"; for example --{key} '{json.dumps(value)}'" if value and isinstance(value, dict | list) else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean X?)" for the known dotted key nearest to `name`, else ""."""
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean X?)" for the known dotted key nearest to `name`, or ""."""
     known = list(known)
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]  # right name, wrong section
@@ -240,95 +195,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def instead_of(name: str) -> str:
-    """ " (use X)" for another program's name of what a key here does, else ""."""
-    use = FOREIGN.get(name.replace("-", "_").lower())
-    return f" (use {use})" if use else ""
+def suggest_key(name: str) -> str:
+    """Return " (use X)" for another program's name of a key, " (did you mean X?)" for a near one, or ""."""
+    if use := FOREIGN.get(name.replace("-", "_").lower()):
+        return f" (use {use})"
+    return suggest(name, [*all_keys(), *full_schema()["properties"]])
 
 
-def unchangeable(cls: type, names: Iterable[str]) -> list[str]:
-    """What is wrong with `names`, given in allow_changes_on_resume, a line each: no key, or one that cannot change."""
-    keys, problems = keys_of(cls), []
-    for name in names:
-        given = f"allow_changes_on_resume {shown(name)}"
-        if name not in keys:
-            problems.append(f"{given}: there is no such key{nearest(name, keys)}; --help lists all keys")
-        elif why := keys[name].get("why"):
-            problems.append(f"{given}: this key cannot change on a resume: {why}; remove it")
-    return problems
-
-
-def parse(cls: type, raw: dict[str, Any]) -> tuple[Any, list[str], set[str]]:
-    """An instance of `cls` from a JSON object, all that is wrong with that, a line each, and the keys without a usable
-    value: in the instance these hold their default, a required one its example, so that what goes across keys can be
-    checked too."""
-    sections: Node = {name: {} for name, node in schema_of(cls)["properties"].items() if "properties" in node}
-    given = sections | copy.deepcopy(raw)
-    adapter = TypeAdapter[Any](cls)
-    try:
-        return adapter.validate_json(json.dumps(given)), [], set()
-    except ValidationError as error:
-        found = error.errors(include_url=False)
-        kinds = {_place(given, e): OF_TYPED_DICT.get(e["type"], e["type"]) for e in found}
-    # a key that allows several types has a complaint of each: the one from within the value says where the mistake is
-    places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
-    places.sort(key=lambda place: kinds[place] != UNKNOWN)  # first what others may follow from
-    problems = [_problem(cls, given, place, kinds[place]) for place in places]
-    bad: set[str] = set()
-    for place in places:
-        if key := key_at(cls, place):
-            bad.add(key)
-        elif kinds[place] == UNKNOWN:
-            del _value(given, place[:-1])[place[-1]]
-        else:
-            given[str(place[0])] = {}
-            bad |= {name for name in keys_of(cls) if name.startswith(f"{place[0]}.")}
-    for key in bad:
-        node, (section, _, name) = keys_of(cls)[key], key.rpartition(".")
-        target = given[section] if section else given
-        target.pop(name, None)
-        if "default" not in node:
-            target[name] = node["examples"][0]
-    return adapter.validate_json(json.dumps(given)), problems, bad
-
-
-def _place(given: Any, error: ErrorDetails) -> Place:
-    """Where in `given` the error is: pydantic's location without the names of the types that it tried."""
-    place: list[str | int] = []
-    for step in error["loc"]:
-        if isinstance(given, list | dict) and (
-            step in given if isinstance(given, dict) else isinstance(step, int)
-        ):
-            given = given[step]  # type: ignore[index]
-            place.append(step)
-    return (*place, error["loc"][-1]) if error["type"] == MISSING else tuple(place)
-
-
-def _value(given: Any, place: Place) -> Any:
-    for step in place:
-        given = given[step]
-    return given
-
-
-def _problem(cls: type, given: dict[str, Any], place: Place, kind: str) -> str:
-    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
-    if kind == UNKNOWN:
-        item = node_at(cls, place[:-1]) if (key := key_at(cls, place)) else None
-        whole = f"{key.rpartition('.')[0]}.{place[-1]}"
-        if item and whole in keys_of(cls):
-            return f"{name}: it cannot differ from item to item; set it for the whole run, as {whole}"
-        known = item["properties"] if item else [*keys_of(cls), *schema_of(cls)["properties"]]
-        return f"{name}: unknown key{instead_of(name) or nearest(name, known)}"
-    node, key = node_at(cls, place) or {}, key_at(cls, place)
-    expected = f"{in_words(node)} is expected"
-    if not key:
-        first = next(iter(node["properties"]))
-        expected = f"{in_words(node)} (a section) is expected; for example --{name}.{first} VALUE"
-    elif len(place) == key.count(".") + 1:
-        expected += example(key, node)
-    if kind == MISSING:
-        return f"{name}: required, and not given: {expected}"
-    value = _value(given, place)
-    if isinstance(value, float) and not math.isfinite(value):
-        expected = expected.replace("a number", "a finite number")
-    return f"{name}: {shown(value)} is given, {expected}"
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of every value in a nested object that is no object itself."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out

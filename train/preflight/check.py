@@ -27,6 +27,7 @@ from train.checkpoint.files import (
 from train.checkpoint.resume import allowed_changes
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import resolve_arguments
 from train.data.source import TokenSource, check_fit, check_no_leak, check_same_tokenizer, open_sources
 from train.files import existing
 from train.guard.lock import Lock
@@ -82,9 +83,10 @@ def check(args: TrainingArguments, world_size: int, local_ranks: int, devices: l
             problems.append(error)
             return None
 
+    source = args.deepspeed if isinstance(args.deepspeed, str) else "deepspeed"
     sizes: Any = attempt(partial(load_sizes, args.model.config))
-    resolved = attempt(partial(args.resolve, world_size))
-    ds_config = resolved and attempt(partial(resolve_ds_config, args, world_size))
+    resolved = attempt(partial(resolve_arguments, args, world_size))
+    ds_config = resolved and attempt(partial(resolve_ds_config, resolved, world_size, source))
     train = attempt(partial(open_sources, args.data.sources, "train", args.max_seq_length))
     if train and sizes is not None:
         attempt(partial(check_fit, train, sizes.vocab_size, sizes.max_position_embeddings))

@@ -27,8 +27,8 @@ from model.errors import UserError
 from model.fp8.machine import describe
 from model.fp8.recipes import why_no_fp8
 from train.config.arguments import TrainingArguments
-from train.config.differences import leaves
 from train.config.schedule import precisions_of
+from train.config.schema import flatten
 from train.data.stream import open_stream
 from train.engine import launchers
 from train.files import existing
@@ -72,7 +72,7 @@ def check_configured_alike(args: TrainingArguments) -> None:
     values = {key: value for key, value in args.to_dict().items() if key not in NOT_HASHED}
     values["data"] |= {key: [*(values["data"][key] or {})] for key in ("sources", "eval_sources")}
     values["model"] |= {"config": numbers_of(load_config(args.model.config)), "init_from": None}
-    mine = {key: json.dumps(value) for key, value in leaves(values).items()}
+    mine = {key: json.dumps(value) for key, value in flatten(values).items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (socket.gethostname(), mine))
     names = [f"rank {rank} ({host})" for rank, (host, _) in enumerate(every)]

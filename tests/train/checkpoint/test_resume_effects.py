@@ -13,6 +13,7 @@ from tests.train.runs import curve, metrics, run
 from train import train
 from train.checkpoint.files import CheckpointError, read_signed, read_state
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.load import build_arguments
 from train.engine.optimizer import learning_rate_at
 
 ALL_AT_ONCE = {
@@ -53,7 +54,7 @@ def test_allowed_changes_are_noted_and_repeatable(own_trained: Path, settings: d
     ):
         assert sorted(noted, key=lambda e: e["key"]) == sorted(entries, key=lambda e: e["key"])
     after = curve(own_trained)
-    args = TrainingArguments.from_dict({**settings, **ALL_AT_ONCE})
+    args = build_arguments({**settings, **ALL_AT_ONCE})
     assert after[:6] == before and [entry[3] for entry in after[6:]] == [
         learning_rate_at(n, args) for n in (6, 7)
     ]
@@ -176,6 +177,7 @@ ELSEWHERE = {
 # in test_resume.py, data/test_document_mask.py, engine/test_states.py and engine/test_muon.py; below; on a GPU alone
 SHOWN_ELSEWHERE = {"data.sources", "data.weights", "data.document_mask", "model.config"} | {
     "precision.optimizer_moments",
+    "precision.calibration_passes",  # of later phases: a resume itself does not calibrate
     "muon_momentum",
     "model.compile",
     "model.attention_backend",
@@ -200,7 +202,7 @@ def gone_on(
         "allow_changes_on_resume": True,
         "save_strategy": "no",
     }
-    return curve(run(merged)), TrainingArguments.from_dict(merged)
+    return curve(run(merged)), build_arguments(merged)
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ from model.fp8.precision import Precision
 from train.checkpoint.files import RunState, name_of, problems, read_state
 from train.checkpoint.load import choose_checkpoint, load_checkpoint
 from train.checkpoint.save import Saver
-from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.distributed import init_distributed
 from train.engine.step import MicroStep, build_engine, without_prints
@@ -57,7 +57,7 @@ class Stored:
             "per_device_train_batch_size": 2,
             "learning_rate": 1e-2,
         }
-        args = TrainingArguments.from_dict(raw).resolve(1)
+        args = resolve_arguments(build_arguments(raw), 1)
         self.config, self.precision = load_config(args.model.config), Precision(args.precision)
         model = build_model(self.config, args.model.variant, self.precision, seed=1)
         self.engine = build_engine(model, args, resolve_ds_config(args, 1))

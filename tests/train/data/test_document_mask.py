@@ -13,7 +13,8 @@ from tests.conftest import refused
 from tests.fixtures import write_jsonl
 from tests.train.runs import curve, metrics, run
 from train.checkpoint.files import CheckpointError
-from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.arguments import ConfigurationError
+from train.config.load import build_arguments
 from train.data.format import DataError, read_manifest
 from train.data.stream import NO_LABEL, MicroBatches, open_stream
 
@@ -178,4 +179,4 @@ def test_a_variant_without_document_masks_is_refused(settings: dict) -> None:
     settings["model"]["variant"] = "hf"
     settings["precision"] = {"compute": "bf16"}
     with refused(ConfigurationError, key="data.document_mask"):
-        TrainingArguments.from_dict(settings)
+        build_arguments(settings)

@@ -12,8 +12,9 @@ import pytest
 
 from test_fp8.common.folders import make_folder
 from tests.conftest import numbers, refused
-from train.config.arguments import ConfigurationError, TrainingArguments, load_arguments
+from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import table
+from train.config.load import build_arguments, load_arguments
 from train.data.format import DataError
 from train.data.mixture import MixtureStage
 from train.data.order import Mixture
@@ -238,7 +239,7 @@ def as_json(weights) -> object:
 
 def arguments(weights: object) -> TrainingArguments:
     data = {"sources": {name: f"data/{name}" for name in "abc"}, "weights": weights}
-    return TrainingArguments.from_dict({"model": {"config": "tiny"}, "data": data, "max_steps": 5})
+    return build_arguments({"model": {"config": "tiny"}, "data": data, "max_steps": 5})
 
 
 @pytest.mark.parametrize(

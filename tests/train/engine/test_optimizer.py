@@ -13,7 +13,8 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from tests.train.engine.test_states import FLOAT32, INT8, Trained
 from train.checkpoint.load import load_checkpoint
-from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.arguments import ConfigurationError
+from train.config.load import build_arguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
 from train.engine.step import without_prints
 from train.engine.zero import base_optimizer, own_settings, skip_steps_that_are_not_finite
@@ -28,7 +29,7 @@ def arguments(**changes):
         "min_lr_ratio": 0.1,
         **changes,
     }
-    return TrainingArguments.from_dict(raw)
+    return build_arguments(raw)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 1.0])

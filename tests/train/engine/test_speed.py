@@ -16,7 +16,8 @@ from model.variants import SpeedConfig
 from tests.conftest import numbers, small_config
 from tests.model.cuda_graphs import use_tapes
 from tests.train.runs import PRECISIONS, curve, gradients_without_fp8, metrics, run
-from train.config.arguments import ConfigurationError, load_deepspeed
+from train.config.arguments import ConfigurationError
+from train.config.ds_config import load_deepspeed
 from train.engine import step
 from train.engine.step import MainGrads, MicroStep
 from train.loop import TrainingError

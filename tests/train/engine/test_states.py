@@ -12,8 +12,8 @@ from tests.train.runs import curve, run
 from train.checkpoint.files import RunState, name_of
 from train.checkpoint.load import load_checkpoint
 from train.checkpoint.save import Saver
-from train.config.arguments import TrainingArguments, load_deepspeed
-from train.config.ds_config import resolve_ds_config
+from train.config.ds_config import load_deepspeed, resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine import states, zero
 from train.engine.states import MOMENTS, PackedAdamW, decoded, joined, split
@@ -123,7 +123,7 @@ class Trained:
     """An engine of the run of `settings`, and steps of it on random tokens."""
 
     def __init__(self, settings: dict, precision: dict[str, str], **changes: Any):
-        self.args = TrainingArguments.from_dict({**settings, "precision": precision, **changes}).resolve(1)
+        self.args = resolve_arguments(build_arguments({**settings, "precision": precision, **changes}), 1)
         model, self.precision = model_for(self.args)
         self.engine = build_engine(model, self.args, resolve_ds_config(self.args, 1))
         self.micro_step = MicroStep(self.engine, self.precision, self.args)

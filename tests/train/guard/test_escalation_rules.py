@@ -21,7 +21,8 @@ from tests.train.checkpoint.test_checkpoint import make
 from tests.train.runs import run
 from train import loop
 from train.checkpoint.files import RunState, committed, discard_old, step_of
-from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.arguments import ConfigurationError
+from train.config.load import build_arguments, resolve_arguments
 from train.guard.escalation import escalations, take_all_out
 from train.guard.fp8_alarms import FP8Alarms
 from train.loop import Loop, Step
@@ -221,7 +222,7 @@ def test_what_cannot_be_is_refused(settings: dict, keys: dict, others: dict, key
     if "recipe" in keys:
         settings["model"]["variant"] = "torchao"
     with pytest.raises(ConfigurationError) as error:
-        TrainingArguments.from_dict({**settings, "precision": {**ESCALATE, **keys}, **others}).resolve(1)
+        resolve_arguments(build_arguments({**settings, "precision": {**ESCALATE, **keys}, **others}), 1)
     assert key in str(error.value)
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from model.config import load_sizes
 from model.variants import VARIANTS
-from train.config.arguments import REPOSITORY, load_arguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import load_arguments, resolve_arguments
+from train.files import REPOSITORY
 from train.planning.memory import WORKSPACES_GIB
 from train.planning.setting import Setting
 from train.planning.speed import GPUS, Gpu
@@ -21,7 +22,7 @@ def setting(config: str = "train_config_fp8.json", ranks: int = 1, **keys: objec
     """The setting of a shipped configuration, with a micro-batch of 8 unless another is given."""
     keys = {"per_device_train_batch_size": 8} | keys
     words = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()]
-    arguments = load_arguments([config, "--train_batch_size_tokens=null", *words]).resolve(ranks)
+    arguments = resolve_arguments(load_arguments([config, "--train_batch_size_tokens=null", *words]), ranks)
     ds_config = resolve_ds_config(arguments, ranks)
     return Setting.of(arguments, ds_config, load_sizes(arguments.model.config), ranks)
 

@@ -20,6 +20,7 @@ from model.fp8.recipes import PrecisionConfig
 from tests.model.test_autotune import Script
 from train import train
 from train.config.arguments import ConfigurationError, TrainingArguments
+from train.config.load import build_arguments, resolve_arguments
 from train.planning import autotune as glue
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -47,7 +48,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def arguments(settings: dict[str, Any], **changes: Any) -> TrainingArguments:
-    return TrainingArguments.from_dict({**settings, **changes}).resolve(1)
+    return resolve_arguments(build_arguments({**settings, **changes}), 1)
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_without_a_gpu_the_configuration_stays(settings: dict) -> None:
 def test_the_choice_becomes_the_configuration(settings: dict, measured: list[Task]) -> None:
     resolved = resolve(arguments(settings))
     assert resolved.precision.compute == "bf16" and resolved.precision.auto is False and len(measured) == 1
-    from_file = TrainingArguments.from_dict(resolved.to_dict()).resolve(1)
+    from_file = resolve_arguments(build_arguments(resolved.to_dict()), 1)
     assert resolve(from_file) == from_file and len(measured) == 1
 
 
@@ -107,7 +108,7 @@ def test_graphs_are_measured_where_the_run_can_have_them(
 def test_the_optimizer_of_a_rank_is_not_available_to_the_model(settings: dict) -> None:
     parameters = num_parameters(load_config(settings["model"]["config"]))
     one, two = (
-        glue.task_of(TrainingArguments.from_dict(settings).resolve(ranks), ranks).other_memory_gib
+        glue.task_of(resolve_arguments(build_arguments(settings), ranks), ranks).other_memory_gib
         for ranks in (1, 2)
     )
     assert one - two == pytest.approx(12 * parameters / 2 / GIB)

@@ -17,7 +17,8 @@ from model.config import CONFIGS, GIB, load_sizes, state_memory_gib
 from tests.train.planning.settings import Measured, measured, setting
 from train import plan as program
 from train import train
-from train.config.arguments import REPOSITORY, load_deepspeed
+from train.config.ds_config import load_deepspeed
+from train.files import REPOSITORY
 from train.guard.signals import Stopped
 from train.planning.memory import largest_micro_batch, memory_of
 from train.planning.plan import Prediction, parse_tokens

@@ -16,8 +16,8 @@ from model.config import load_config
 from model.fp8.precision import Precision
 from tests.conftest import log_messages
 from tests.reliability.number_ranks import digests, spoil
-from train.config.arguments import TrainingArguments
 from train.config.ds_config import resolve_ds_config
+from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
 from train.engine.step import MicroStep, build_engine
 from train.preflight import ranks
@@ -68,7 +68,7 @@ def gradients(
         "deepspeed": {"zero_optimization": {"stage": stage}, "data_types": data_types or {}},
     }
     world, rank = dist.get_world_size(), dist.get_rank()
-    args = TrainingArguments.from_dict(raw).resolve(world)
+    args = resolve_arguments(build_arguments(raw), world)
     model_config, how = load_config(config), Precision(args.precision)
     engine = build_engine(
         build_model(model_config, "te_layer", how, seed=1), args, resolve_ds_config(args, world)
@@ -140,7 +140,7 @@ def alike(settings: dict, fault: str, folder: str, gpus: bool = False) -> dict[s
         folder: an empty folder.
         gpus: let the ranks report a GPU.
     """
-    args, is_second = TrainingArguments.from_dict(settings), dist.get_rank() == 1
+    args, is_second = build_arguments(settings), dist.get_rank() == 1
     right, right_existing = ranks.this_rank, ranks.existing
     ranks.SEEN_WITHIN_S = 0.3
     if is_second and fault == "no_data":

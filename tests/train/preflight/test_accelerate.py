@@ -14,7 +14,8 @@ import pytest
 
 from tests.reliability.launching import clean_environment
 from tests.train.runs import ROOT, curve
-from train.config.arguments import TrainingArguments, load_arguments
+from train.config.arguments import TrainingArguments
+from train.config.load import load_arguments, resolve_arguments
 from train.preflight import check
 from train.preflight.accelerate import contradictions
 
@@ -43,7 +44,7 @@ PREFIX = "ACCELERATE_"
 
 
 def arguments(*options: str) -> TrainingArguments:
-    return load_arguments([str(ROOT / "train_args/train_config_fp8.json"), *options]).resolve(8)
+    return resolve_arguments(load_arguments([str(ROOT / "train_args/train_config_fp8.json"), *options]), 8)
 
 
 def test_the_shipped_file_has_what_the_shipped_configuration_has() -> None:

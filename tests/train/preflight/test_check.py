@@ -14,7 +14,8 @@ import pytest
 from model.config import layer_matrix_parameters, load_sizes, num_parameters, state_memory_gib
 from tests.conftest import refused
 from tests.train.mistakes import World, keys
-from train.config.arguments import TrainingArguments, load_deepspeed
+from train.config.ds_config import load_deepspeed
+from train.config.load import build_arguments, resolve_arguments
 from train.planning.memory import checkpoint_bytes
 from train.preflight import check, machine, sizes
 
@@ -22,7 +23,7 @@ from train.preflight import check, machine, sizes
 def checked(
     world: World, world_size: int = 1, local_ranks: int = 1, devices: list[int] | None = None
 ) -> list[str]:
-    arguments = TrainingArguments.from_dict(world.settings)
+    arguments = build_arguments(world.settings)
     return check.check(arguments, world_size, local_ranks, devices or [])
 
 
@@ -39,7 +40,7 @@ def bytes_of_checkpoint(world: World) -> int:
 def test_a_good_configuration_has_no_warnings(world: World) -> None:
     assert checked(world) == [] and checked(world, 2, 2, [80 * 2**30] * 2) == []
     # no driver that answers
-    assert check.check(TrainingArguments.from_dict(world.settings), 8, 8, None) == []
+    assert check.check(build_arguments(world.settings), 8, 8, None) == []
 
 
 def test_one_problem_keeps_its_code_and_key_and_several_are_listed(world: World) -> None:
@@ -199,7 +200,7 @@ def test_a_large_model_trains_on_a_cpu_where_that_is_asked_for(world: World) -> 
     assert num_parameters(large) > check.CPU_PARAMETERS > num_parameters(small)
     for backend, count in (("auto", 1), ("reference", 0)):
         keys(precision__backend=backend)(world)
-        arguments = TrainingArguments.from_dict(world.settings)
+        arguments = build_arguments(world.settings)
         assert len(check.device_problems(arguments, large, 2, 0)) == count
         assert check.device_problems(arguments, small, 2, 0) == []
 
@@ -221,7 +222,7 @@ def test_disk_space_follows_from_the_types(
 ) -> None:
     """Bytes of a parameter in a checkpoint and in hf/; Muon keeps one moment of the layers' matrices."""
     keys(**changes)(world)
-    arguments, config = TrainingArguments.from_dict(world.settings).resolve(1), load_sizes(str(world.model))
+    arguments, config = resolve_arguments(build_arguments(world.settings), 1), load_sizes(str(world.model))
     stage = load_deepspeed(arguments.deepspeed)["zero_optimization"]["stage"]
     need = sizes.disk_need(arguments, config, stage)
     parameters = num_parameters(config)

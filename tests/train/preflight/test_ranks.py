@@ -11,7 +11,7 @@ import pytest
 from tests.fixtures import settings_of
 from tests.reliability.launching import run_cases
 from tests.train.runs import run
-from train.config.arguments import TrainingArguments
+from train.config.load import build_arguments
 from train.preflight import ranks
 from train.preflight.check import PreflightError
 from train.preflight.ranks import Rank, compare_ranks
@@ -65,7 +65,7 @@ def test_the_ranks_are_checked_before_anything_is_built(
 
 
 GOOD = Rank("a", {"torch": "2.13"}, {"gpu": "H100", "driver": "1"}, (9, 0), 700.0)
-ARGS = TrainingArguments.from_dict(
+ARGS = build_arguments(
     {
         "model": {"config": "tiny"},
         "data": {"sources": {"a": "a"}},

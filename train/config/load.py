@@ -1,0 +1,433 @@
+"""From a JSON file and the command line to the arguments of a run: defaults < CONFIG.json < --key value.
+
+load_arguments(argv)       read the file, apply the overrides, check, find folders
+build_arguments(raw)       check a JSON object: first each key by its type and limits, then keys that go together
+resolve_arguments(a, n)    fill in what follows from other keys and the number of ranks
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from model.config import JsonError
+from model.fp8.recipes import BF16_MOMENTS_MOST_BETA2, FP8_TRAIN_ROW_MULTIPLE
+from model.hub import HubError, local_folder
+from model.keys import RESUME
+from model.variants import VARIANTS, variant_problems, why_no_graphs
+from train.config.arguments import (
+    ConfigurationError,
+    TrainingArguments,
+    find_config,
+    raise_problems,
+    read_json_object,
+)
+from train.config.ds_config import apply_msamp, load_deepspeed
+from train.config.schedule import order_problems, precisions_of, stage_problems
+from train.config.schema import (
+    Node,
+    all_keys,
+    describe,
+    example,
+    full_schema,
+    json_type,
+    key_at,
+    node_at,
+    options,
+    suggest,
+    suggest_key,
+    value_schema,
+)
+from train.data.mixture import weight_problems
+from train.files import blocking, data_folder, shown
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+USAGE = """\
+usage: train.py CONFIG [--key value]...
+
+CONFIG is a JSON file. A bare name that is not a file here is looked up in train_args/.
+Every key of the file can be given as --key value, in a section as --section.key value. Values are JSON or
+plain strings; a list of names can be NAME,NAME; a key that is true or false can stand alone (--dry_run),
+which means true.
+Start it with deepspeed, torchrun, or python for one process.
+--schema prints the JSON schema of the file, with which editors complete and check it.
+
+Exit status: 0 done; 2 something has to be changed first (a key, data, a folder, the disk, a missing GPU,
+numbers that went wrong); 75 stopped on request, with a checkpoint: the same command continues; 130 ended by
+Ctrl-C without a checkpoint; 1 anything else, which a restart from the last checkpoint may fix.
+"""
+# pydantic's names of kinds of errors
+MISSING, UNKNOWN = "missing", "unexpected_keyword_argument"
+OF_TYPED_DICT = {"extra_forbidden": UNKNOWN}
+
+Place = tuple[str | int, ...]  # names of keys, and numbers of items in lists
+
+
+def load_arguments(argv: list[str]) -> TrainingArguments:
+    """Return the arguments of a command line: `CONFIG [--key value | --key=value | --section.key value]...`.
+
+    `--help` and `--schema` print and exit. The `--local_rank` of DeepSpeed's launcher is ignored.
+
+    Raises:
+        ConfigurationError: anything that is wrong in the file or on the command line.
+    """
+    for option, printed in (("--help", help_text), ("-h", help_text), ("--schema", schema_text)):
+        if option in argv:
+            print(printed())
+            raise SystemExit(0)
+    try:
+        config, overrides = split_argv(argv)
+        path = find_config(config, "CONFIG")
+        raw = read_json_object(path)
+        for key, text in overrides:
+            override(raw, key, text)
+        if raw.get("output_dir") is None:
+            raw["output_dir"] = str(Path("output") / path.stem)
+        arguments = build_arguments(raw, f"{path} with the command line" if overrides else str(path))
+        model = arguments.model
+        model.config = local_folder(model.config, weights=False)
+        model.init_from = model.init_from and local_folder(model.init_from)
+    except (JsonError, HubError) as error:
+        raise ConfigurationError(str(error), code=error.code, key=error.key) from error
+    for folders in (arguments.data.sources, arguments.data.eval_sources or {}):
+        for name, folder in folders.items():
+            folders[name] = data_folder(folder)
+    return arguments
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def help_text() -> str:
+    """Return what `--help` prints: the usage, and each key with what it takes, its default and meaning."""
+    lines = [USAGE]
+    for key, node in all_keys().items():
+        default = f"default {json.dumps(node['default'])}" if "default" in node else "required"
+        why = f": {node['why']}" if "why" in node else ""
+        facts = [describe(node), default, RESUME[node["resume"]] + why]
+        lines += [f"  --{key}  ({'; '.join(facts)})", f"        {node['description']}"]
+    return "\n".join(lines)
+
+
+def schema_text() -> str:
+    """Return what `--schema` prints and train_args/train_config.schema.json holds."""
+    schema = full_schema()
+    named = {"$schema": {"type": "string", "description": "this schema; for editors"}} | schema["properties"]
+    return json.dumps({"$schema": DIALECT} | schema | {"properties": named}, indent=1)
+
+
+def split_argv(argv: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """Return CONFIG and the (key, text) pairs of a command line.
+
+    Raises:
+        ConfigurationError: no CONFIG or several, or a key without a value.
+    """
+    configs, overrides, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            configs.append(word)
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            text = _take_value(key, words)
+        if key.replace("-", "_") != "local_rank":
+            overrides.append((key, text))
+    if len(configs) != 1:
+        given = ", ".join(configs) or "none"
+        unknown = [
+            _unknown(key) for key, _ in overrides if not _is_known(key)
+        ]  # one may have taken CONFIG as its value
+        raise ConfigurationError(
+            f"one CONFIG is expected, {len(configs)} are given ({given}); see --help",
+            problems=unknown,
+            code="config_count",
+        )
+    return configs[0], overrides
+
+
+def _take_value(key: str, words: list[str]) -> str:
+    """Remove the value of `--key` from the front of `words` and return it."""
+    if words and words[0] in ("true", "false", "null"):
+        return words.pop(0)
+    node = node_at(key.split("."))
+    if node is not None and {option.get("type") for option in options(node)} <= {"boolean", "null"}:
+        return "true"
+    if words and not words[0].startswith("--"):
+        return words.pop(0)
+    if not _is_known(key):
+        raise ConfigurationError(_unknown(key), code="unknown_key", key=key)
+    raise ConfigurationError(f"--{key} needs a value: --{key} VALUE", code="no_value", key=key)
+
+
+def _is_known(key: str) -> bool:
+    return node_at(key.split(".")) is not None or key.replace("-", "_") == "local_rank"
+
+
+def _unknown(key: str) -> str:
+    return f"--{key}: unknown key{suggest_key(key)}; --help lists all keys"
+
+
+def override(raw: dict[str, Any], path: str, text: str) -> None:
+    """Set `--path text` in the JSON object `raw`: as JSON if that has a type that the key takes, else as a string.
+    Names below a key that takes an object (`data.sources.NAME`) set one entry of it.
+
+    Raises:
+        ConfigurationError: a name on the path holds no object, or an object or a list is not valid JSON.
+    """
+    names, target, node = path.split("."), raw, full_schema()
+    # an object with free names takes the rest of the path as one name: a data source may have a dot in its name
+    while len(names) > 1 and (not node or "properties" in node):
+        section = names.pop(0)
+        inner = node.get("properties", {}).get(section, {})
+        node = next((v for option in options(inner) if (v := value_schema(option)) is not None), inner)
+        if target.get(section) is None:
+            target[section] = {}
+        target = target[section]
+        if not isinstance(target, dict):
+            raise ConfigurationError(
+                f"--{path}: {section} is {shown(target)}, not an object, so nothing in it can be set",
+                code="not_an_object",
+                key=path,
+            )
+    name = ".".join(names)
+    if "properties" in node:  # an unknown key keeps its text: build_arguments names it
+        node = node["properties"].get(name, {"type": "string"})
+    target[name] = _parse_value(path, text, node)
+
+
+def _parse_value(path: str, text: str, node: Node) -> Any:
+    kinds = {option.get("type") for option in options(node)}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith(("{", "[")) and kinds & {"object", "array", None}:
+            raise ConfigurationError(
+                f"--{path} {text} is not valid JSON: {error.msg}, at character {error.pos + 1}"
+                f"{example(path, node)}",
+                code="invalid_json",
+                key=path,
+            ) from error
+        takes_names = any(option.get("items", {}).get("type") == "string" for option in options(node))
+        if takes_names and ("," in text or "string" not in kinds):
+            return [name.strip() for name in text.split(",")]
+        return text
+    return text if "string" in kinds and json_type(value) not in kinds else value
+
+
+# ---------------------------------------------------------------- checks of a JSON object
+
+
+def build_arguments(raw: dict[str, Any], source: str = "configuration") -> TrainingArguments:
+    """Return checked arguments from a JSON object; `source` names it in errors.
+
+    Raises:
+        ConfigurationError: every key with a wrong name or value; if there is none, all that does not go together.
+    """
+    raw = {key: value for key, value in raw.items() if key != "$schema"}  # for editors
+    text = json.dumps(raw, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"{source}: {text[error.start :][:40]!a} is not Unicode text", code="not_unicode"
+        ) from error
+    sections: Node = {name: {} for name, node in full_schema()["properties"].items() if "properties" in node}
+    given = sections | raw
+    try:
+        arguments = TypeAdapter(TrainingArguments).validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise_problems(source, _validation_problems(given, error.errors(include_url=False)))
+        raise
+    raise_problems(source, problems_across_keys(arguments))
+    return arguments
+
+
+def _validation_problems(given: dict[str, Any], errors: list[ErrorDetails]) -> list[str]:
+    kinds = {_place(given, e): OF_TYPED_DICT.get(e["type"], e["type"]) for e in errors}
+    # A key that allows several types has an error for each. The innermost place is where the mistake is.
+    places = [p for p in kinds if not any(p == other[: len(p)] and p != other for other in kinds)]
+    places.sort(key=lambda place: kinds[place] != UNKNOWN)  # a misspelt key explains a missing one
+    return [_problem(given, place, kinds[place]) for place in places]
+
+
+def _place(given: Any, error: ErrorDetails) -> Place:
+    """Return where in `given` the error is: pydantic's location without the names of the types it tried."""
+    place: list[str | int] = []
+    for step in error["loc"]:
+        if isinstance(given, list | dict) and (
+            step in given if isinstance(given, dict) else isinstance(step, int)
+        ):
+            given = given[step]  # type: ignore[index]
+            place.append(step)
+    return (*place, error["loc"][-1]) if error["type"] == MISSING else tuple(place)
+
+
+def _problem(given: Any, place: Place, kind: str) -> str:
+    name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)[1:]
+    key = key_at(place)
+    if kind == UNKNOWN and not key:
+        return f"{name}: unknown key{suggest_key(name)}"
+    if kind == UNKNOWN:  # in an item of a list
+        whole = f"{key.rpartition('.')[0]}.{place[-1]}"
+        if whole in all_keys():
+            return f"{name}: it cannot differ from item to item; set it for the whole run, as {whole}"
+        return f"{name}: unknown key{suggest(name, (node_at(place[:-1]) or {}).get('properties', {}))}"
+    node = node_at(place) or {}
+    expected = f"{describe(node)} is expected"
+    if not key:
+        first = next(iter(node["properties"]))
+        expected = f"{describe(node)} (a section) is expected; for example --{name}.{first} VALUE"
+    elif len(place) == key.count(".") + 1:
+        expected += example(key, node)
+    if kind == MISSING:
+        return f"{name}: required, and not given: {expected}"
+    for step in place:
+        given = given[step]
+    if isinstance(given, float) and not math.isfinite(given):
+        expected = expected.replace("a number", "a finite number")
+    return f"{name}: {shown(given)} is given, {expected}"
+
+
+def problems_across_keys(args: TrainingArguments) -> list[str]:
+    """Return what does not go together in the configuration, one line per problem."""
+    problems: list[str] = []
+
+    def check(keys: str, allowed: object, message: str) -> None:
+        if not allowed:
+            values = (f"{key} {shown(attrgetter(key)(args))}" for key in keys.split())
+            problems.append(f"{', '.join(values)}: {message}")
+
+    decays = args.lr_scheduler_type == "warmup_stable_decay"
+    check("warmup_steps max_steps", args.warmup_steps <= args.max_steps, "warmup is longer than the run")
+    check(
+        "lr_scheduler_type decay_steps",
+        (args.decay_steps is not None) == decays,
+        "decay_steps belongs to warmup_stable_decay: set it there, remove it elsewhere",
+    )
+    check(
+        "warmup_steps decay_steps max_steps",
+        not decays or args.warmup_steps + (args.decay_steps or 0) <= args.max_steps,
+        "warmup and decay together are longer than the run",
+    )
+    check(
+        "optim muon_momentum",
+        args.optim == "muon" or args.muon_momentum == type(args).muon_momentum,
+        "only muon reads muon_momentum; remove it",
+    )
+    rollback = args.on_spike == "rollback"
+    check(
+        "on_spike save_strategy",
+        not rollback or args.save_strategy != "no",
+        "a rollback needs checkpoints; set save_strategy to steps, or on_spike to warn",
+    )
+    check(
+        "on_spike spike_threshold",
+        not rollback or args.spike_threshold > 0,
+        "with a threshold of 0 nothing is a spike; set one, or on_spike to warn",
+    )
+    if args.output_dir and (blocked := blocking(Path(args.output_dir))):
+        problems.append(
+            f"output_dir {shown(args.output_dir)}: {blocked} is not a folder; choose another folder"
+        )
+    if args.data.weights is not None:
+        problems += weight_problems(args.data.weights, list(args.data.sources))
+    problems += args.precision.problems()
+    problems += variant_problems(args.model.variant, args.precision, args.model.compile)
+    problems += stage_problems(args)
+    check(
+        "precision.optimizer_states precision.optimizer_moments adam_beta2",
+        args.precision.optimizer_states != "bf16_remainder"
+        or args.precision.optimizer_moments == "fp32"
+        or args.adam_beta2 <= BF16_MOMENTS_MOST_BETA2,
+        f"with an adam_beta2 above {BF16_MOMENTS_MOST_BETA2} the changes of second moments in bf16 are rounded away; "
+        "set optimizer_moments to fp32",
+    )
+    check(
+        "data.document_mask model.variant",
+        VARIANTS[args.model.variant].documents or not args.data.document_mask,
+        "transformers' attention here cannot separate documents; set it to false, or use te_linear or te_layer",
+    )
+    no_graphs = why_no_graphs(args.model.variant, gradient_checkpointing=args.gradient_checkpointing)
+    check(
+        "speed.cuda_graphs gradient_checkpointing model.variant",
+        no_graphs is None or not args.speed.cuda_graphs,
+        no_graphs or "",
+    )
+    fp8 = any(own.compute == "fp8" for own in precisions_of(args.precision))
+    for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        rows = (getattr(args, key) or 0) * args.max_seq_length
+        check(
+            f"{key} max_seq_length precision.compute",
+            not fp8 or rows % FP8_TRAIN_ROW_MULTIPLE == 0,
+            f"FP8 needs batch size x sequence length divisible by {FP8_TRAIN_ROW_MULTIPLE}",
+        )
+    if isinstance(args.allow_changes_on_resume, list):
+        problems += _allow_problems(args.allow_changes_on_resume)
+    return problems
+
+
+def _allow_problems(names: list[str]) -> list[str]:
+    problems = []
+    for name in names:
+        given = f"allow_changes_on_resume {shown(name)}"
+        if name not in all_keys():
+            problems.append(f"{given}: unknown key{suggest(name, all_keys())}; --help lists all keys")
+        elif why := all_keys()[name].get("why"):
+            problems.append(f"{given}: this key cannot change on a resume: {why}; remove it")
+    return problems
+
+
+# ---------------------------------------------------------------- what follows from other keys
+
+
+def resolve_arguments(arguments: TrainingArguments, world_size: int) -> TrainingArguments:
+    """Return a copy for `world_size` ranks with all keys filled in that follow from others.
+
+    Sets gradient_accumulation_steps, train_batch_size_tokens, per_device_eval_batch_size, `deepspeed` to the object in
+    its file, and what a section "msamp" there asks for. Resolving twice changes nothing.
+
+    Raises:
+        ConfigurationError: the batch does not divide, two keys state it differently, or a phase of precision.schedule
+            has no step.
+    """
+    out = copy.deepcopy(arguments)
+    micro_batch, length = arguments.per_device_train_batch_size, arguments.max_seq_length
+    micro_tokens = micro_batch * length * world_size
+    sizes = (
+        f"per_device_train_batch_size {micro_batch} x max_seq_length {length} x {world_size} ranks = {micro_tokens} "
+        "tokens"
+    )
+    given, steps = arguments.train_batch_size_tokens, arguments.gradient_accumulation_steps
+    if given is not None and given % micro_tokens:
+        below = given // micro_tokens * micro_tokens
+        valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
+        raise ConfigurationError(
+            f"train_batch_size_tokens: {given} is not divisible by {sizes}; the nearest valid sizes: {valid}",
+            code="batch_not_divisible",
+            key="train_batch_size_tokens",
+        )
+    if given is not None and steps is not None and given != micro_tokens * steps:
+        raise ConfigurationError(
+            f"train_batch_size_tokens {given} contradicts gradient_accumulation_steps {steps}: {sizes}, x {steps} = "
+            f"{micro_tokens * steps}; remove one of the two keys",
+            code="batch_contradiction",
+            key="train_batch_size_tokens",
+        )
+    out.gradient_accumulation_steps = steps or (given // micro_tokens if given else 1)
+    out.train_batch_size_tokens = micro_tokens * out.gradient_accumulation_steps
+    out.per_device_eval_batch_size = arguments.per_device_eval_batch_size or micro_batch
+    out.deepspeed = load_deepspeed(arguments.deepspeed)
+    problems = apply_msamp(out.deepspeed, out.precision)
+    if not problems and out.precision != arguments.precision:
+        problems = problems_across_keys(out)
+    raise_problems("the DeepSpeed configuration", problems)
+    raise_problems("precision.schedule", order_problems(out))
+    return out
