@@ -137,7 +137,7 @@ DATA_MANIFEST = {
 }
 # Of the sorted names of all configuration keys, one a line. When a key is added or removed, put in what the failure
 # shows, and name the key in the commit.
-CONFIGURATION_KEYS = 82, "9b70a18b0147a83d8c2c89af29b8c7c53070f1efc54baa9aef7ec378d79a5850"
+CONFIGURATION_KEYS = 83, "411dd7820daf25c1f10eb106721800fbb8b684ba8aa0e23aa7f987208a2ab584"
 
 
 def keys_of(value: Any, depth: int, prefix: str = "") -> Iterator[str]:
