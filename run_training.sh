@@ -57,4 +57,4 @@ case "${1:-}" in
 esac
 setup_env
 # in this process: the signals of Slurm's --signal=B: are for it
-exec "$PY" -u "$ROOT/train/job.py" "$@"
+exec "$PY" -u "$ROOT/train/launch.py" --supervise "$@"

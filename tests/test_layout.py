@@ -49,7 +49,6 @@ LAYERS = [
         "train/loop.py",
         "train/export.py",
         "train/inspect_checkpoint.py",
-        "train/job.py",
     ],
     ["train/train.py"],
 ]

@@ -42,7 +42,6 @@ from model.errors import UserError
 from train.config.arguments import TrainingArguments
 from train.config.load import load_arguments, resolve_arguments
 from train.engine import launchers
-from train.engine.meeting import meet
 from train.files import lasts, reason
 from train.preflight.check import CHECKED, check
 from train.preflight.machine import cuda_devices
@@ -72,7 +71,6 @@ def main(argv: list[str]) -> int:
     try:
         arguments = arguments_of(argv)
         configure_logging(arguments.log_level, launchers.rank())
-        meet()
         if launchers.rank() == 0 and not os.environ.get(CHECKED):
             world, local = launchers.world_size(), launchers.local_world_size()
             for remark in check(arguments, world, local, cuda_devices()):

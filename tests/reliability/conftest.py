@@ -21,8 +21,8 @@ def handlers() -> Iterator[None]:
     """As in train.py, whose __main__ installs them; nothing is noted yet."""
     before = {number: signal.getsignal(number) for number in (*signals.SIGNALS, signal.SIGINT)}
     signals.install()
-    signals._received.clear()
+    signals.received.clear()
     yield
-    signals._received.clear()
+    signals.received.clear()
     for number, handler in before.items():
         signal.signal(number, handler)

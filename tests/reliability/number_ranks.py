@@ -210,7 +210,7 @@ def whole_run(
         return {"error": str(error)}
     finally:
         MicroStep.__call__ = right
-        signals._received.clear()
+        signals.received.clear()
         spoil(None)
         if left_out is not None:
             setup.read_state = right_read

@@ -110,7 +110,7 @@ def test_a_stop_while_a_save_is_under_way(
     found = committed(root)
     assert found[0].name == "step-00000002" and len(found) == 2
     assert [problems(path) for path in found] == [[], []]
-    signals._received.clear()
+    signals.received.clear()
     run(settings, save_steps=2)
     assert_equal_runs(root.parent, trained)
 

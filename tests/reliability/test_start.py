@@ -21,8 +21,6 @@ from torch.utils import cpp_extension
 from tests import programs
 from tests.reliability.launching import clean_environment, launch
 from tests.train.runs import ROOT
-from train.engine import distributed
-from train.engine.launchers import DESCRIBED
 
 OP = "deepspeed_shm_comm"
 START = """from train.engine.distributed import init_distributed
@@ -77,8 +75,7 @@ def test_a_killed_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     )
     done = launch(2, str(tmp_path / "start.py"), hasty=True)
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
-    assert "launch: rank 1 was killed by SIGKILL; ranks [0] are ended with it. " in done.stdout
-    assert "host memory ran out" in done.stdout
+    assert re.search(r"rank 1 .*SIGKILL.*\[0\]", done.stdout, re.M), done.stdout
     port, count = re.findall(r"^(\d+) (\d)$", done.stdout, re.MULTILINE)[0]
     assert count == "2", "DeepSpeed names or places its buffers differently"
     assert list(Path("/dev/shm").glob(f"deepspeed*_{port}_?")) == []
@@ -92,19 +89,6 @@ def test_what_all_ranks_find_is_told_once(tmp_path: Path) -> None:
     )
     done = launch(3, str(tmp_path / "start.py"))
     assert (done.returncode, done.stdout) == (2, "rank 0: error: the same on each\n")
-
-
-def test_a_port_of_another_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(**_: object) -> None:
-        raise torch.distributed.DistNetworkError(
-            "... bind ... (errno: 98 - Address already in use). EADDRINUSE"
-        )
-
-    monkeypatch.setattr(distributed.deepspeed, "init_distributed", taken)
-    for name, text in zip(DESCRIBED, ("0", "0", "2", "127.0.0.1", "29500"), strict=True):
-        monkeypatch.setenv(name, text)
-    with pytest.raises(ValueError, match="MASTER_PORT=29500 is in use on this host by another process"):
-        distributed.init_distributed()
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")

@@ -41,7 +41,7 @@ def test_an_evaluation_is_left_and_made_up_for(
             run(settings)
     folder = Path(settings["output_dir"])
     assert [m.get("eval_loss") for m in metrics(folder) if m["step"] == step] == [None]
-    signals._received.clear()
+    signals.received.clear()
     right = loop.evaluate_late
 
     def crashes(*arguments: Any) -> None:
@@ -78,7 +78,7 @@ def test_an_evaluation_is_made_up_for_in_the_precision_of_its_step(
             stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=f"after step {step};"):
                 run(settings)
-        signals._received.clear()
+        signals.received.clear()
     run(settings)
     took_up = [m["step"] for m in metrics(folder) if "fp8_escalations" in m]
     assert took_up[0] == 4
@@ -102,7 +102,7 @@ def test_a_branch_that_is_stopped_before_its_first_step_names_where_it_began(
             stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=said):
                 run(settings, output_dir=str(folder), resume_from_checkpoint=start)
-        signals._received.clear()
+        signals.received.clear()
         log = (folder / "train.log").read_text()
         assert said in log and "Traceback" not in log, "it was asked for"
         assert [each["ended"]["how"] for each in read_starts(RunFolder(folder))] == ["stopped"]
@@ -123,7 +123,7 @@ def test_a_command_that_would_do_again_what_it_asked_for_is_told_what_goes_on(
             stop_when(patch, loop, "evaluate", evaluation, signal.SIGUSR1)
             with pytest.raises(signals.Stopped, match=f"The same command{option} goes on from there"):
                 run(settings, resume_from_checkpoint=begins)
-        signals._received.clear()
+        signals.received.clear()
 
 
 def test_ranks_end_together_behind_what_rank_0_has_to_write(
@@ -139,7 +139,7 @@ def test_ranks_end_together_behind_what_rank_0_has_to_write(
         with pytest.raises(signals.Stopped):
             run(settings)
     assert events[-2:] == ["closed", "meet"]
-    signals._received.clear()
+    signals.received.clear()
     events.clear()
     run(settings)
     assert events[-2:] == ["closed", "meet"]
@@ -154,7 +154,7 @@ def test_an_evaluation_that_is_made_up_for_leaves_the_first_step_its_time(
         stop_when(patch, loop, "evaluate", 1, signal.SIGUSR1)
         with pytest.raises(signals.Stopped, match="after step 2;"):
             run(settings)
-    signals._received.clear()
+    signals.received.clear()
     left_s: dict[str, float] = {}
     right = Watchdog.met
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -23,7 +24,7 @@ from train.checkpoint import save
 from train.checkpoint.files import read_state
 from train.guard import signals
 
-LAUNCHED = "training: {} processes"
+LAUNCHED = "training: {} ranks"
 A_STEP = "\nstep "
 
 
@@ -44,9 +45,10 @@ def test_three_preemptions_in_a_row_lose_and_repeat_no_sample(
                                     (save.Saver, "begin", 1, 5)):  # fmt: skip
         with monkeypatch.context() as patch:
             stop_when(patch, owner, name, call, signal.SIGUSR1)
-            with pytest.raises(signals.Stopped, match=f"after step {step};"):
+            with pytest.raises(signals.Stopped) as stopped:
                 run(settings)
-        signals._received.clear()
+        assert stopped.value.step == step
+        signals.received.clear()
     run(settings)
     assert taken == [(4 * step, index) for step in range(6) for index in range(2)]
     assert_equal_runs(Path(settings["output_dir"]), trained)
@@ -173,6 +175,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(settings: dict, tmp_p
     assert job.run(0, kill) == 0
     said = (tmp_path / "job-0.txt").read_text()
     assert job.requeued() == 0
-    assert "launch: rank 2 was killed by SIGKILL" in said
-    assert "ended with status 137; restart 1 of 3 from step-000000" in said
+    assert re.search("rank 2 .*SIGKILL", said, re.M) and re.search(
+        "status 137; restart 1 of 3 from step-", said
+    )
     assert_equal_runs(Path(settings["output_dir"]), whole, 30)

@@ -1,4 +1,4 @@
-"""A machine for run_training.sh and train/job.py, made of scripts that stand in for what they would start."""
+"""A machine for run_training.sh and train/launch.py, made of scripts that stand in for what they would start."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ def checkpoint(step: int) -> str:
     return f"mkdir -p {folder}; echo '{{}}' > {folder}/manifest.json"
 
 
-def launcher(folder: Path, plan: Sequence[str]) -> str:
-    """Beginning of a script that stands in for Python: if it is to run train/launch.py, it writes its arguments to
-    folder/starts.txt and does what the plan says of this start; after the plan it exits with 0."""
-    cases = "\n".join(f"{number}) {do};;" for number, do in enumerate(plan, 1))
+def plan_of(folder: Path, plan: Sequence[str]) -> str:
+    """A script that writes its arguments to folder/starts.txt and does what the plan says of this start; after the plan
+    it exits with 0."""
+    cases = "\n".join(f"{number}) {do or ':'};;" for number, do in enumerate(plan, 1))
     return "\n".join(
         [
-            '[[ "$*" == *train/launch.py* ]] && {',
             f'echo "$*" >> "{folder}/starts.txt"',
             f'cd "{folder}"; number=0; while read -r line; do number=$((number + 1)); done < starts.txt',
             f"case $number in\n{cases}\nesac",
-            "exit 0; }",
+            "exit 0",
         ]
     )

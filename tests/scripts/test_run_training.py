@@ -1,6 +1,5 @@
-"""run_training.sh from the shell to the launcher; what train/job.py decides has its tests in tests/train/test_job.py.
-
-The launcher is a script, as there.
+"""run_training.sh from the shell to the launcher; what train/launch.py decides has its tests in
+tests/train/test_launch.py.
 """
 
 from __future__ import annotations
@@ -9,53 +8,44 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, launcher, progress
+from tests.scripts.machine import AWAIT, ROOT, STOPPED, checkpoint, executable, plan_of, progress
 
 pytestmark = pytest.mark.process
 
 
 class Script:
-    """run_training.sh on a machine whose launcher does plan[0] in its first start, and so on."""
+    """run_training.sh in a Slurm job of two nodes, whose srun does plan[0] in its first start, and so on."""
 
     def __init__(self, machine: dict[str, str], folder: Path):
-        self.folder, self.environment = folder, dict(machine)
+        self.folder = folder
+        self.environment = machine | {
+            "SLURM_JOB_ID": "41234",
+            "SLURM_NNODES": "2",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+        }
+        self.environment["PATH"] = f"{folder}/slurm:{machine['PATH']}"
+        executable(folder / "slurm/scontrol", f'echo "$*" >> "{folder}/scontrol.txt"')
         self.config = folder / "config.json"
         data = {"sources": {"x": str(folder / "x")}}
         self.config.write_text(json.dumps({"model": {"config": "tiny"}, "data": data, "max_steps": 10}))
+        self.plan()
 
     def plan(self, *starts: str) -> None:
-        """In a virtual environment with this one's packages: what job.py starts is that environment's Python again."""
-        beginning, venv = launcher(self.folder, starts), self.folder / "venv"
-        executable(venv / "bin/python", f'{beginning}\nexec -a "$0" {sys._base_executable} "$@"')  # type: ignore[attr-defined]
-        (venv / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix, 'bin')}\n")
-        if not (venv / "lib").exists():
-            (venv / "lib").symlink_to(Path(sys.prefix, "lib"))
+        executable(self.folder / "slurm/srun", plan_of(self.folder, starts))
 
-    def slurm(self) -> None:
-        executable(self.folder / "slurm/scontrol", f'echo "$*" >> "{self.folder}/scontrol.txt"')
-        self.environment["SLURM_JOB_ID"] = "41234"
-        self.environment["PATH"] = f"{self.folder}/slurm:{self.environment['PATH']}"
+    def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [str(ROOT / "run_training.sh"), *arguments]
+        return subprocess.Popen(command, env=self.environment, cwd=self.folder, text=True, **options)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(ROOT / "run_training.sh"), *arguments],
-            env=self.environment,
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        with self.start(*arguments) as process:
-            out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+    def run(self, *arguments: str, **options: Any) -> int:
+        with self.start(*arguments, **options) as process:
+            return process.wait(timeout=120)
 
     def starts(self) -> list[str]:
         file = self.folder / "starts.txt"
@@ -80,63 +70,48 @@ OPTIONS = ("--output_dir", "run", "--save_strategy", "no")
 def test_from_a_crash_to_the_end(script: Script) -> None:
     """Its arguments reach train.py as they were given; a start that came further is followed by another."""
     script.plan(f"{progress(3)}; {checkpoint(3)}; exit 137", "exit 0")
-    run = script.run(str(script.config), *OPTIONS, "--run_name", "two words")
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "training: 2 processes\n"
+    assert script.run(str(script.config), *OPTIONS, "--run_name", "two words") == 0
     first, second = script.starts()
-    command = f"{ROOT}/train/launch.py --nproc 2 {ROOT}/train/train.py {script.config}"
-    assert first == f"{command} {' '.join(OPTIONS)} --run_name two words"
+    at_node = "--nnodes 2 --master_addr n1 --master_port 25234 --nproc 2"
+    command = f"{ROOT}/train/launch.py {at_node} {ROOT}/train/train.py {script.config}"
+    assert first.endswith(f"{command} {' '.join(OPTIONS)} --run_name two words")
     assert second == f"{first} --resume_from_checkpoint auto"
-    assert "ended with status 137; restart 1 of 3 from step-00000003" in run.stderr
 
 
 def test_a_wrong_key_stops_before_anything_starts(script: Script) -> None:
-    script.plan()
-    run = script.run(str(script.config), "--max_stepz", "3")
-    assert run.returncode == 2
-    assert "did you mean max_steps" in run.stderr
-    assert not script.starts()
+    assert script.run(str(script.config), "--max_stepz", "3") == 2 and not script.starts()
 
 
 def test_a_dry_run_is_one_start_and_no_demo(script: Script) -> None:
-    """Also of a Slurm job, which notes nothing then; a stop that was is not forgotten. Of a shipped configuration, too,
-    relative paths are from where it was called."""
-    script.plan("exit 0", 'echo "$OLDPWD" > from.txt; exit 9')
-    script.slurm()
+    """A stop that was is not forgotten. Of a shipped configuration, too, relative paths are from where it was called;
+    without one they are from the repository's root."""
+    script.plan("exit 0", *['echo "$OLDPWD" > from.txt; exit 9'] * 2)
     (script.folder / "run").mkdir()
     (script.folder / "run/stopped.json").write_text("{}")
     shipped = (str(ROOT / "train_args/train_config_tiny.json"), "--data.sources", '{"x": "x"}')
-    for status, config in ((0, (str(script.config),)), (9, shipped)):
-        assert script.run(*config, "--output_dir", "run", "--dry_run").returncode == status
-    assert (script.folder / "from.txt").read_text() == f"{script.folder}\n"
-    assert [start.split()[-1] for start in script.starts()] == ["--dry_run"] * 2
+    dry = ("--output_dir", str(script.folder / "run"), "--dry_run")
+    assert script.run(str(script.config), *dry) == 0
+    for status, options, called_from in (9, shipped, script.folder), (9, shipped[1:], ROOT):
+        assert script.run(*options, *dry) == status
+        assert (script.folder / "from.txt").read_text() == f"{called_from}\n"
+    assert [start.split()[-1] for start in script.starts()] == ["--dry_run"] * 3
+    assert f"{ROOT}/train_args/train_config_tiny.json --data" in script.starts()[-1]
     assert [path.name for path in (script.folder / "run").iterdir()] == ["stopped.json"]
 
 
-def test_without_a_configuration_the_tiny_one_from_the_root(script: Script) -> None:
-    script.plan('echo "$OLDPWD" > from.txt; exit 9')
-    options = ("--data.sources", '{"x": "x"}', "--output_dir", str(script.folder / "run"), "--dry_run")
-    assert script.run(*options).returncode == 9
-    assert (script.folder / "from.txt").read_text() == f"{ROOT}\n"
-    (start,) = script.starts()
-    assert f"--nproc 2 {ROOT}/train/train.py {ROOT}/train_args/train_config_tiny.json --data" in start
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_signal_of_a_slurm_job_reaches_the_launcher(script: Script, number: signal.Signals) -> None:
-    """Slurm sends it to the process that run_training.sh began as; its end is waited for, and the job requeued."""
+def test_a_signal_of_slurm_is_waited_for_and_the_job_requeued(script: Script) -> None:
+    """Slurm sends it to the process that run_training.sh began as."""
     script.plan(f"mkdir -p run; trap 'got=1' USR1; : > ready; {AWAIT}; {checkpoint(4)}; {STOPPED}")
-    script.slurm()
     with script.start(str(script.config), *OPTIONS) as process:
         wait_for(script.folder / "ready")
-        os.kill(process.pid, number)
+        process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 75
     assert (script.folder / "scontrol.txt").read_text() == "requeue 41234\n" and len(script.starts()) == 1
     assert (script.folder / "run/checkpoints/step-00000004/manifest.json").exists()
 
 
 def test_a_job_that_is_killed_leaves_nothing_that_trains_on(script: Script) -> None:
-    """Its launcher saves and stops, as on a signal."""
+    """The launchers of the nodes save and stop, as on a signal."""
     script.plan(f"trap 'got=1' USR1; : > ready; {AWAIT}; : > stopped; exit 75")
     with script.start(str(script.config), *OPTIONS) as process:
         wait_for(script.folder / "ready")
@@ -147,10 +122,8 @@ def test_a_job_that_is_killed_leaves_nothing_that_trains_on(script: Script) -> N
 def test_a_console_that_is_gone_does_not_change_how_it_ends(script: Script) -> None:
     """A terminal that is closed sends SIGHUP and takes no more lines."""
     script.plan(STOPPED)
-    command = [str(ROOT / "run_training.sh"), str(script.config), *OPTIONS]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=script.environment, cwd=script.folder, stdout=full, stderr=full)
-    assert done.returncode == 75
+        assert script.run(str(script.config), *OPTIONS, stdout=full, stderr=full) == 75
 
 
 def test_help() -> None:

@@ -154,11 +154,11 @@ def test_a_schedule_that_is_stopped_in_its_fp8_stage_goes_on_bit_for_bit(
 
     def asked_to_stop(self: Loop) -> Any:
         if self.state.step + 1 == stop:
-            signals._received.append("SIGTERM")
+            signals.received.append("SIGTERM")
         return take(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(signals, "_received", [])
+        patch.setattr(signals, "received", [])
         patch.setattr(Loop, "_take_step", asked_to_stop)
         with pytest.raises(signals.Stopped, match=f"after step {stop};"):
             run(settings)

@@ -2,8 +2,8 @@
 
 May import model, train.data, train.config and train.files. `step` gives the others build_engine and MicroStep,
 `optimizer` learning_rate_at, `held_out` the losses of evaluation sets, `distributed` init_distributed; without torch,
-`launchers` which rank this process is, `meeting` whether the ranks of all nodes come. `zero` is the one place that
-knows how DeepSpeed looks inside (and checkpoint/reshard.py what its files hold).
+`launchers` which rank this process is. `zero` is the one place that knows how DeepSpeed looks inside (and
+checkpoint/reshard.py what its files hold).
 """
 
 from model.fp8.machine import leave_out

@@ -37,7 +37,7 @@ INTERRUPTED = 128 + signal.SIGINT
 WITHOUT_STEPS = "Ctrl-C: ended; no training was under way, and what is saved is as it was"
 PR_SET_PDEATHSIG = 1
 
-_received: list[str] = []
+received: list[str] = []
 _steps = False  # are being taken: a Ctrl-C has to wait for one
 _over = False  # they were, and what is left is the export
 
@@ -81,8 +81,8 @@ def _tell(text: str) -> None:
 def _note(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         return _interrupt()
-    name, first = signal.Signals(number).name, not _received
-    _received.append(name)
+    name, first = signal.Signals(number).name, not received
+    received.append(name)
     if first:
         follows = (
             "no step is left, the run ends with its export"
@@ -109,8 +109,8 @@ def _interrupt() -> None:
         if speaks:
             _tell(WITHOUT_STEPS)
         raise Interrupted
-    if "SIGINT" not in _received:
-        _received.append("SIGINT")
+    if "SIGINT" not in received:
+        received.append("SIGINT")
         if speaks:
             _tell(
                 "Ctrl-C: the run stops after this step and saves; Ctrl-C again ends it at once, without a save"
@@ -157,11 +157,11 @@ class StopVote:
     def ask(self, busy: bool = False, due: bool = False) -> tuple[bool, bool, bool]:
         """Whether any rank has received a stop signal, is `busy`, and finds a save `due`."""
         if self.group is None:
-            return bool(_received), busy, due
+            return bool(received), busy, due
         import torch
         import torch.distributed as dist
 
-        vote = torch.tensor([bool(_received), busy, due], dtype=torch.int32)
+        vote = torch.tensor([bool(received), busy, due], dtype=torch.int32)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         stops, any_busy, any_due = map(bool, vote.tolist())
         return stops, any_busy, any_due

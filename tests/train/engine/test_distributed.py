@@ -1,17 +1,22 @@
-"""train/engine/distributed.py: what other packages say at a start is left out where nobody can use it."""
+"""train/engine/distributed.py: what other packages print at a start, and ranks of several nodes that do not arrive."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.conftest import numbers, refused
 from tests.programs import ROOT
 from train.engine import distributed
+from train.engine.launchers import LauncherError
+from train.launch import free_port
 
 
 def test_remarks_that_nobody_needs_are_left_out(
@@ -43,3 +48,70 @@ def test_deepspeed_does_not_talk_over_an_answer() -> None:
     command = [sys.executable, "-c", "import train.checkpoint.load, deepspeed"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+# ---------------------------------------------------------------- ranks of several nodes
+
+
+def rank(number: int, port: int, ranks: int = 4, **more: str) -> dict[str, str]:
+    return {
+        "RANK": str(number),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODES_TIMEOUT_S": "20",
+    } | more
+
+
+def arrive(*environments: dict[str, str]) -> list[Exception | None]:
+    """What each raised; they are threads here."""
+
+    def one(environment: dict[str, str]) -> Exception | None:
+        try:
+            distributed.wait_for_ranks(environment)
+        except (ValueError, OSError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        return list(pool.map(one, environments))
+
+
+def test_ranks_that_arrive_in_any_order_go_on() -> None:
+    assert arrive(*(rank(number, port) for port in [free_port()] for number in (3, 1, 2, 0))) == [None] * 4
+
+
+def test_ranks_that_do_not_arrive_are_listed_on_all() -> None:
+    port = free_port()
+    for error in arrive(*(rank(number, port, 6, NODES_TIMEOUT_S="3") for number in (0, 2, 5))):
+        assert isinstance(error, ConnectionError) and numbers(error)[:5] == [6, 1, 3, 4, 3]
+
+
+def test_unequal_numbers_of_ranks_are_named_on_both_nodes() -> None:
+    port = free_port()
+    for error in arrive(rank(0, port), rank(2, port, 6)):
+        assert isinstance(error, LauncherError) and error.code == "ranks_differ"
+        assert {2, 6, 0, 4} <= set(numbers(error))
+
+
+def test_a_rank_that_does_not_reach_rank_0_says_where_it_looked() -> None:
+    port = free_port()
+    (error,) = arrive(rank(2, port, NODES_TIMEOUT_S="1"))
+    assert isinstance(error, ConnectionError) and f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}" in str(error)
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        for name, value in rank(0, port := taken.getsockname()[1], LOCAL_RANK="0").items():
+            monkeypatch.setenv(name, value)
+        with refused(LauncherError, code="port_in_use", key="MASTER_PORT") as error:
+            distributed.init_distributed()
+    assert numbers(error.value) == [port]
+
+
+def test_nobody_waits_on_one_node_nor_where_an_agent_has_waited() -> None:
+    for environment in {}, {**rank(1, 1), "WORLD_SIZE": "2"}, rank(1, 1, TORCHELASTIC_USE_AGENT_STORE="True"):
+        assert distributed.wait_for_ranks(environment) is None
+    with refused(LauncherError, key="NODES_TIMEOUT_S"):
+        distributed.wait_for_ranks(rank(1, 1, NODES_TIMEOUT_S="soon"))

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
 from tests.conftest import refused
-from train import launch, train
+from train import train
 from train.engine import launchers
 from train.engine.launchers import (
     DESCRIBED,
     LauncherError,
-    Nodes,
     adopt,
     first_host,
-    nodes_by_hostfile,
-    nodes_of,
     port_of,
 )
 
@@ -108,8 +101,8 @@ BY_LAUNCHER, RANGE = "launcher_described_in_part", "rank_out_of_range"
         ({**TORCHRUN, "RANK": "a", "MASTER_PORT": "b"}, PART, "RANK"),
         ({**TORCHRUN, "MASTER_PORT": "b"}, PART, "MASTER_PORT"),
         ({**TORCHRUN, "RANK": "4"}, RANGE, "RANK"),
-        ({"WORLD_SIZE": "2"}, PART, "WORLD_SIZE"),
-        ({"LOCAL_RANK": "1"}, PART, "LOCAL_RANK"),
+        ({"WORLD_SIZE": "2"}, TASK, "WORLD_SIZE"),
+        ({"LOCAL_RANK": "1"}, TASK, "LOCAL_RANK"),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, TASK, "SLURM_PROCID"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, TASK, "PMI_RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, TASK, "PMI_SIZE"),
@@ -161,92 +154,6 @@ def test_ports_of_slurm_jobs() -> None:
     ports = [int(port_of(str(job), str(step))) for job in range(9_999_990, 10_000_010) for step in range(4)]
     assert len(set(ports)) == len(ports) and min(ports) >= 20000 and max(ports) < 32000
     assert 20000 <= int(port_of("1", "4294967290")) < 32000, "an interactive step"
-
-
-@pytest.mark.parametrize(
-    ("text", "here", "nodes"),
-    [
-        ("a slots=8\nb slots=8\n", {"b", "b.site"}, (8, 2, 1, "a")),
-        ("# ours\n\nb.site   slots=4  # the second\na slots=4", {"b", "b.site"}, (4, 2, 0, "b.site")),
-        ("10.0.0.7 slots=2", {"c", "10.0.0.7"}, (2, 1, 0, "10.0.0.7")),
-        ("localhost slots=2", {"b"}, (2, 1, 0, "localhost")),
-        ("127.0.0.1 slots=2", {"b"}, (2, 1, 0, "127.0.0.1")),
-    ],
-)
-def test_a_hostfile(tmp_path: Path, text: str, here: set[str], nodes: tuple) -> None:
-    (tmp_path / "hosts").write_text(text)
-    assert nodes_of(tmp_path / "hosts", here) == Nodes(*nodes)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("a slots=8\nb slots=4", "hostfile_unequal_slots"),
-        ("a slots=8\nc slots=8", "hostfile_without_this_host"),
-        ("a slots=8\na slots=8", "hostfile_line"),
-        ("b 8", "hostfile_line"),
-        ("b slots=0", "hostfile_line"),
-        ("# b slots=1\n", "hostfile_empty"),
-        ("localhost slots=2\na slots=2\n", "hostfile_without_this_host"),
-        ("127.0.0.1 slots=2\na slots=2\n", "hostfile_without_this_host"),
-        (None, "hostfile_unreadable"),
-    ],
-)
-def test_a_hostfile_that_says_nothing_usable(tmp_path: Path, text: str | None, code: str) -> None:
-    if text is not None:
-        (tmp_path / "hosts").write_text(text)
-    with refused(LauncherError, code=code, key=str(tmp_path / "hosts")):
-        nodes_of(tmp_path / "hosts", {"b", "b.site"})
-
-
-def test_a_hostfile_may_have_this_host_by_any_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> None:
-        raise socket.gaierror("Name or service not known")
-
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.site")
-    monkeypatch.setattr(socket, "getfqdn", lambda: "gpu7.cluster.site")
-    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["127.0.1.1", "10.1.0.7"]))
-    kinds = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "10.0.0.7"), (socket.AF_INET6, "fd00::7")
-    interfaces = {"lo": kinds[:1], "eth0": (*kinds[1:], (socket.AF_PACKET, "02:42:ac:11:00:02"))}
-    monkeypatch.setattr(
-        launchers.psutil,
-        "net_if_addrs",
-        lambda: {
-            name: [SimpleNamespace(family=family, address=address) for family, address in found]
-            for name, found in interfaces.items()
-        },
-    )
-    names, addresses = {"gpu7", "gpu7.site", "gpu7.cluster.site"}, {"10.0.0.7", "fd00::7"}
-    assert launchers.names_of_this_host() == names | addresses | {"10.1.0.7"}
-    monkeypatch.setattr(socket, "gethostbyname_ex", unknown)
-    assert launchers.names_of_this_host() == names | addresses
-
-
-def test_settings_of_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
-    monkeypatch.setattr(launchers, "names_of_this_host", lambda: {"b"})
-    hostfile = {"HOSTFILE": str(tmp_path / "hosts")}
-    found = {"NPROC": "8", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
-    assert nodes_by_hostfile(hostfile) == found and nodes_by_hostfile({"NPROC": "2"}) == {}
-    with refused(LauncherError, code="hostfile_and_setting", key="NODE_RANK"):
-        nodes_by_hostfile(hostfile | {"NODE_RANK": "1"})
-    nodes = f"--hostfile {tmp_path / 'hosts'}"
-    monkeypatch.setattr(launch, "names_of_this_host", lambda: {"b"})
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    options = launch.parse([*nodes.split(), "--master_port", "29500", __file__])
-    assert (options.nproc, options.nnodes, options.node_rank, options.master_addr) == (8, 2, 1, "a")
-
-
-@pytest.mark.parametrize(
-    "given", ["", "--hostfile hosts --nproc 2", "--hostfile hosts --node_rank 0", "--hostfile hosts"]
-)
-def test_the_launcher_takes_a_hostfile_or_its_own_options(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        launch.parse([*given.split(), __file__])
-    assert stop.value.code == 2
 
 
 def test_a_process_of_which_little_is_known() -> None:
