@@ -251,21 +251,19 @@ def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, l
     assert begun == [not last]
 
 
-def test_after_a_spike_the_command_is_named_once(tmp_path: Path) -> None:
+def test_after_a_spike_the_command_is_named_once(tmp_path: Path, logged: list[str]) -> None:
     """That of the last checkpoint before it, at half the learning rate; none where there is none."""
-    said: list[str] = []
     state: Any = SimpleNamespace(train_config={"learning_rate": 3e-4})
-    metrics: Any = SimpleNamespace(message=said.append)
     nothing: Any = None
-    rollback = Rollback(tmp_path / "checkpoints", nothing, nothing, state, nothing, metrics, nothing)
+    rollback = Rollback(tmp_path / "checkpoints", nothing, nothing, state, nothing, nothing, nothing)
     for step in (10, 15, 20):
         (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
         (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
     rollback.advise(10)
-    assert not said
+    assert not logged
     rollback.advise(20)
     rollback.advise(25)
-    assert len(said) == 1 and said[0].endswith(
+    assert len(logged) == 1 and logged[0].endswith(
         f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000015 --learning_rate 0.00015 "
         "--allow_changes_on_resume learning_rate"
     )

@@ -46,16 +46,15 @@ def note(root: Path) -> Path:
     return root / "rollback.json"
 
 
-def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None:
+def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path, logged: list[str]) -> None:
     """The samples to leave out are positions in another order there."""
     path = make(tmp_path, 3)
-    state, said = read_state(path), list[str]()
+    state = read_state(path)
     state.data_fingerprint = {"seed": 7}
-    metrics: Any = SimpleNamespace(message=said.append)
     nothing: Any = None
-    rollback = Rollback(tmp_path, nothing, nothing, state, nothing, metrics, nothing)
+    rollback = Rollback(tmp_path, nothing, nothing, state, nothing, nothing, nothing)
     assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert "step-00000003" in said.pop() and not said
+    assert "step-00000003" in logged.pop() and not logged
 
     # nor is there FP8 state of this precision in what another precision wrote
     saved = vars(read_state(path)) | {"train_config": {"precision": asdict(PrecisionConfig(compute="bf16"))}}
@@ -63,7 +62,7 @@ def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path) -> None
     rollback.state, rollback.precision = read_state(path), Precision(PrecisionConfig(recipe="delayed"))
     write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
     assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert len(said) == 1 and "step-00000003" in said[0]
+    assert len(logged) == 1 and "step-00000003" in logged[0]
 
 
 class Back(Rollback):
@@ -75,13 +74,13 @@ class Back(Rollback):
 
 
 def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """But nothing from before the checkpoint; and to one of them it goes back three times at the most, however often
     the run is started again meanwhile: else one that spikes and crashes would do so without end. With the learning rate
     that is advised then it has three again, before its first save as well."""
-    said, logged, nothing = list[str](), list[dict](), cast(Any, SimpleNamespace(load_state_dict=id))
-    metrics: Any = SimpleNamespace(message=said.append, log=logged.append, rewind=id)
+    records, nothing = list[dict](), cast(Any, SimpleNamespace(load_state_dict=id))
+    metrics: Any = SimpleNamespace(log=records.append, rewind=id)
     monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
     stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
     state = RunState(9, 72, 0, 1, 1, {"learning_rate": 3e-4}, {}, skipped_samples=[[1, 2]])
@@ -96,15 +95,15 @@ def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
             [Spike(first // 8, first, first - 8, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
         )
 
-    assert not after(64) and said.pop()
+    assert not after(64) and logged.pop()
     path = make(tmp_path, 3, skipped_samples=[[1, 2]])
     for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
         assert after(*spikes) and its.went == ("step-00000003", left_out)
         state.skipped_samples, its = resumed_ranges(path), started()
-        back = logged.pop()["rollback"]
+        back = records.pop()["rollback"]
         ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
         assert ends == [*left_out, spikes[-1] // 8]
-    assert not after(48) and "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in said.pop()
+    assert not after(48) and "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in logged.pop()
 
     for rate in (1.5e-4, 7.5e-5):
         state.changes = [{"step": 3, "key": "learning_rate", "old": 3e-4, "new": rate}]

@@ -1,0 +1,110 @@
+"""README.md of an export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from model.fp8.hf_fp8 import quantization_config
+from tests.train.record.test_plots import make_run, start
+from train.record.model_card import MARK, write_card
+
+CONFIG: dict[str, Any] = {
+    "model": {"config": "/home/me/my.json", "variant": "te_layer", "init_from": None},
+    "precision": {"compute": "fp8", "recipe": "delayed", "schedule": None},
+    "data": {"sources": {"text": "/home/me/data"}},
+    "max_seq_length": 64,
+}
+Card = Callable[..., str]
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Card:
+    """Write the card of an export that replaces one with the card `former`, and return it."""
+
+    def write(
+        config: dict = CONFIG, step: int = 2, former: str = "", quantization: dict | None = None, **known: Any
+    ) -> str:
+        out, old = tmp_path / "out", tmp_path / "old"
+        for folder in (out, old):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        model_config = {"max_position_embeddings": 2048, "quantization_config": quantization}
+        (out / "config.json").write_text(json.dumps(model_config))
+        if former:
+            (old / "README.md").write_text(former)
+        known = {"changes": [], "began_at": None} | known
+        checkpoint = tmp_path / "my run/checkpoints/step-00000002"
+        write_card(out, old, checkpoint, config, step, 64 * step, **known)
+        return (out / "README.md").read_text()
+
+    return write
+
+
+def facts(text: str) -> dict[str, str]:
+    """Return the rows of a card; the Hub must be able to read it."""
+    parsed = ModelCard(text, ignore_metadata_errors=False)
+    assert (parsed.data.library_name, parsed.data.pipeline_tag) == ("transformers", "text-generation")
+    assert "/home/me" not in text
+    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
+    return {name: value for name, value in (row for row in rows if len(row) == 2)}
+
+
+def test_facts_of_a_checkpoint(card: Card) -> None:
+    assert facts(card()) == {
+        "model": "my.json, trained as te_layer",
+        "started from": "random weights",
+        "data": "text",
+        "steps, tokens": "2, 128",
+        "sequence length": "64",
+        "precision": "fp8, delayed scaling",
+        "max_position_embeddings": "2,048",
+    }
+    config = CONFIG | {
+        "model": CONFIG["model"] | {"init_from": "/home/me/base/hf"},
+        "precision": {"compute": "bf16", "schedule": [{"until_step": 10, "compute": "fp8"}, {}]},
+    }
+    change = {"step": 20, "key": "learning_rate", "old": 0.002, "new": 0.001}
+    other = facts(card(config, changes=[change], began_at="/home/me/first/checkpoints/step-00000001"))
+    assert other["started from"] == "the weights of base/hf" and other["precision"] == "bf16"
+    assert other["branched off"] == "first/step-00000001" and "until_step" in other["precision.schedule"]
+    assert other["changed by resumes"] == "step 20: learning_rate from 0.002 to 0.001"
+
+
+def test_facts_of_the_run_up_to_the_checkpoint(card: Card, tmp_path: Path) -> None:
+    known = {"proof": ["FP8: 12 of 13", "  not FP8: a|b"], "commit": "abc", "versions": {"torch": "2"}}
+    fallbacks = [{"module": module, "step": step} for module, step in (("a", 1), ("a", 2), ("b", 2))]
+    known |= {"escalations": fallbacks, "machine": {"gpu": "NVIDIA H200"}}
+    starts = [start(0, 1.0, "stopped", 2.0) | known, start(2, 3.0, "done", 4.0) | known | {"commit": "def"}]
+    make_run(tmp_path / "my run", starts=starts, lines=3)
+    early, late = facts(card()), facts(card(step=3))
+    assert early["training loss"].split()[0] == "4.0000" and "evaluation loss" not in early
+    assert late["evaluation loss"].split()[0] == "4.5000"
+    assert early["startup check"] == "FP8: 12 of 13; not FP8: a\\|b" and early["versions"] == "torch 2"
+    assert (early["commit"], late["commit"]) == ("abc", "abc, def") and early["GPU"] == "2 x NVIDIA H200"
+    assert (early["modules after a fallback"], late["modules after a fallback"]) == ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (quantization_config(False, []), ["compressed-tensors", "pip install"]),
+        (quantization_config(True, []), ["128 x 128"]),
+    ],
+)
+def test_quantization_of_an_fp8_export(card: Card, config: dict, words: list[str]) -> None:
+    row = facts(card(quantization=config))["quantization"]
+    assert all(word in row for word in words)
+
+
+def test_a_card_of_the_user_is_kept(card: Card) -> None:
+    own = card()
+    assert card(former=own, step=3) != own
+    for changed in ("# Mine\n", own.replace(MARK, "")):
+        assert card(former=changed) == changed
