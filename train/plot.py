@@ -1,18 +1,17 @@
 #!/usr/bin/env python3
 """Draw and compare runs: `python train/plot.py RUN [RUN ...] [--output FILE]`.
 
-RUN is the folder of a run, its output_dir, also of one that goes on. Prints a table (loss, evaluation loss, tokens,
-tokens/s, FP8, GPU-hours, what became of it), and draws loss, learning rate, gradient norm and tokens/s against tokens:
-one run to RUN/loss.png, several to comparison.png here, unless --output names a file. Of one run that looked at the
-health of its FP8 (precision.health_steps), that too: RUN/health.png, or beside FILE with _health in its name.
+RUN is the output_dir of a run, which may still be going on. Prints a table (loss, evaluation loss, tokens, tokens/s,
+FP8, GPU-hours, state) and draws loss, learning rate, gradient norm and tokens/s against tokens: one run to
+RUN/loss.png, several to comparison.png in the current folder, unless --output names a file. A run with FP8 health
+samples (precision.health_steps) also gets RUN/health.png, or FILE_health.png beside FILE.
 
-Exit status: 0; 2 where a RUN is none, or nothing is to be seen of it yet.
+Exit status: 0; 2 if a RUN has no metrics.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from model import need
 
 need("drawing", "matplotlib")
 
+from train.record import plots
 from train.record.history import HistoryError, read_history, table
 
 
@@ -43,35 +43,24 @@ def main(argv: list[str]) -> int:
     for path in dict.fromkeys(options.runs):
         try:
             histories.append(read_history(path))
-        except HistoryError as error:
+        except (HistoryError, OSError) as error:
             problems.append(str(error))
     if problems:
         print("error: " + "\n  ".join(problems), file=sys.stderr)
         return 2
-    for history in histories:
-        if history.unreadable:
-            print(
-                f"warning: {history.unreadable} lines of {history.folder.metrics} are none of a run",
-                file=sys.stderr,
-            )
     print(table(histories))
     for history in histories:
-        if why := history.why():
-            print(f"{history.folder.path}: {history.state()}: {why}")
-    from train.record.fp8_health import draw_health
-    from train.record.plots import draw
-
-    of_health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")
-    drawn = [output]
+        if failure := history.failure():
+            print(f"{history.folder.path}: {history.state()}: {failure}")
+    health = output.with_name("health.png" if output.stem == "loss" else f"{output.stem}_health.png")
     try:
-        draw(histories, output)
-        if len(histories) == 1 and draw_health(histories[0], of_health):
-            drawn.append(of_health)
+        plots.draw(histories, output)
+        print(f"wrote {output.absolute()}")
+        if len(histories) == 1 and plots.draw_health(histories[0], health):
+            print(f"wrote {health.absolute()}")
     except OSError as error:
-        print(f"error: {output} cannot be written: {error}; name another file with --output", file=sys.stderr)
+        print(f"error: {error}; name another file with --output", file=sys.stderr)
         return 2
-    for path in drawn:
-        print(f"wrote {os.path.abspath(path)}")
     return 0
 
 

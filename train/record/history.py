@@ -1,7 +1,4 @@
-"""What a run has left to read, as plots and tables need it: its lines of metrics, its starts, its configuration.
-
-Of a run that still goes on as well: a line that is being written is left out.
-"""
+"""A run read again for plots and tables: its metrics, its starts, its configuration. It may still be going on."""
 
 from __future__ import annotations
 
@@ -23,143 +20,117 @@ SMOOTHED_SHARE = 50  # a loss is smoothed over this part of the lines
 
 
 class HistoryError(UserError, ValueError):
-    """A folder is not that of a run, or has nothing to show yet; the message says what is there and what to do."""
+    """A folder is not that of a run, or has no metrics yet."""
 
     code = "history"
 
 
 @dataclass
-class Mark:
-    """Something happened to the run when it had seen so many `tokens`."""
-
-    tokens: int
-    what: str  # stopped | resumed | rolled back
-
-
-@dataclass
 class History:
-    """A run. records: the lines of metrics.jsonl, oldest first. starts: of run.json, those that the run consists of."""
+    """A run.
+
+    Attributes:
+        records: the lines of metrics.jsonl, oldest first.
+        starts: of run.json, those that the run consists of.
+        config: train_config.json, {} without one.
+    """
 
     folder: RunFolder
     records: list[dict[str, Any]]
     starts: list[dict[str, Any]]
-    config: dict[str, Any]  # train_config.json; empty where it is not there
-    unreadable: int  # lines of metrics.jsonl that are none
+    config: dict[str, Any]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(tokens, values) of the lines that have a number for `key`."""
+        """Return (tokens, values) of the lines that have a number for `key`."""
         found = [(r["tokens"], r[key]) for r in self.records if is_number(r.get(key))]
         return [tokens for tokens, _ in found], [value for _, value in found]
 
     def evaluations(self) -> list[str]:
-        """The keys of the losses of evaluation sets, the main one first."""
+        """Return the keys of the losses of evaluation sets, the main one first."""
         keys = dict.fromkeys(key for record in self.records for key in record)
         return [key for key in keys if key == EVALUATION or key.startswith(SET_LOSS)]
 
     def last(self, key: str) -> Any:
-        """The newest value of `key`, None without any."""
+        """Return the newest value of `key`, None without any."""
         return next((r[key] for r in reversed(self.records) if r.get(key) is not None), None)
 
-    def marks(self) -> list[Mark]:
-        """Stops, resumes and rollbacks, by their tokens."""
-        marks = [Mark(r["tokens"], "rolled back") for r in self.records if "rollback" in r]
-        for start, following in zip_longest(self.starts, self.starts[1:]):
-            ended = start.get("ended") or {}
-            if ended.get("how") == "stopped":
-                marks.append(Mark(ended["tokens"], "stopped"))
-            if following is not None:
-                marks.append(Mark(following["tokens"], "resumed"))
-        return sorted(marks, key=lambda mark: mark.tokens)
+    def marks(self) -> list[tuple[int, str]]:
+        """Return (tokens, "stopped" | "resumed" | "rolled back"), sorted by tokens."""
+        marks = [(r["tokens"], "rolled back") for r in self.records if "rollback" in r]
+        marks += [(start["tokens"], "resumed") for start in self.starts[1:]]
+        ends = (start.get("ended") or {} for start in self.starts)
+        marks += [(ended["tokens"], "stopped") for ended in ends if ended.get("how") == "stopped"]
+        return sorted(marks)
 
     def gpu_hours(self) -> float | None:
-        """GPUs times the hours that they were held, from the begin of each start to its end, or of one that died to its
-        last line; None where that is not known, or on CPUs."""
+        """Return GPUs times hours, of each start from its begin to its end or, if it was killed, to its last line. None
+        if that is not known, or on CPUs."""
         if not self.starts or not all(start.get("gpus") for start in self.starts):
             return None
         hours = 0.0
-        ends = [start["time"] for start in self.starts[1:]] + [math.inf]
-        for start, limit in zip(self.starts, ends, strict=True):
+        for start, following in zip_longest(self.starts, self.starts[1:]):
+            limit = following["time"] if following else math.inf
             times = [r["time"] for r in self.records if start["time"] <= r.get("time", 0) < limit]
             end = (start.get("ended") or {}).get("time") or max(times, default=start["time"])
             hours += start["gpus"] * (end - start["time"]) / 3600
         return hours
 
     def tokens_per_second(self) -> float | None:
-        """See typical_speed."""
         return typical_speed(self.series("tokens_per_second")[1])
 
     def fp8(self) -> str:
-        """What was proved, in short, of each start that took steps and of the stages of precision.schedule that began
-        in it, without repetitions; of each stage what was proved last, as modules may have gone to other levels in it
-        (precision.on_trouble)."""
-        proved: list[str] = []
-        for start, following in zip_longest(self.starts, self.starts[1:]):
-            ends = following["step"] if following else (start.get("ended") or {}).get("step", math.inf)
-            if start["step"] >= ends and (following or proved):
-                continue
-            for each in (start, *(stage for stage in start.get("stages") or [] if stage["step"] < ends)):
-                said = str(each.get("fp8", ""))
+        """Return what ran in FP8 in each start and phase of precision.schedule, without repetitions; of a phase with
+        fallbacks (precision.on_trouble) what ran after the last one."""
+        found: list[str] = []
+        for start in self.starts:
+            for each in (start, *start.get("stages", [])):
                 if not each.get("new_stage", True):
-                    proved.pop()
-                if proved[-1:] != [said]:
-                    proved.append(said)
-        return "; then ".join(proved)
+                    found.pop()
+                if found[-1:] != [each.get("fp8", "")]:
+                    found.append(each.get("fp8", ""))
+        return "; then ".join(found)
 
     def state(self) -> str:
-        """What became of its last start: done, stopped, interrupted or failed, by its export "export failed"."""
-        ended = (self.starts[-1].get("ended") or {}) if self.starts else {}
-        return str(ended.get("how", "runs, or was killed")) if self.starts else ""
+        """Return how the last start ended, as run.json has it; "" without starts."""
+        return str(self._ended().get("how", "runs, or was killed")) if self.starts else ""
 
-    def why(self) -> str:
-        """Why its last start failed, in its first line; "" where it did not, or nothing says."""
-        ended = (self.starts[-1].get("ended") or {}) if self.starts else {}
-        return str(ended.get("why", "")).partition("\n")[0]
+    def failure(self) -> str:
+        """Return the first line of why the last start failed, or ""."""
+        return str(self._ended().get("why", "")).partition("\n")[0]
+
+    def _ended(self) -> dict[str, Any]:
+        return (self.starts[-1].get("ended") or {}) if self.starts else {}
 
 
 def typical_speed(speeds: list[float]) -> float | None:
-    """The median of the lines, without the first, where there are others: compilation and first allocations are in
-    it."""
+    """Return the median without the first of several, which has compilation and first allocations in it."""
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def read_history(path: Path) -> History:
-    """The run in the folder `path`. Raises HistoryError: there is none, or no line of metrics yet."""
+    """Read the run in the folder `path`. Raises HistoryError: it has no metrics."""
     folder = RunFolder(path)
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise HistoryError(f"{path} {what}; give the folder of a run, its output_dir")
     try:
-        text = folder.metrics.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+        lines = folder.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
         nearby = sorted(p.parent.name for p in path.glob("*/metrics.jsonl"))
-        hint = f"; runs in it: {', '.join(nearby[:8])}" if nearby else ""
+        hint = f"; it contains the runs {', '.join(nearby[:8])}" if nearby else ""
         raise HistoryError(
-            f"{path} is not the folder of a run, or the run has not begun: there is no metrics.jsonl{hint}"
+            f"{path} has no metrics.jsonl: give the output_dir of a run that has begun{hint}", key=str(path)
         ) from None
-    except OSError as error:
-        raise HistoryError(f"{folder.metrics} cannot be read: {error}") from error
-    lines = text.splitlines()
-    records = [record for record in map(_record, lines) if record is not None]
+    records = [record for record in map(_parse_record, lines) if record is not None]
     if not records:
-        what = "has none of a run's lines" if lines else "is empty: a run writes a line each logging_steps"
-        raise HistoryError(f"{folder.metrics} {what}")
-    cut_off = bool(lines) and not text.endswith("\n") and _record(lines[-1]) is None
+        raise HistoryError(f"{folder.metrics} has no lines of a run yet", key=str(path))
     try:
         config = json.loads(folder.train_config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    return History(
-        folder=folder,
-        records=records,
-        starts=of_this_run(read_starts(folder)),
-        config=config if isinstance(config, dict) else {},
-        unreadable=len(lines) - len(records) - cut_off,
-    )
+    return History(folder, records, remove_abandoned(read_starts(folder)), config)
 
 
-def of_this_run(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those starts that what is there consists of: without a run before it in the same folder, and without those that
-    a later one left behind by beginning at an earlier step."""
+def remove_abandoned(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the starts without those of an earlier run in the same folder, and without those that a later one left by
+    resuming from an earlier step."""
     kept: list[dict[str, Any]] = []
     for start in starts:
         while kept and (start["step"] < kept[-1]["step"] or start["step"] == 0):
@@ -168,13 +139,14 @@ def of_this_run(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _record(line: str) -> dict[str, Any] | None:
+def _parse_record(line: str) -> dict[str, Any] | None:
+    """Return a line of metrics.jsonl; None if it is cut off or not one."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    good = isinstance(record, dict) and all(type(record.get(key)) is int for key in ("step", "tokens"))
-    return record if good else None
+    is_valid = isinstance(record, dict) and all(type(record.get(key)) is int for key in ("step", "tokens"))
+    return record if is_valid else None
 
 
 def is_number(value: Any) -> bool:
@@ -182,8 +154,7 @@ def is_number(value: Any) -> bool:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the values, without the bias of its begin; few values stay as
-    they are."""
+    """Return the exponential moving average over about a fiftieth of the values, without the bias of its begin."""
     decay = 1 - 1 / max(1.0, len(values) / SMOOTHED_SHARE)
     out, mean, weight = [], 0.0, 0.0
     for value in values:
@@ -193,7 +164,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def labels(paths: list[Path]) -> list[str]:
-    """A name of each folder: its own, with as many of the folders above as tell it from the others."""
+    """Return the name of each folder, with as many of its parents as distinguish it from the others."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-length:]) for part in parts]
@@ -202,34 +173,33 @@ def labels(paths: list[Path]) -> list[str]:
     return found
 
 
-COLUMNS = ("run", "steps", "loss", "eval_loss", "tokens", "tokens/s", "FP8", "GPU-hours", "state")
-
-
 def table(histories: list[History]) -> str:
-    """A row for each run: its newest values; "-" where one is not known."""
-    rows = [COLUMNS]
+    """Return a row for each run with its newest values, "-" for those that are not known."""
+    rows = [("run", "steps", "loss", "eval_loss", "tokens", "tokens/s", "FP8", "GPU-hours", "state")]
     for name, history in zip(labels([h.folder.path for h in histories]), histories, strict=True):
-        done, of = history.records[-1]["step"], history.config.get("max_steps")
-        rate, hours = history.tokens_per_second(), history.gpu_hours()
-        loss, eval_loss = history.last("loss"), history.last(EVALUATION)
+        last, max_steps = history.records[-1], history.config.get("max_steps")
         rows.append(
             (
                 name,
-                f"{done:,}/{of:,}" if isinstance(of, int) else f"{done:,}",
-                "-" if loss is None else f"{loss:.4f}",
-                "-" if eval_loss is None else f"{eval_loss:.4f}",
-                f"{history.records[-1]['tokens']:,}",
-                "-" if rate is None else f"{rate:,.0f}",
+                f"{last['step']:,}/{max_steps:,}" if max_steps else f"{last['step']:,}",
+                _cell(history.last("loss"), ".4f"),
+                _cell(history.last(EVALUATION), ".4f"),
+                f"{last['tokens']:,}",
+                _cell(history.tokens_per_second(), ",.0f"),
                 history.fp8() or "-",
-                "-" if hours is None else f"{hours:.2f}",
+                _cell(history.gpu_hours(), ".2f"),
                 history.state() or "-",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    right = {"steps", "loss", "eval_loss", "tokens", "tokens/s", "GPU-hours"}
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligns = "<>>>>><><"
+    return "\n".join(
+        "  ".join(
+            f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    )
 
-    def line(row: tuple[str, ...]) -> str:
-        cells = zip(COLUMNS, row, widths, strict=True)
-        return "  ".join(f"{c:>{w}}" if name in right else f"{c:<{w}}" for name, c, w in cells).rstrip()
 
-    return "\n".join(map(line, rows))
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,14 +1,10 @@
-"""What a run tells: metrics.jsonl, lines for people, and what follows from these lines: trackers, loss.png; and MFU.
-
-Only the main rank (rank 0) writes; on all others a logger does nothing.
-"""
+"""Metrics of a run: metrics.jsonl, and the log lines, trackers and plots that follow from them; MFU."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections import deque
@@ -17,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train.files import discarded_name
+from train.files import discarded_name, write_durably
 from train.record.history import SET_LOSS
 from train.record.plots import LivePlot
 from train.record.run_folder import RunFolder
@@ -27,8 +23,8 @@ logger = logging.getLogger(__name__)
 # Dense bf16 peak of the SXM parts' tensor cores (NVIDIA H100 and H200 data sheets, without sparsity; the H800 differs
 # from the H100 in NVLink and fp64 only).
 HOPPER_SXM_BF16_TFLOPS = 989.0
-NO_STEP = -1  # of a line that cannot be read
-# What a resume notes at the step that it begins at: of a start before it that saved nothing it does not hold.
+NO_STEP = -1  # of a line that cannot be parsed
+# Keys that a start writes at its first step; those of a former start that saved nothing are moved.
 NOTED_AT_START = ("changes", "began_at")
 
 
@@ -57,18 +53,17 @@ def mfu(
 
 
 class MetricsLogger:
-    """Where the loop sends its metrics.
+    """Writes the metrics of a run: metrics.jsonl, log lines, trackers and plots. Does nothing on ranks other than 0.
 
-    `config`: the run's, as a JSON object (TrainingArguments.to_dict). `start_step`: steps that are already done. On a
-    resume the lines of later steps leave metrics.jsonl, in a new run (0) all of them; they are kept in
-    metrics.jsonl.discarded-<time>.
+    Resuming moves the lines of later steps out of metrics.jsonl to metrics.jsonl.discarded-<time>; a new run moves all
+    of them. Lines that cannot be written, as on a full disk, are written later.
 
-    Lines that cannot be written, as on a full disk, are kept and written later, with a warning: whether the run goes
-    on is for its next save to say, which all ranks hear of.
+    Args:
+        config: TrainingArguments.to_dict.
+        start_step: steps that are already done.
+        evaluates_again: an evaluation of start_step follows, and its former line is moved, too.
 
-    `evaluates_again`: the evaluation of start_step is about to be made up for, and what is there of it goes, too.
-
-    Raises OSError: what is there cannot be read or rewritten.
+    Raises OSError: metrics.jsonl cannot be read or rewritten.
     """
 
     def __init__(
@@ -84,14 +79,14 @@ class MetricsLogger:
             return
         self.total_steps = config["max_steps"]
         folder.path.mkdir(parents=True, exist_ok=True)
-        again = ("eval_loss",) if evaluates_again else ()
-        discarded = discard_after(folder.metrics, start_step or NO_STEP, (*NOTED_AT_START, *again))
-        self._file = folder.metrics.open("ab", buffering=0)
-        self._unwritten: list[bytes] = []
-        self._failing = False
-        self._recent: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=10)
+        again = (*NOTED_AT_START, "eval_loss") if evaluates_again else NOTED_AT_START
+        discarded = discard_after(folder.metrics, start_step or NO_STEP, again)
         if discarded:
             logger.info(f"metrics: {discarded[1]} lines after step {start_step} moved to {discarded[0].name}")
+        self._file = folder.metrics.open("ab", buffering=0)
+        self._pending = b""
+        self._has_failed = False
+        self._recent: deque[tuple[int, float]] = deque([(start_step, time.monotonic())], maxlen=10)
         self._trackers = Trackers(folder, config, start_step, goes_back=bool(discarded))
         self._plot = LivePlot(folder)
 
@@ -102,23 +97,23 @@ class MetricsLogger:
         step = metrics["step"]
         metrics = {**metrics, "time": round(time.time(), 1)}  # seconds since the epoch
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        self._unwritten.append(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._pending += json.dumps(finite, allow_nan=False).encode() + b"\n"
         self._write()
         if step > self._recent[-1][0]:
             self._recent.append((step, time.monotonic()))
-        left = self._left(step) if "loss" in metrics else ""
-        if brief := _brief(metrics):
-            logger.info(f"step {step}/{self.total_steps}  {brief}{left}")
+        if summary := _summarize(metrics):
+            left = self._time_left(step) if "loss" in metrics else ""
+            logger.info(f"step {step}/{self.total_steps}  {summary}{left}")
         self._trackers.log(metrics)
         self._plot.update()
 
     def message(self, text: str) -> None:
-        """A line for people, not in metrics.jsonl."""
+        """Log a line on rank 0. New code uses logging."""
         if self.is_main:
             logger.info(text)
 
     def draw_last(self) -> None:
-        """loss.png and health.png of the whole run. For want of a picture no trained model is a failure."""
+        """Draw loss.png and health.png of the whole run. A failure is logged."""
         if not self.is_main:
             return
         try:
@@ -127,8 +122,7 @@ class MetricsLogger:
             logger.warning(f"no loss plot: {type(error).__name__}: {error}")
 
     def rewind(self, step: int) -> None:
-        """Go on from an earlier `step`: the lines of later ones leave metrics.jsonl, as on a resume; with a warning
-        they stay where the disk has no room to keep them elsewhere."""
+        """Continue from an earlier `step`: move the lines of later ones out of metrics.jsonl, as on a resume."""
         if not self.is_main:
             return
         path = Path(self._file.name)
@@ -138,7 +132,7 @@ class MetricsLogger:
             discard_after(path, step)
         except OSError as error:
             logger.warning(f"the lines after step {step} stay in {path}: {error}")
-        self._unwritten = [line for line in self._unwritten if _record_of(line.decode())["step"] <= step]
+        self._pending = b""
         self._file = path.open("ab", buffering=0)
         self._recent = deque([(step, time.monotonic())], maxlen=10)
         self._trackers.rewind(step)
@@ -148,38 +142,24 @@ class MetricsLogger:
         if not self.is_main or self._file.closed:
             return
         self._write()
-        if self._unwritten:
-            logger.warning(f"{len(self._unwritten)} lines of {self._file.name} are lost")
+        if self._pending:
+            logger.warning(f"{self._pending.count(10)} lines of {self._file.name} are lost")
         self._file.close()
         self._plot.close()
         self._trackers.close()
 
     def _write(self) -> None:
-        """Write what is not written, whole lines only."""
         try:
-            while self._unwritten:
-                end = self._file.seek(0, os.SEEK_END)
-                try:
-                    written = self._file.write(self._unwritten[0])
-                    if written < len(self._unwritten[0]):  # the disk is full within the line
-                        written += self._file.write(self._unwritten[0][written:])
-                except OSError:
-                    self._file.truncate(end)
-                    raise
-                del self._unwritten[0]
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._has_failed = False
         except OSError as error:
-            if not self._failing:
-                self._failing = True
-                logger.warning(
-                    f"{self._file.name} cannot be written: {error}; its lines are kept and written later"
-                )
-        else:
-            if self._failing:
-                self._failing = False
-                logger.info(f"{self._file.name} could be written again; no line is missing")
+            if not self._has_failed:
+                logger.warning(f"{self._file.name} cannot be written: {error}; its lines are written later")
+            self._has_failed = True
 
-    def _left(self, step: int) -> str:
-        """The time that the steps after `step` take at the recent speed, "" where none is known."""
+    def _time_left(self, step: int) -> str:
+        """Return the time of the steps after `step` at the recent speed, "" if none is known."""
         (first_step, first_time), (last_step, last_time) = self._recent[0], self._recent[-1]
         if last_step == first_step:
             return ""
@@ -188,11 +168,10 @@ class MetricsLogger:
 
 
 def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Path, int] | None:
-    """Take the lines of steps after `step` (NO_STEP: all) out of the metrics `path`, a line cut off by a crash and
-    those of `step` that have a key of `again`, which is about to be written again. The last line left ends as one.
+    """Move lines of metrics.jsonl to another file: those of steps after `step` (NO_STEP: all), those that cannot be
+    parsed, and those of `step` with a key of `again`. The last line that stays ends with a newline.
 
-    Returns the file that keeps them, and how many they are; None when there are none. Raises OSError: there is no room
-    for that file; nothing is changed.
+    Returns that file and its number of lines, None without any. Raises OSError: the disk is full; `path` is unchanged.
     """
     if not path.exists():
         return None
@@ -200,27 +179,24 @@ def discard_after(path: Path, step: int, again: Sequence[str] = ()) -> tuple[Pat
     discard: list[str] = []
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
-        record = _record_of(line)
-        made_again = record["step"] == step and not record.keys().isdisjoint(again)
-        (keep if 0 <= record["step"] <= step and not made_again else discard).append(line)
+        record = _parse(line)
+        is_repeated = record["step"] == step and not record.keys().isdisjoint(again)
+        (keep if 0 <= record["step"] <= step and not is_repeated else discard).append(line + "\n")
     if not discard and text.endswith("\n"):
         return None
-    kept_in = discarded_name(path)
-    temporary = path.with_suffix(".tmp")
+    aside = discarded_name(path)
     try:
         if discard:
-            kept_in.write_text("\n".join(discard) + "\n", encoding="utf-8")
-        temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
-        temporary.replace(path)
+            aside.write_text("".join(discard), encoding="utf-8")
+        write_durably(path, "".join(keep))
     except OSError:
-        kept_in.unlink(missing_ok=True)
-        temporary.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
         raise
-    return (kept_in, len(discard)) if discard else None
+    return (aside, len(discard)) if discard else None
 
 
-def _record_of(line: str) -> dict[str, Any]:
-    """What the line has; step NO_STEP, which is never kept, where it cannot be read."""
+def _parse(line: str) -> dict[str, Any]:
+    """Return a line of metrics.jsonl; a step of NO_STEP if it cannot be parsed."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -228,8 +204,8 @@ def _record_of(line: str) -> dict[str, Any]:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else {"step": NO_STEP}
 
 
-def _brief(metrics: dict[str, Any]) -> str:
-    """The figures that a person watches, in one line."""
+def _summarize(metrics: dict[str, Any]) -> str:
+    """Return what the log shows of a line."""
     formats = {
         "loss": "loss {:.4f}",
         "eval_loss": "eval_loss {:.4f}",

@@ -1,108 +1,157 @@
-"""Plots of runs: loss.png and health.png, which are drawn again and again while a run goes on, and comparisons of
-several."""
+"""Plots of runs: loss.png and health.png, which are redrawn during a run, and comparisons of several runs."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from train.files import drawing, unfinished
-from train.record.fp8_health import draw_health
-from train.record.history import EVALUATION, SET_LOSS, History, Mark, labels, read_history, smoothed
+from train.record.fp8_health import FP8_HEALTH, OPERANDS, STATISTICS, values
+from train.record.history import EVALUATION, SET_LOSS, History, is_number, labels, read_history, smoothed
 from train.record.run_folder import RunFolder
 
 PROGRAM = Path(__file__).resolve().parent.parent / "plot.py"
-REDRAWN_S = 60.0  # at most so often during a run
-DRAWN_WITHIN_S = 20.0  # or it is given up, at the end of the run
+REDRAW_INTERVAL_S = 60.0
 LOWEST_PRIORITY = 19
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}
+# Panels of loss.png: key of metrics.jsonl, label, height.
+CURVES = (
+    ("loss", "loss (nats a token)", 4),
+    ("learning_rate", "learning rate", 1),
+    ("grad_norm", "gradient norm", 1.5),
+    ("tokens_per_second", "tokens/s", 1.5),
+)
+# Panels of health.png: title, smallest and largest value, whether the color scale is logarithmic.
+PANELS = {
+    "underflow": ("becomes 0", 1e-5, 1.0, True),
+    "saturated": ("saturates", 1e-7, 1e-1, True),
+    "range": ("amax x scale / largest value", 1e-3, 1e1, True),
+    "error": ("relative error", 0.02, 0.1, False),
+    "kurtosis": ("kurtosis", 1.0, 1e4, True),
+}
 
 
 def draw(histories: list[History], path: Path) -> None:
-    """The PNG `path`: loss (smoothed, its lines behind it) with evaluations, learning rate, gradient norm and tokens/s
-    against tokens; stops, resumes and rollbacks are marked where it is one run. Raises OSError: it cannot be
-    written."""
+    """Draw loss (smoothed, with its values behind it), evaluations, learning rate, gradient norm and tokens/s against
+    tokens. Of a single run, mark stops, resumes and rollbacks. Raises OSError: `path` cannot be written."""
     from matplotlib.ticker import EngFormatter
 
-    one = len(histories) == 1
-    height_ratios = [4, 1, 1.5, 1.5]
-    with drawing(path, 4, figsize=(9, 10), sharex=True, height_ratios=height_ratios) as (figure, axes):
-        loss, rate, norm, speed = (row[0] for row in axes)
-        paths = [history.folder.path for history in histories]
-        names = [_plain(name) for name in labels(paths)]
+    is_single = len(histories) == 1
+    ratios = [height for *_, height in CURVES]
+    with drawing(path, len(CURVES), figsize=(9, 10), sharex=True, height_ratios=ratios) as (figure, rows):
+        axes = [row[0] for row in rows]
+        # matplotlib would see a formula between two dollar signs
+        names = [name.replace("$", r"\$") for name in labels([h.folder.path for h in histories])]
         for index, (name, history) in enumerate(zip(names, histories, strict=True)):
-            _draw_run(axes, history, f"C{index % 10}", "" if one else f"{name}: ")
-        unigram = [h.last("unigram_loss") for h in histories]
+            _draw_run(axes, history, f"C{index % 10}", "" if is_single else f"{name}: ")
+        unigram = [history.last("unigram_loss") for history in histories]
         if unigram[0] is not None and len(set(unigram)) == 1:
-            loss.axhline(unigram[0], linestyle="--", color="gray", linewidth=1, label="unigram model")
-        if one:
-            _draw_marks(axes, histories[0].marks())
+            axes[0].axhline(unigram[0], linestyle="--", color="gray", linewidth=1, label="unigram model")
+        if is_single:
             figure.suptitle(names[0])
-        for axis, label in ((loss, "loss (nats a token)"), (rate, "learning rate"), (norm, "gradient norm")):
+            _draw_marks(axes, histories[0])
+        for axis, (_, label, _) in zip(axes, CURVES, strict=True):
             axis.set_ylabel(label)
-        if any(value > 0 for h in histories for value in h.series("grad_norm")[1]):
-            norm.set_yscale("log")
-        speed.set(ylabel="tokens/s", xlabel="tokens", ylim=(0, None))
-        speed.xaxis.set_major_formatter(EngFormatter())
-        for axis in (loss, rate, norm, speed):
             axis.grid(alpha=0.3)
-        loss.legend(fontsize="small")
+        if any(value > 0 for history in histories for value in history.series("grad_norm")[1]):
+            axes[2].set_yscale("log")
+        axes[3].set(xlabel="tokens", ylim=(0, None))
+        axes[3].xaxis.set_major_formatter(EngFormatter())
+        axes[0].legend(fontsize="small")
 
 
-def _draw_run(axes: Any, history: History, color: str, prefix: str) -> None:
-    loss = axes[0][0]
-    tokens, values = history.series("loss")
-    if tokens:
-        loss.plot(tokens, values, _point(values), color=color, alpha=0.3, linewidth=0.8)
-        loss.plot(
-            tokens, smoothed(values), _point(values), color=color, linewidth=1.4, label=f"{prefix}training"
-        )
+def _draw_run(axes: list[Any], history: History, color: str, prefix: str) -> None:
+    for axis, (key, _, _) in zip(axes, CURVES, strict=True):
+        tokens, series = history.series(key)
+        style: dict[str, Any] = {"color": color, "marker": "." if len(series) == 1 else ""}
+        if key == "loss" and series:
+            axis.plot(tokens, series, alpha=0.3, linewidth=0.8, **style)
+            axis.plot(tokens, smoothed(series), linewidth=1.4, label=f"{prefix}training", **style)
+        else:
+            axis.plot(tokens, series, linewidth=1, **style)
     for number, key in enumerate(history.evaluations()):
-        of_set = "" if key == EVALUATION else f", {_plain(key.removeprefix(SET_LOSS))}"
-        # one run: a color for each set; several: the run's color, a marker for each set
-        style = {"color": f"C{number + 1}"} if not prefix else {"color": color, "linestyle": "--"}
-        marker = "osD^v<>"[number % 7]
-        loss.plot(
-            *history.series(key),
-            marker=marker,
-            markersize=4,
-            linewidth=1,
-            label=f"{prefix}evaluation{of_set}",
-            **style,
-        )
-    for key, row in (("learning_rate", axes[1]), ("grad_norm", axes[2]), ("tokens_per_second", axes[3])):
-        tokens, values = history.series(key)
-        row[0].plot(tokens, values, _point(values), color=color, linewidth=1)
+        name = "" if key == EVALUATION else ", " + key.removeprefix(SET_LOSS).replace("$", r"\$")
+        # one run: a color for each set; several: the color of the run, a marker for each set
+        style = {"color": color, "linestyle": "--"} if prefix else {"color": f"C{number + 1}"}
+        style |= {"marker": "osD^v<>"[number % 7], "markersize": 4, "linewidth": 1}
+        axes[0].plot(*history.series(key), label=f"{prefix}evaluation{name}", **style)
 
 
-def _point(values: Sequence[float]) -> str:
-    """The format of a curve: one of a single point is a point."""
-    return "." if len(values) == 1 else "-"
+def _draw_marks(axes: list[Any], history: History) -> None:
+    labelled: set[str] = set()
+    for tokens, what in history.marks():
+        color, style = MARKS[what]
+        for axis in axes:
+            label = what if axis is axes[0] and what not in labelled else None
+            axis.axvline(tokens, color=color, linestyle=style, linewidth=1, alpha=0.7, label=label)
+        labelled.add(what)
 
 
-def _draw_marks(axes: Any, marks: list[Mark]) -> None:
-    told: set[str] = set()
-    for mark in marks:
-        color, style = MARKS[mark.what]
-        for number, row in enumerate(axes):
-            label = mark.what if number == 0 and mark.what not in told else None
-            row[0].axvline(mark.tokens, color=color, linestyle=style, linewidth=1, alpha=0.7, label=label)
-        told.add(mark.what)
+def draw_health(history: History, path: Path) -> bool:
+    """Draw the FP8 health of a run: a panel for each statistic and operand, layers of GEMMs against steps. Return False
+    and draw nothing if no line has any. Raises OSError: `path` cannot be written."""
+    records = [record for record in history.records if any(values(record.get(FP8_HEALTH)))]
+    if not records:
+        return False
+    steps = [record["step"] for record in records]
+    panels: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = {}
+    for index, record in enumerate(records):
+        for kind, operand, what, column in values(record[FP8_HEALTH]):
+            panel = panels.setdefault((what, operand), {})
+            for layer, value in enumerate(column):
+                row = panel.setdefault((kind, layer), [math.nan] * len(records))
+                row[index] = value if value is not None and is_number(value) else math.nan
+    shown = [what for what in STATISTICS if any(statistic == what for statistic, _ in panels)]
+    height = min(2.0 + 0.03 * max(map(len, panels.values())), 5.0)
+    with drawing(path, len(shown), len(OPERANDS), figsize=(15, len(shown) * height)) as (figure, axes):
+        figure.suptitle("FP8: operands of the GEMMs, layers from top to bottom, against steps")
+        for what, axis_row in zip(shown, axes, strict=True):
+            for operand, axis in zip(OPERANDS, axis_row, strict=True):
+                if rows := panels.get((what, operand)):
+                    _draw_panel(figure, axis, what, rows, steps)
+                    axis.set_title(f"{operand}: {PANELS[what][0]}", fontsize="small")
+                    if operand != OPERANDS[0]:
+                        axis.set_yticklabels([])
+                else:
+                    axis.set_axis_off()
+    return True
 
 
-def _plain(text: str) -> str:
-    """Without formulas, which matplotlib would see between two of these."""
-    return text.replace("$", r"\$")
+def _draw_panel(
+    figure: Any, axis: Any, what: str, rows: dict[tuple[str, int], list[float]], steps: list[int]
+) -> None:
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    _, low, high, is_logarithmic = PANELS[what]
+    norm = (LogNorm if is_logarithmic else Normalize)(low, high, clip=True)
+    table = [[value if math.isnan(value) else max(value, low) for value in row] for row in rows.values()]
+    image = axis.imshow(table, aspect="auto", interpolation="nearest", norm=norm, cmap="viridis")
+    begin, middles, names = 0, [], []
+    for kind, layers in groupby(rows, key=lambda key: key[0]):
+        if begin:
+            axis.axhline(begin - 0.5, color="white", linewidth=0.8)
+        count = len(list(layers))
+        middles.append(begin + (count - 1) / 2)
+        names.append(kind.rpartition("*.")[2])
+        begin += count
+    axis.set_yticks(middles, names, fontsize=7)
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    axis.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{steps[int(x)]:,}" if 0 <= x < len(steps) else "")
+    )
+    figure.colorbar(image, ax=axis)
 
 
 class LivePlot:
-    """loss.png and health.png of a run that goes on, drawn by a process of the lowest priority: no step waits for it,
-    and whether it succeeds is of no concern to the run."""
+    """Redraws loss.png and health.png during a run in a process of the lowest priority. Its failure changes nothing."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -110,10 +159,9 @@ class LivePlot:
         self._process: subprocess.Popen | None = None
 
     def update(self) -> None:
-        """Begin to draw, unless that was done a moment ago or is still under way."""
-        if time.monotonic() - self._last < REDRAWN_S:
-            return
-        if self._process is not None and self._process.poll() is None:
+        """Start to draw, unless the last time was a moment ago or has not ended."""
+        is_busy = self._process is not None and self._process.poll() is None
+        if is_busy or time.monotonic() - self._last < REDRAW_INTERVAL_S:
             return
         self._last = time.monotonic()
         command = [
@@ -123,32 +171,26 @@ class LivePlot:
             "--output",
             str(self.folder.loss_plot),
         ]
-        quiet: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        try:
-            # of its own session: a Ctrl-C is none of its business
+        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with contextlib.suppress(OSError):
+            # in a session of its own, which no Ctrl-C reaches
             self._process = subprocess.Popen(command, **quiet, start_new_session=True)
             os.setpriority(os.PRIO_PROCESS, self._process.pid, LOWEST_PRIORITY)
-        except OSError:
-            pass
 
     def close(self) -> None:
-        """Wait for what is under way, for a while: it must not replace a later plot."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(DRAWN_WITHIN_S)
-        except subprocess.TimeoutExpired:
+        """End the process: it must not replace a later plot."""
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
             for path in (self.folder.loss_plot, self.folder.health_plot):
                 unfinished(path, self._process.pid).unlink(missing_ok=True)
 
     def draw_last(self) -> list[Path]:
-        """Draw them now, in this process; returns their paths. Raises whatever stands in its way."""
+        """Draw in this process and return the paths. Raises whatever prevents it."""
         self.close()
         history = read_history(self.folder.path)
         draw([history], self.folder.loss_plot)
         if draw_health(history, self.folder.health_plot):
             return [self.folder.loss_plot, self.folder.health_plot]
-        self.folder.health_plot.unlink(missing_ok=True)  # of another run that was here
+        self.folder.health_plot.unlink(missing_ok=True)  # of another run in this folder
         return [self.folder.loss_plot]

@@ -26,15 +26,13 @@ class RunFolder:
         self.train_config = path / "train_config.json"  # what the run was started with, resolved
         self.ds_config = path / "ds_config.json"  # what DeepSpeed was given
         self.run = path / "run.json"  # each start: what was proved, and on what (train/record/provenance.py)
-        self.log = (
-            path / "train.log"
-        )  # what the console of rank 0 said, and the whole configuration, of all starts
-        self.logs = path / "logs"  # what the other ranks said, of all starts (train/record/rank_log.py)
+        self.log = path / "train.log"  # of rank 0, of all starts
+        self.logs = path / "logs"  # of the other ranks
         self.metrics = path / "metrics.jsonl"
         self.loss_plot = path / "loss.png"
         self.health_plot = path / "health.png"  # of FP8, with precision.health_steps
         self.tensorboard = path / "tensorboard"
-        self.wandb_run_id = path / "wandb_run_id"  # and this folder, of which a copy has another path
+        self.wandb_run_id = path / "wandb_run_id"
         self.checkpoints = path / "checkpoints"  # step-NNNNNNNN/ in it
         self.hf = path / "hf"  # the trained model, for transformers
         self.stopped = path / "stopped.json"  # the run was stopped on request; gone when it goes on

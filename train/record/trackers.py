@@ -1,24 +1,23 @@
-"""Where metrics go besides metrics.jsonl (report_to): wandb, TensorBoard. Only the main rank has any.
+"""Where metrics go besides metrics.jsonl (report_to): wandb, TensorBoard. Only rank 0 has any.
 
-A resumed run goes on with its tracker's run; one that begins anew in the same folder begins a new one. What a tracker
-raises is told once, and training goes on: metrics.jsonl has every line.
+A resumed run continues its tracker's run; a new one in the same folder begins a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
-import math
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from model import install_command
 from model.errors import UserError
 from train.record.fp8_health import FP8_HEALTH, scalars
+from train.record.history import is_number
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -62,52 +61,47 @@ def check_installed(report_to: str | Sequence[str]) -> None:
 
 
 class Trackers:
-    """All that `config` (TrainingArguments.to_dict) asks for.
+    """All trackers of the configuration. A failure of one is logged once, and changes nothing else.
 
     Args:
-        start_step: steps that are already done, 0 of a run that begins.
+        config: TrainingArguments.to_dict.
+        start_step: steps that are done, 0 for a new run.
         goes_back: the trackers have lines of steps after start_step, which no longer count.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: dict[str, Any],
-        start_step: int,
-        goes_back: bool = False,
-    ):
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool = False):
         self._failed: set[str] = set()
         self._open: dict[str, Tracker] = {}
         for name in names(config["report_to"]):
-            tracker = self._try(name, partial(TRACKERS[name], folder, config, start_step, goes_back))
-            if tracker is not None:
-                self._open[name] = tracker
+            with self._logs_failure(name):
+                self._open[name] = TRACKERS[name](folder, config, start_step, goes_back)
 
     def log(self, metrics: dict[str, Any]) -> None:
         if FP8_HEALTH in metrics:
             others = {key: value for key, value in metrics.items() if key != FP8_HEALTH}
             metrics = others | scalars(metrics[FP8_HEALTH])
-        for name, tracker in self._open.items():
-            self._try(name, partial(tracker.log, metrics))
+        self._call("log", metrics)
 
     def rewind(self, step: int) -> None:
-        for name, tracker in self._open.items():
-            self._try(name, partial(tracker.rewind, step))
+        self._call("rewind", step)
 
     def close(self) -> None:
-        for name, tracker in self._open.items():
-            self._try(name, tracker.close)
+        self._call("close")
 
-    def _try(self, name: str, call: Callable[[], Any]) -> Any:
-        """What `call` returns, None if it fails; that is told once of each tracker."""
+    def _call(self, method: str, *arguments: Any) -> None:
+        for name, tracker in self._open.items():
+            with self._logs_failure(name):
+                getattr(tracker, method)(*arguments)
+
+    @contextlib.contextmanager
+    def _logs_failure(self, name: str) -> Iterator[None]:
         try:
-            return call()
+            yield
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
                 logger.warning(
-                    f"{name}: {type(error).__name__}: {error}; the run goes on, {name} may lack what "
-                    "metrics.jsonl has"
+                    f"{name}: {type(error).__name__}: {error}; the run continues, and metrics.jsonl has all lines"
                 )
 
 
@@ -119,36 +113,25 @@ class Wandb:
     ... of the group ID.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: dict[str, Any],
-        start_step: int,
-        goes_back: bool,
-    ):
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
         self.folder, self.config = folder, config
-        own, of = wandb_run_of(folder) if start_step else ("", "")
-        if own and is_copied(folder, own, of):
-            logger.info(
-                f"wandb: {folder.path} is a copy of {of}, whose run is {own}: here a run of its own begins"
-            )
-            own = ""
-        if own and goes_back:
-            own = following(own)
-        self._open(own or secrets.token_hex(4))
+        run_id = read_wandb_id(folder) if start_step else ""
+        if run_id and goes_back:
+            run_id = following(run_id)
+        self._open(run_id or secrets.token_hex(4))
 
-    def _open(self, own: str) -> None:
+    def _open(self, run_id: str) -> None:
         import wandb  # slow to import
 
+        self.id = run_id
+        self.folder.wandb_run_id.write_text(run_id + "\n", encoding="utf-8")
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
-        group, _, number = own.partition("-")
+        group, _, number = run_id.partition("-")
         name = self.config["run_name"]
-        self.id = own
-        self.folder.wandb_run_id.write_text(f"{own}\n{self.folder.path.resolve()}\n", encoding="utf-8")
         self.run = wandb.init(
             project=self.config["wandb_project"],
             name=f"{name or group}-{number}" if number else name,
-            id=own,
+            id=run_id,
             group=group,
             resume="allow" if mode == "online" else None,
             dir=str(self.folder.path),
@@ -158,9 +141,7 @@ class Wandb:
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if mode == "offline":
-            logger.info(
-                f"wandb: no API key, so the run is recorded offline; later: wandb sync {self.run.dir}/.."
-            )
+            logger.info(f"wandb: no API key, recording offline; to upload: wandb sync {self.run.dir}/..")
 
     def log(self, metrics: dict[str, Any]) -> None:
         # no step= argument: wandb merges lines of one step, and drops what is not newer than its last step
@@ -177,35 +158,28 @@ class Wandb:
 class TensorBoard:
     """Event files in tensorboard/ of the run's folder: `tensorboard --logdir output` shows all runs there."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        config: dict[str, Any],
-        start_step: int,
-        goes_back: bool,
-    ):
+    def __init__(self, folder: RunFolder, config: dict[str, Any], start_step: int, goes_back: bool):
         self.folder = str(folder.tensorboard)
-        self._start(start_step)
+        self._open(start_step)
         if start_step == 0:
             self.writer.add_text("configuration", f"```json\n{json.dumps(config, indent=1)}\n```", 0)
 
-    def _start(self, step: int) -> None:
+    def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         # what older event files have of later steps is not shown; a new run may write a step 0 itself
         self.writer = SummaryWriter(self.folder, purge_step=step + 1 if step else 0, flush_secs=FLUSH_S)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        # fp8_alarms and its like have counts beside what they name
+        # fp8_alarms and others are objects with counts
         inner = {f"{k}/{name}": n for k, v in metrics.items() if isinstance(v, dict) for name, n in v.items()}
         for key, value in (metrics | inner).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and key not in ("step", "time") and math.isfinite(value):
+            if key not in ("step", "time") and is_number(value):
                 self.writer.add_scalar(key, value, metrics["step"])
 
     def rewind(self, step: int) -> None:
         self.writer.close()
-        self._start(step)
+        self._open(step)
 
     def close(self) -> None:
         self.writer.close()
@@ -214,26 +188,18 @@ class TensorBoard:
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-def following(own: str) -> str:
-    """Return the id of the wandb run that follows `own` in its group."""
-    group, _, number = own.partition("-")
+def following(run_id: str) -> str:
+    """Return the id of the wandb run that follows in the group."""
+    group, _, number = run_id.partition("-")
     return f"{group}-{int(number or 1) + 1}"
 
 
-def wandb_run_of(folder: RunFolder) -> tuple[str, str]:
-    """(id of the folder's run in wandb, what the folder was called then); "" of what is not known."""
+def read_wandb_id(folder: RunFolder) -> str:
+    """Return the id of the folder's run in wandb, "" without one."""
     try:
-        own, _, of = folder.wandb_run_id.read_text(encoding="utf-8").strip().partition("\n")
+        return folder.wandb_run_id.read_text(encoding="utf-8").partition("\n")[0].strip()
     except OSError:
-        return "", ""
-    return own, of
-
-
-def is_copied(folder: RunFolder, own: str, of: str) -> bool:
-    """Whether the folder `of` is still there, another one than `folder`, and has the run `own` too. One that was
-    renamed or moved is not."""
-    there = RunFolder(of or folder.path)
-    return there.path.resolve() != folder.path.resolve() and wandb_run_of(there)[0] == own
+        return ""
 
 
 def has_wandb_key() -> bool:

@@ -20,8 +20,9 @@ from tests.train.runs import PRECISIONS, curve, metrics, run
 from train import plot
 from train.checkpoint.files import committed
 from train.record import fp8_health
-from train.record.fp8_health import FP8_HEALTH, draw_health, health_record, scalars, split
+from train.record.fp8_health import FP8_HEALTH, health_record, scalars, split
 from train.record.history import read_history
+from train.record.plots import PANELS, draw_health
 from train.record.trackers import Trackers
 
 LAYER = "model.layers.{}.mlp.down_proj"
@@ -69,7 +70,7 @@ def test_ranks_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_stand_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fp8_health.OPERANDS == OPERANDS and tuple(fp8_health.PANELS) == STATISTICS
+    assert fp8_health.OPERANDS == OPERANDS and fp8_health.STATISTICS == STATISTICS == tuple(PANELS)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     totals = operand(1, 16)[1].expand(3, 3, -1).clone()
     totals[0, 2] = float("nan")
@@ -88,7 +89,7 @@ def test_trackers_get_the_worst_of_all_layers(monkeypatch: pytest.MonkeyPatch) -
     told: list[dict] = []
     trackers = Trackers.__new__(Trackers)
     trackers._open = {"one": SimpleNamespace(log=told.append)}  # type: ignore[dict-item]
-    trackers._failed, trackers._tell = set(), pytest.fail
+    trackers._failed = set()
     health = record()
     health[LAYER.format("*")]["weight"]["error"] = [None, 0.03, 0.02]
     line = {"step": 4, "loss": 2.0, FP8_HEALTH: health}
@@ -105,7 +106,7 @@ def test_trackers_get_the_worst_of_all_layers(monkeypatch: pytest.MonkeyPatch) -
 def test_lines_that_are_none_are_passed_over(
     broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_health, "drawing", pytest.fail)
+    monkeypatch.setattr("train.record.plots.drawing", pytest.fail)
     assert scalars(broken) == {}
     assert not draw_health(read_history(make_run(tmp_path / "a", **{FP8_HEALTH: broken})), tmp_path / "x.png")
 
@@ -153,7 +154,7 @@ def test_a_single_sample_has_its_step_as_the_only_tick_label(
 def test_one_run_has_its_health_beside_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
     monkeypatch.setattr("train.record.plots.draw", lambda *_: None)
-    monkeypatch.setattr("train.record.fp8_health.draw_health", lambda _, path: drawn.append(path) or True)
+    monkeypatch.setattr("train.record.plots.draw_health", lambda _, path: drawn.append(path) or True)
     runs = [str(make_run(tmp_path / name, **{FP8_HEALTH: record()})) for name in ("a", "b")]
     assert plot.main(runs[:1]) == 0
     assert plot.main([runs[0], "--output", str(tmp_path / "one.png")]) == 0

@@ -72,8 +72,8 @@ def test_each_start_of_a_run_is_kept_with_what_was_proved(settings: dict, tmp_pa
     log = (output_dir / "train.log").read_text()
     assert log.count("========") == 2 and "ZeroDivisionError: division by zero" in log
     history = read_history(output_dir)
-    assert [(mark.what, mark.tokens) for mark in history.marks()] == [("resumed", 2 * 256)]
-    assert history.state() == "done" and not history.unreadable
+    assert history.marks() == [(2 * 256, "resumed")]
+    assert history.state() == "done"
 
 
 def test_a_run_that_only_measures_saves_nothing(trained: Path, settings: dict) -> None:
