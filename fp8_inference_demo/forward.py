@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8_inference_demo import reference
+from fp8_inference_demo.reference import LayerContext
 from fp8_inference_demo.weights import Layer, Matrix, Weights
 from model.config import head_dim, rope_theta
 
@@ -61,17 +62,19 @@ class Forward:
         config = weights.config
         self.weights, self.cache, self.config = weights, cache, config
         self.operations = choose_operations(weights)
-        self.window, self.eps = config.sliding_window, config.rms_norm_eps
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         half = torch.arange(0, head_dim(config), 2, dtype=torch.float32, device=weights.device)
         frequencies = 1.0 / rope_theta(config) ** (half / head_dim(config))
         positions = torch.arange(cache.max_length, dtype=torch.float32, device=weights.device)
         angles = positions[:, None] * frequencies
-        self.turns = angles.cos(), angles.sin()
-        # what kernels note: the splits of an attention that are through, and the largest magnitude of the rows that
-        # attention and SwiGLU of each layer write
         layers, B, K = cache.keys.shape[:3]
-        self.arrived = torch.zeros(B, K, dtype=torch.int32, device=weights.device)
+        self.context = LayerContext(
+            turns=(angles.cos(), angles.sin()),
+            heads=config.num_attention_heads,
+            window=config.sliding_window,
+            eps=config.rms_norm_eps,
+            arrived=torch.zeros(B, K, dtype=torch.int32, device=weights.device),
+        )
+        # kernels note the largest magnitude of the rows that attention and SwiGLU of each layer write
         self.largest = torch.zeros(layers, 2, B, dtype=torch.int32, device=weights.device)
         self.ran: Counter[str] = Counter()
 
@@ -81,7 +84,7 @@ class Forward:
         tokens, positions: int64 [B], on the device, below V and S.
         """
         x_BH, B, delta = F.embedding(tokens_B, self.weights.embedding), len(tokens_B), None
-        do, few = self.operations, len(tokens_B) <= FEW_ROWS
+        do, context, few = self.operations, self.context, len(tokens_B) <= FEW_ROWS
         one = B == 1 and do is not reference
         if not one:
             self.largest.zero_()
@@ -90,14 +93,16 @@ class Forward:
             if one:
                 for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
                     self._note(matrix, few)
-                x_BH = do.decode_layer(self, x_BH, layer, keys, values, positions_B)
+                x_BH = do.decode_layer(context, x_BH, layer, keys, values, positions_B)
                 continue
             x_BH, qkv = self._enter(x_BH, delta, layer, few)
             noted, digits = self.largest[index, :, :B], _digits(layer.o, few)
-            cache = self.turns, positions_B, keys, values
-            attended = do.attend_cache(qkv, *cache, self.heads, self.window, digits, self.arrived, noted[0])
+            cache = context.turns, positions_B, keys, values
+            attended = do.attend_cache(
+                qkv, *cache, context.heads, context.window, digits, context.arrived, noted[0]
+            )
             x_BH, delta = self._leave(x_BH, attended, layer, few, noted[1])
-        return do.head(self, x_BH, delta)
+        return do.head(self.weights, context.eps, x_BH, delta)
 
     def prefill(self, ids_BT: torch.Tensor, first_row: int = 0) -> torch.Tensor:
         """Hidden states [B, T, H] before the last norm, and the cache of rows first_row to first_row + B filled.
@@ -105,29 +110,29 @@ class Forward:
         ids: int64 [B, T], shorter prompts padded at their ends: what is computed there is overwritten later, position
         by position, before anything attends to it.
         """
-        (B, T), do = ids_BT.shape, self.operations
+        (B, T), do, context = ids_BT.shape, self.operations, self.context
         x_MH, few = F.embedding(ids_BT.flatten(), self.weights.embedding), B * T <= FEW_ROWS
         positions_BT = torch.arange(T, device=ids_BT.device).expand(B, T).contiguous()
         rows, delta = slice(first_row, first_row + B), None
         for index, layer in enumerate(self.weights.layers):
             keys, values = self.cache.keys[index, rows], self.cache.values[index, rows]
             x_MH, qkv = self._enter(x_MH, delta, layer, few)
-            q = do.rotate_into_cache(qkv, self.turns, positions_BT, keys, values, self.heads)
-            out = reference.attend_prompt(q, keys[:, :, :T], values[:, :, :T], self.window)
+            q = do.rotate_into_cache(qkv, context.turns, positions_BT, keys, values, context.heads)
+            out = reference.attend_prompt(q, keys[:, :, :T], values[:, :, :T], context.window)
             attended = do.rows(out.reshape(B * T, -1), _digits(layer.o, few))
             x_MH, delta = self._leave(x_MH, attended, layer, few, None)
         return do.add(x_MH, delta).view(B, T, -1)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Hidden states [M, H] -> logits float32 [M, V]."""
-        return self.operations.head(self, x, None).float()
+        return self.operations.head(self.weights, self.context.eps, x, None).float()
 
     def _enter(
         self, x_MH: torch.Tensor, delta: torch.Tensor | None, layer: Layer, few: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer up to its attention: x + delta, and the product of rows [q; k; v]."""
         x_MH, rows = self.operations.add_norm_rows(
-            x_MH, delta, layer.input_norm, self.eps, _digits(layer.qkv, few)
+            x_MH, delta, layer.input_norm, self.context.eps, _digits(layer.qkv, few)
         )
         self._note(layer.qkv, few)
         return x_MH, self.operations.gemm(rows, layer.qkv)
@@ -140,7 +145,9 @@ class Forward:
         for matrix in (layer.o, layer.gate_up, layer.down):
             self._note(matrix, few)
         delta = do.gemm(attended, layer.o)
-        x_MH, rows = do.add_norm_rows(x_MH, delta, layer.post_norm, self.eps, _digits(layer.gate_up, few))
+        x_MH, rows = do.add_norm_rows(
+            x_MH, delta, layer.post_norm, self.context.eps, _digits(layer.gate_up, few)
+        )
         inner = do.swiglu_gemm(rows, layer.gate_up, _digits(layer.down, few), largest)
         return x_MH, do.gemm(inner, layer.down)
 

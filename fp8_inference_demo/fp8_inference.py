@@ -6,7 +6,6 @@
     python fp8_inference_demo/fp8_inference.py --model FOLDER --prompts IN.jsonl --output OUT.jsonl
     python fp8_inference_demo/fp8_inference.py --model FOLDER --interactive
     python fp8_inference_demo/fp8_inference.py --model FOLDER < LINES     # a prompt a line; blank lines are none
-    python fp8_inference_demo/fp8_inference.py --model FOLDER --report TEXT --output REPORT.json
 
 FOLDER is a Hugging Face Mistral folder, also one in FP8 (train/export.py --format hf-fp8), the output folder of a run,
 or org/name, a model of the Hugging Face Hub. Text goes to standard output as it comes, everything else to standard
@@ -14,14 +13,10 @@ error. A terminal also gets the prompt, and control characters are escaped there
 continuation alone, unchanged.
 
 --prompts: a line is {"prompt": "..."} with any other fields; the same line with "choices" goes to --output: for each
-sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens. Stopped, the same command goes on
-behind the last whole line.
+sample its text, finish_reason ("stop": EOS or a stop string; "length") and tokens.
 
 --interactive: the model continues the text so far, all that was typed and answered; a line typed begins a new line.
 Ctrl-C ends the answer, Ctrl-D or an empty line the session.
-
---report: how far FP8 is from bf16 on a text (perplexity, KL divergence of the next token, equal greedy tokens), and how
-fast and how large both are, as a table, and with --output as JSON with a plot beside it.
 
 Exit status: 0 done; 1 a line of standard input got no answer; 2 for what has to be changed first; 130 Ctrl-C.
 """
@@ -30,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import shlex
@@ -50,7 +44,6 @@ from model.keys import between, why_no_file
 
 CHECKPOINT = re.compile(r"step-(\d{8,})")
 MANIFEST = "manifest.json"  # written last: a save that was killed has none, and is no checkpoint
-EXPORTED_FROM = "exported_from.json"  # in an export: which checkpoint it was made from
 
 
 def find_model_folder(given: Path) -> Path:
@@ -106,29 +99,6 @@ def newest_checkpoint(given: Path) -> Path | None:
 
 def export_command(checkpoint: Path, out: Path) -> str:
     return shlex.join(["python", "train/export.py", str(checkpoint), str(out)])
-
-
-def older_than_its_run(given: Path, folder: Path) -> str:
-    """What to say where `folder` is the export of the run `given`, which has trained on since; "" where there is
-    nothing."""
-    newest = None if folder == given else newest_checkpoint(given)
-    if newest is None or not (exported := _exported_step(folder)):
-        return ""
-    step = _step(newest)
-    if step <= exported:
-        return ""
-    return (
-        f"note: {folder} is the model of step {exported}, and the run has a newer checkpoint, of step {step}; to take "
-        f"that: {export_command(newest, folder)}"
-    )
-
-
-def _exported_step(folder: Path) -> int:
-    """The step of the checkpoint that the export in `folder` was made from; 0: it does not say."""
-    try:
-        return _step(Path(json.loads((folder / EXPORTED_FROM).read_text(encoding="utf-8"))["checkpoint"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _step(checkpoint: Path) -> int:
@@ -187,8 +157,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(task, "--prompt_file", "UTF-8 file with the text to continue", type=Path)
     add(task, "--prompts", "file with a prompt a line; needs --output", type=Path, metavar="FILE.jsonl")
     task.add_argument("--interactive", action="store_true", help="type prompts; with history")
-    add(task, "--report", "UTF-8 file, to compare FP8 and bf16 on", type=Path, metavar="TEXT")
-    add(parser, "--output", "file for what --prompts or --report makes", type=Path)
+    add(parser, "--output", "new file for the completions of --prompts", type=Path)
 
     text = parser.add_argument_group("text")
     add(text, "--max_new_tokens", "tokens to generate at most", type=between(1), default=128)
@@ -223,7 +192,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         engine,
         "--batch_size",
-        "samples at a time, at most; default: 16; of --report, which tries 1, 4, 16, ..., 64, without a GPU 4",
+        "samples at a time, at most; default: 16",
         type=between(1),
     )
     add(
@@ -234,39 +203,28 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=between(2),
     )
     arguments = parser.parse_args(argv)
-    tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts, arguments.report)
+    tasks = (arguments.prompt, arguments.prompt_file, arguments.prompts)
     if all(task is None for task in tasks):
         if sys.stdin is None:
             parser.error("there is no standard input to read prompts from; give --prompt")
         arguments.interactive |= sys.stdin.isatty()
-    if problem := _problem(parser, arguments):
+    if problem := option_problem(arguments):
         parser.error(problem)
     return arguments
 
 
-def _problem(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """What is wrong with options together."""
+def option_problem(arguments: argparse.Namespace) -> str:
+    """Return what is wrong with options together, or ""."""
     if arguments.prompts and not arguments.output:
         return "--prompts: needs --output FILE.jsonl"
-    if arguments.output and not (arguments.prompts or arguments.report):
-        return "--output: goes with --prompts or --report; other text goes to standard output"
-    if arguments.prompts and arguments.output.absolute() == arguments.prompts.absolute():
-        return "--output: is the file of --prompts; give another one"
-    if arguments.report and arguments.output and arguments.output.suffix != ".json":
-        return f"--output {arguments.output}: of --report, allowed is a file that ends in .json; a plot goes beside it"
+    if arguments.output and not arguments.prompts:
+        return "--output: goes with --prompts; other text goes to standard output"
     if arguments.output and (why := why_no_file(arguments.output)):
         return f"--output {arguments.output} {why}"
     if arguments.num_samples > 1 and not arguments.temperature:
         return "--num_samples: with --temperature 0 all samples are equal; give a temperature"
     if arguments.num_samples > 1 and arguments.interactive:
         return "--num_samples: a conversation has one; leave it out, or give a --prompt"
-    if arguments.report:
-        taken = ("model", "report", "output", "batch_size", "max_length")
-        others = [
-            f"--{k}" for k, v in vars(arguments).items() if k not in taken and v != parser.get_default(k)
-        ]
-        if others:
-            return f"--report: compares FP8 with bf16, greedy; leave out {' '.join(others)}"
     return ""
 
 
@@ -279,8 +237,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.prompt_file is not None:  # before the imports, which take seconds
         prompt = read_text(arguments.prompt_file, name)
     folder = find_model_folder(Path(local_folder(str(arguments.model))))
-    if note := older_than_its_run(arguments.model, folder):
-        print(note, file=sys.stderr)
     import torch
 
     from fp8_inference_demo.interactive import answer_lines, converse
@@ -289,11 +245,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     session, failed = Session(arguments, folder), 0
     try:
-        if arguments.report is not None:
-            from fp8_inference_demo.report import write_report
-
-            write_report(session, arguments.report, arguments.output)
-        elif arguments.prompts is not None:
+        if arguments.prompts is not None:
             complete_file(session, arguments.prompts, arguments.output)
         elif prompt is not None:
             session.answer_one(name, prompt)
@@ -324,7 +276,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("", *["the same command goes on"] * bool(arguments.prompts), sep="\n", file=sys.stderr)
+        print(file=sys.stderr)
         return 130
 
 

@@ -122,7 +122,7 @@ def answer_lines(session: Session) -> int:
         except ValueError as error:
             failed += 1
             print(f"error: {error}", file=sys.stderr)
-    session.tell()
+    session.log_operations()
     return failed
 
 
@@ -149,5 +149,5 @@ def converse(session: Session) -> int:
                 f"prompt {number + 1}", number, ids, interrupted=lambda: interruption.pressed
             )
         text += answers[0].text
-    session.tell()
+    session.log_operations()
     return failed

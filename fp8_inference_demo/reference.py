@@ -6,18 +6,31 @@ Shapes: B rows (samples), T tokens, H hidden, N query heads, K key/value heads, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from fp8_inference_demo.weights import FP8, FP8_MAX, Matrix
-
-if TYPE_CHECKING:
-    from fp8_inference_demo.forward import Forward
+from fp8_inference_demo.weights import FP8, FP8_MAX, Matrix, Weights
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 """Rows of activations as a matrix product takes them: values and, of FP8 codes, a scale a row."""
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What all layers of a model share.
+
+    turns: cosines and sines of the rotary positions, float32 [S, D / 2]. heads: query heads. window: tokens that
+    attention sees, None: all. eps: of norms. arrived: int32 zeros [B, K], in which kernels note the splits of an
+    attention that are through.
+    """
+
+    turns: tuple[torch.Tensor, torch.Tensor]
+    heads: int
+    window: int | None
+    eps: float
+    arrived: torch.Tensor
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -153,8 +166,7 @@ def attend_prompt(
     return torch.cat(pieces, 2).transpose(1, 2)
 
 
-def head(forward: Forward, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+def head(weights: Weights, eps: float, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
     """The last norm of x + delta, and the head: x [M, H] -> logits [M, V]."""
-    weights = forward.weights
-    _, (normed, _) = add_norm_rows(x, delta, weights.norm, forward.eps, 0)
+    _, (normed, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
     return F.linear(normed, weights.head.values)

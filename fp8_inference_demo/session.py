@@ -110,7 +110,7 @@ class Session:
         self.check_length(ids, name)
         self.load(len(ids), self.arguments.num_samples)
         self.answer(name, 0, ids, echo=prompt)
-        self.tell()
+        self.log_operations()
 
     def answer(
         self,
@@ -140,8 +140,8 @@ class Session:
         print(timing.line(), file=sys.stderr)
         return answers
 
-    def tell(self) -> None:
-        """For the log: what ran."""
+    def log_operations(self) -> None:
+        """Print which operations ran."""
         print(*self.engine.report(), sep="\n", file=sys.stderr)
 
 

@@ -15,8 +15,6 @@ Shapes: R rows and C columns of a weight, G groups of columns that share a scale
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -26,10 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fp8_inference_demo.kernels.attention import attend_cache
 from fp8_inference_demo.kernels.common import Late, Sums, magnitude_bits, prefetch, two_digits
 from fp8_inference_demo.kernels.rows import add, add_norm_rows
-from fp8_inference_demo.weights import FP8_MAX, Layer, Matrix
-
-if TYPE_CHECKING:
-    from fp8_inference_demo.forward import Forward
+from fp8_inference_demo.reference import LayerContext
+from fp8_inference_demo.weights import FP8_MAX, Layer, Matrix, Weights
 
 NORM, ADD, SWIGLU = (tl.constexpr(kind) for kind in range(3))
 # Rows of a program of _multiply_digits, and parts of its columns.
@@ -233,7 +229,7 @@ def _blocks(kind: int, R: int, C: int, fp8: bool) -> tuple[int, int, int]:
 
 
 def _product(
-    forward: Forward,
+    eps: float,
     kind: int,
     x: torch.Tensor,
     weight: Matrix,
@@ -254,7 +250,7 @@ def _product(
             out,
             residual,
             R,
-            forward.eps,
+            eps,
             C=C,
             KIND=kind,
             LIMIT=FP8_MAX,
@@ -275,7 +271,7 @@ def _product(
         out,
         residual,
         R,
-        forward.eps,
+        eps,
         C=C,
         G=G,
         KIND=kind,
@@ -290,7 +286,7 @@ def _product(
 
 
 def decode_layer(
-    forward: Forward,
+    context: LayerContext,
     x: torch.Tensor,
     layer: Layer,
     keys: torch.Tensor,
@@ -299,32 +295,32 @@ def decode_layer(
 ) -> torch.Tensor:
     """One layer for the next token of one row: x [1, H] -> [1, H]; its keys and values go into the cache [1, K, S, D]
     at positions [1]."""
-    qkv = _product(forward, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
+    eps = context.eps
+    qkv = _product(eps, NORM.value, x, layer.qkv, x.new_empty(1, layer.qkv.rows), layer.input_norm)
     attended = attend_cache(
         qkv[None],
-        forward.turns,
+        context.turns,
         positions,
         keys,
         values,
-        forward.heads,
-        forward.window,
+        context.heads,
+        context.window,
         0,
-        forward.arrived,
+        context.arrived,
         None,
     )
     assert not isinstance(attended, Late)
-    x = _product(forward, ADD.value, attended[0], layer.o, torch.empty_like(x), residual=x)
+    x = _product(eps, ADD.value, attended[0], layer.o, torch.empty_like(x), residual=x)
     inner = x.new_empty(1, layer.down.values.shape[1])
-    _product(forward, SWIGLU.value, x, layer.gate_up, inner, layer.post_norm)
-    return _product(forward, ADD.value, inner, layer.down, torch.empty_like(x), residual=x)
+    _product(eps, SWIGLU.value, x, layer.gate_up, inner, layer.post_norm)
+    return _product(eps, ADD.value, inner, layer.down, torch.empty_like(x), residual=x)
 
 
-def head(forward: Forward, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
+def head(weights: Weights, eps: float, x: torch.Tensor, delta: Sums | None) -> torch.Tensor:
     """As reference.head."""
-    weights = forward.weights
     if len(x) > 1:
-        _, (rows, _) = add_norm_rows(x, delta, weights.norm, forward.eps, 0)
+        _, (rows, _) = add_norm_rows(x, delta, weights.norm, eps, 0)
         return F.linear(rows, weights.head.values)
     x = x if delta is None else add(x, delta)
     out = torch.empty(1, weights.head.rows, dtype=torch.float32, device=x.device)
-    return _product(forward, NORM.value, x, weights.head, out, weights.norm)
+    return _product(eps, NORM.value, x, weights.head, out, weights.norm)

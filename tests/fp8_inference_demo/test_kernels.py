@@ -94,7 +94,7 @@ def test_a_step_is_as_exact_as_in_torch(precision: str, rows: int, length: int, 
     ours, forward = decoded(weights, rows, length=length)
     assert forward.operations is not reference
     assert error(ours, expected) < 1.2 * error(theirs, expected)
-    assert not forward.arrived.any()
+    assert not forward.context.arrived.any()
     fp8 = {"fp8 weights" if rows <= 16 else "fp8 gemm": 12}
     assert forward.ran == ({"bfloat16": 12} if precision == "bf16" else fp8)
 

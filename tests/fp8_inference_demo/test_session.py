@@ -1,10 +1,9 @@
-"""fp8_inference_demo/session.py: each option reaches what it is for; and what completions of a file depend on."""
+"""fp8_inference_demo/session.py: each option reaches what it is for."""
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_inference_demo import fp8_inference, prompts
+from fp8_inference_demo import fp8_inference
 from fp8_inference_demo.completions import Options, Request
 from fp8_inference_demo.engine import Engine
 from fp8_inference_demo.errors import EngineError, InferenceError
@@ -147,66 +146,3 @@ def test_the_engine_is_loaded_as_asked_for(folder: Path, monkeypatch: pytest.Mon
     session_of(folder).load(None, 100)
     session_of(folder, "--batch_size", 40, "--max_length", 99).load(30, 41)
     assert loaded == [(folder, "bf16", 3, 42), (folder, "fp8", 16, 512), (folder, "fp8", 40, 99)]
-
-
-OTHER: dict[str, Any] = {
-    "precision": "bf16", "max_new_tokens": 5, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.5,
-    "repetition_penalty": 1.5, "seed": 3, "num_samples": 2, "stop": ["x"], "ignore_eos": True,
-}  # fmt: skip
-
-
-def test_all_that_completions_depend_on_is_noted_beside_them(folder: Path, tmp_path: Path) -> None:
-    """So that a file of them is gone on with as it was begun; not on how many go at a time."""
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text('{"prompt": "def main, the longest"}\n{"prompt": "def"}\n')
-    session, asked = session_of(folder), list[tuple[int, int]]()
-
-    def stopped(longest: int, rows: int) -> None:
-        asked.append((longest, rows))
-        raise KeyboardInterrupt
-
-    session.load = stopped  # type: ignore[method-assign]
-
-    def noted(**changes: Any) -> dict[str, Any]:
-        before = dict(vars(session.arguments))
-        vars(session.arguments).update(changes)
-        with pytest.raises(KeyboardInterrupt):
-            prompts.complete_file(session, source, out)
-        vars(session.arguments).update(before)
-        return json.loads((tmp_path / "out.jsonl.settings.json").read_text())
-
-    usual = noted()
-    assert noted(batch_size=3) == usual
-    for key, value in OTHER.items():
-        assert noted(**{key: value}) == usual | {key: value}
-    longest = len(session.encode("def main, the longest", ""))
-    together = [4 if key == "num_samples" else 2 for key in ("", "batch_size", *OTHER)]
-    assert asked == [(longest, rows) for rows in together]
-    assert noted(max_length=77) == usual | {"max_length": 77}
-    source.write_text('{"prompt": "def main, the longest", "id": 1}\n{"prompt": "def"}\n')
-    assert {key for key, value in noted().items() if value != usual[key]} == {"prompts"}
-
-
-def test_a_model_is_its_weights_its_configuration_and_its_tokenizer(tmp_path: Path) -> None:
-    names = [
-        "config.json",
-        "model-1.safetensors",
-        "model-2.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-    for name in [*names, "README.md", "exported_from.json"]:
-        (tmp_path / name).write_text(name)
-    (tmp_path / "tokenizer.d").mkdir()
-    assert [path.name for path in prompts.model_files(tmp_path)] == names
-    hashes = [prompts.sha256_sampled(*prompts.model_files(tmp_path))]
-    for name in names:
-        (tmp_path / name).write_text("other " + name)
-        hashes.append(prompts.sha256_sampled(*prompts.model_files(tmp_path)))
-    assert len(set(hashes)) == 1 + len(names)
-    # of many gigabytes parts alone are read, to the last byte
-    for first, last in ((0, 0), (1, 0), (0, 1)):
-        content = bytes([first, *bytes(2**20), last])
-        (tmp_path / names[1]).write_bytes(content)
-        hashes.append(prompts.sha256_sampled(*prompts.model_files(tmp_path)))
-    assert len(set(hashes)) == len(hashes)

@@ -101,7 +101,6 @@ def benchmark(words: list[str]) -> None:
         (plan.main, ["no-such-model"]),
         (evaluate.parse_arguments, ["no-such-run"]),
         (benchmark, []),
-        (fp8_inference.parse_arguments, ["--model", "no-such-folder", "--report", "text"]),
         (fp8_inference.parse_arguments, ["--model", "no-such-folder", "--prompts", "in.jsonl"]),
     ],
 )
