@@ -86,24 +86,16 @@ def load_hf_state_dict(model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     parameters = dict(model.named_parameters())
     parts = {name: hf_parts(name, p.shape, model.config) for name, p in parameters.items()}
     expected = {part: (rows, *parameters[name].shape[1:]) for name, ps in parts.items() for part, rows in ps}
-    problems = [f"{name} is missing" for name in expected.keys() - weights.keys()]
-    problems += [f"{name} is unknown" for name in weights.keys() - expected.keys()]
-    problems += [
-        f"{name} has shape {tuple(weights[name].shape)}, the model needs {shape}"
-        for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if wrong := sorted(name for name in {*expected, *given} if given.get(name) != expected.get(name)):
+        shapes = [f"{name}: {given.get(name)}, the model has {expected.get(name)}" for name in wrong[:5]]
         raise ConversionError(
-            "weights do not fit the model: " + "; ".join(sorted(problems)[:5]) + more,
-            key=min(problems).partition(" ")[0],
+            f"{len(wrong)} weights do not fit the model, such as (None: not there) {'; '.join(shapes)}",
+            key=wrong[0],
         )
     for name, parameter in parameters.items():
-        for (part, rows), target in zip(
-            parts[name], parameter.split([r for _, r in parts[name]]), strict=True
-        ):
-            assert target.shape[0] == rows
+        rows = [rows for _, rows in parts[name]]
+        for (part, _), target in zip(parts[name], parameter.split(rows), strict=True):
             target.copy_(weights[part])
 
 

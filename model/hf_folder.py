@@ -201,12 +201,6 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         with open(file, "rb") as opened:
             size, start = file.stat().st_size, opened.read(8)
             header = opened.read(min(int.from_bytes(start, "little"), size, 10**8))  # longer ones are none
-    except PermissionError:
-        raise WeightsError(
-            f"{file} may not be read by this user; have it made readable, or give a folder that is",
-            code="permission",
-            key=str(file),
-        ) from None
     except OSError as error:
         message = f"{file} cannot be read ({error.strerror}); {AGAIN}"
         raise WeightsError(message, code="unreadable", key=str(file)) from error

@@ -246,7 +246,6 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     return [
         f"{codes}: the written codes and scales equal those of training ({how}), bit for bit",
         *lines,
-        *trained.level_lines(),
     ]
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from model.build import make_modules
 from model.conversion import Parts, hf_parts, load_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
-from model.fp8.modules import TAKEN_OUT, WORDS, apply_precision, bf16_pattern, by_value, fp8_modules, shown
+from model.fp8.modules import apply_precision, bf16_pattern, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import RECIPES, PrecisionConfig, recipe_of
 from model.fp8.state import load_fp8_state
@@ -63,10 +63,9 @@ class TrainedFP8:
         self.model: Any = make_modules(config, variant, self.precision, SpeedConfig.off())
         apply_precision(self.model, self.precision)
         self.blocks = precision.recipe == "block"
-        self.report = fp8_modules(self.model, self.precision)
         self.matrices = [
             Matrix(name, gemm, hf_parts(f"{name}.{parameter}", weight.shape, config))
-            for name in self.report.planned
+            for name in fp8_modules(self.model, self.precision).planned
             if name != "lm_head" and self._fits(self.precision.level(name))
             for gemm, (parameter, weight) in enumerate(_matrices_of(self.model.get_submodule(name)))
         ]
@@ -74,33 +73,16 @@ class TrainedFP8:
         self.recipes = [*dict.fromkeys(recipe_of(self.precision.level(m.module)) for m in self.matrices)]
         if not self.names:
             raise PrecisionError(
-                f"no weight of the layers is in FP8 with {self._scales} at this checkpoint: precision.bf16_modules and "
-                "precision.on_trouble have taken all of them elsewhere. Export it with --format hf",
+                f"no weight of the layers has the scales of recipe {precision.recipe} at this checkpoint: "
+                "precision.bf16_modules and precision.on_trouble took all out. Export with --format hf",
                 code="no_fp8_module",
             )
         if self.blocks:
             self._check_sizes()
 
-    @property
-    def _scales(self) -> str:
-        return "scales of blocks" if self.blocks else "a scale a tensor"
-
     def _fits(self, level: str) -> bool:
-        """Whether a folder with this recipe's scales can hold the weights of a module at `level`."""
+        """Return whether a folder with this recipe's scales can hold the weights of a module at `level`."""
         return level != "bf16" and (recipe_of(level) == "block") == self.blocks
-
-    def level_lines(self) -> list[str]:
-        """For people: the modules of the layers at another level than the recipe, and whether they are held."""
-        taken_out = {name: "bf16" for name, reason in self.report.kept.items() if reason == TAKEN_OUT}
-        levels = {n: level for n, level in (self.report.levels | taken_out).items() if n != "lm_head"}
-        lines = []
-        for level, names in by_value(levels).items():
-            line = f"{WORDS[level]}, by precision.on_trouble: {shown(names)}"
-            if not self._fits(level):
-                why = "" if level == "bf16" else f"; what is FP8 in the folder has {self._scales}"
-                line = f"not FP8 here{why}: {line}"
-            lines.append(line)
-        return lines
 
     def _check_sizes(self) -> None:
         uneven = []

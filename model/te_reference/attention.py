@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, N query heads, K key/value heads, D head dimension, H
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,13 +80,8 @@ class DotProductAttention(nn.Module):
         super().__init__()
         check_supported("DotProductAttention", attention_dropout=(attention_dropout, 0.0))
         _check_layout(qkv_format, attn_mask_type)
-        self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
+        self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
-        if num_attention_heads % self.num_gqa_groups:
-            raise ValueError(
-                f"num_attention_heads {num_attention_heads} must be divisible by num_gqa_groups "
-                f"{num_gqa_groups}."
-            )
         self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.window_size = _checked_window(window_size)
 
@@ -104,34 +100,24 @@ class DotProductAttention(nn.Module):
     ) -> Tensor:
         """[B, S, N, D], [B, S, K, D] twice -> [B, S, N * D]; for "thd" [T, N, D], [T, K, D] twice -> [T, N * D].
 
-        attn_mask_type, qkv_format, window_size: override the constructor's. cu_seqlens_q and cu_seqlens_kv, for "thd":
-        the same int32 [sequences + 1], where each sequence begins and T. max_seqlen_q and max_seqlen_kv: None, or what
-        no sequence is longer than.
-        Raises ValueError: heads or head dimension that are not the module's, an unsupported mask or window, or
-        cu_seqlens that do not fit.
+        attn_mask_type, qkv_format, window_size: override the constructor's. cu_seqlens_q, for "thd": int32
+        [sequences + 1], where each sequence of queries and keys begins, and T. Transformer Engine's other arguments
+        for "thd" have no effect here.
+        Raises ValueError: an unsupported mask or window.
         """
-        expected = [
-            (self.num_attention_heads, self.kv_channels),
-            *[(self.num_gqa_groups, self.kv_channels)] * 2,
-        ]
-        given = [tuple(t.shape[-2:]) for t in (query_layer, key_layer, value_layer)]
-        if given != expected:
-            raise ValueError(f"DotProductAttention: (heads, channels) must be {expected}, but are {given}.")
         layout = qkv_format or self.qkv_format
         _check_layout(layout, attn_mask_type or self.attn_mask_type)
         window = _checked_window(window_size or self.window_size)[0]
         if layout == "thd":
-            ends = _sequence_ends(
-                len(query_layer), (cu_seqlens_q, cu_seqlens_kv), (max_seqlen_q, max_seqlen_kv)
-            )
-            return self._attend_packed(query_layer, key_layer, value_layer, ends, window)
+            assert cu_seqlens_q is not None
+            return self._attend_packed(query_layer, key_layer, value_layer, cu_seqlens_q, window)
         q, k, v = (t.transpose(1, 2) for t in (query_layer, key_layer, value_layer))
         return self._attend(q, k, v, window).transpose(1, 2).flatten(2)
 
-    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, ends: list[int], window: int) -> Tensor:
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
         """Each sequence by itself: [T, N, D], [T, K, D] twice -> [T, N * D]."""
-        outputs = []
-        for begin, end in zip([0, *ends], ends, strict=False):
+        outputs, bounds = [], cu_seqlens.tolist()
+        for begin, end in pairwise(bounds):
             if begin < end:
                 alone = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
                 outputs.append(self._attend(alone[0], alone[1], alone[2], window)[0].transpose(0, 1))
@@ -158,29 +144,6 @@ def _check_layout(layout: str, mask_type: str) -> None:
             f"DotProductAttention(qkv_format={layout!r}, attn_mask_type={mask_type!r}): the CPU reference supports "
             f"{' and '.join(f'{f!r} with {m!r}' for f, m in MASK_OF_FORMAT.items())}."
         )
-
-
-def _sequence_ends(
-    tokens: int, cu_seqlens: tuple[Tensor | None, Tensor | None], longest: tuple[int | None, int | None]
-) -> list[int]:
-    """Where each sequence of queries, and of keys, ends. Raises ValueError: see DotProductAttention.forward."""
-    of_queries, of_keys = cu_seqlens
-    if of_queries is None or of_keys is None or not torch.equal(of_queries, of_keys):
-        raise ValueError(
-            "DotProductAttention: 'thd' needs cu_seqlens_q and cu_seqlens_kv, with the same values."
-        )
-    bounds = of_queries.tolist()
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
-    limit = min((n for n in longest if n is not None), default=tokens)
-    if of_queries.dtype != torch.int32 or bounds[0] or bounds[-1] != tokens or min(lengths) < 0:
-        raise ValueError(
-            f"DotProductAttention: cu_seqlens must be int32 and rise from 0 to the {tokens} tokens, not {bounds}."
-        )
-    if max(lengths) > limit:
-        raise ValueError(
-            f"DotProductAttention: a sequence has {max(lengths)} tokens, and max_seqlen is {limit}."
-        )
-    return bounds[1:]
 
 
 class MultiheadAttention(nn.Module):

@@ -22,7 +22,7 @@ from model.te_reference.quantize import (
     quantize_current,
     quantize_per_tensor,
 )
-from model.te_reference.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from model.te_reference.recipe import Float8CurrentScaling, Recipe
 from model.te_reference.state import (
     DelayedScalingState,
     RecipeState,
@@ -141,32 +141,20 @@ class FP8Module(nn.Module):
         self._fp8_workspaces: dict[int, QuantizedMatrix] = {}
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Allocate the state of `recipe` unless the module has it already; a change of the kind of recipe
-        starts anew.
-        """
+        """Allocate the state of `recipe` unless the module has it already. A module has one recipe for good."""
         for key, forward, tensors in (("scaling_fwd", True, 3), ("scaling_bwd", False, 2)):
-            state = self.fp8_meta.get(key)
-            if state is None or type(state.recipe) is not type(recipe):
+            if key not in self.fp8_meta:
                 device = next(self.parameters()).device
-                state = make_recipe_state(recipe, forward, tensors * self.fp8_meta["num_gemms"], device)
-                self.fp8_meta[key] = state
-                self._fp8_workspaces.clear()
-            state.recipe, state.dtype = recipe, recipe.fp8_format.dtype(forward)
-            if isinstance(state, DelayedScalingState) and isinstance(recipe, DelayedScaling):
-                state.resize(recipe.amax_history_len)
+                num_tensors = tensors * self.fp8_meta["num_gemms"]
+                self.fp8_meta[key] = make_recipe_state(recipe, forward, num_tensors, device)
 
     def prepare_fp8(self, inp: Tensor, weight: Tensor) -> FP8Call | None:
         """To be called at the start of each forward, with the input and the first weight: the FP8 call that the
         running autocast asks for, or None.
 
-        Raises ValueError: an input of another width or dtype than the weight's.
+        Raises ValueError: an input of another width than the weight's.
         """
-        name = type(self).__name__
-        check_features(name, inp, weight.shape[1])
-        if inp.dtype != weight.dtype:
-            raise ValueError(
-                f"{name}: the input is {inp.dtype} and the weights are {weight.dtype}; they must have the same dtype."
-            )
+        check_features(type(self).__name__, inp, weight.shape[1])
         if not running.enabled:
             return None
         assert running.recipe is not None

@@ -73,14 +73,6 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
 
-def _check_backward(override: str | None) -> None:
-    if override not in (None, "high_precision"):
-        raise ValueError(
-            f"backward_override={override!r}: the CPU reference has None, and 'high_precision' for a backward without "
-            "FP8."
-        )
-
-
 _CURRENT_POWER_2 = os.getenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0") == "1"
 _BLOCK_POWER_2 = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1"
 
@@ -99,9 +91,6 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams()
     backward_override: str | None = None
 
-    def __post_init__(self) -> None:
-        _check_backward(self.backward_override)
-
 
 @dataclass
 class Float8BlockScaling(Recipe):
@@ -116,6 +105,3 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
     backward_override: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_backward(self.backward_override)

@@ -140,6 +140,18 @@ def test_memory_of_the_state(zero_stage: int, options: dict, bytes_per_parameter
         assert state_memory_gib(config, zero_stage, 8, optim="muon", **options) == sum(muon.values())
 
 
+# the published configuration of HARE-1.1B has keys of other tools and of older versions of transformers
+PUBLISHED = {
+    "rope_theta": 10000.0, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": False,
+    "checkpointing": True, "_attn_implementation": "flash_attention_2", "unk_token_id": 0,
+}  # fmt: skip
+
+
+def test_a_published_config_loads(tmp_path: Path) -> None:
+    config = load_config(str(write_config(tmp_path / "config.json", **PUBLISHED)))
+    assert (config.hidden_size, config.num_hidden_layers, config.sliding_window) == (128, 4, None)
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_sizes_are_those_of_the_whole_configuration(path: Path, tmp_path: Path) -> None:
     whole = load_config(str(path))
@@ -186,13 +198,6 @@ def test_a_bad_configuration_is_refused_by_its_key(changes: dict, key: str, tmp_
         assert key != "num_layers" or "num_hidden_layers" in str(error.value), "the key that is meant"
 
 
-def test_transformers_own_checks_and_what_does_not_change_sizes(tmp_path: Path) -> None:
-    for changes in ({"torch_dtype": "bfloat17"}, {"attention_dropout": 0.1}):
-        path = write_config(tmp_path / "config.json", **changes)
-        with refused(ModelConfigError):
-            load_config(str(path))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -216,13 +221,6 @@ def test_a_file_that_is_not_whole_is_the_configuration_that_transformers_makes_o
         assert sizes.sliding_window == 4096
     if "num_key_value_heads" in changes:
         assert sizes.num_key_value_heads == 8
-
-
-def test_head_dim_follows_from_the_others_where_a_file_has_none(tmp_path: Path) -> None:
-    write_config(tmp_path / "config.json", head_dim=..., num_attention_heads=2)
-    sizes = load_sizes(str(tmp_path))
-    assert isinstance(sizes, SimpleNamespace)
-    assert num_parameters(sizes) == num_parameters(load_config(str(tmp_path)))
 
 
 def test_numbers_of_a_command_line_are_within_their_limits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from model.head import make_head
 from model.startup_check import check_startup
 from model.te_reference import fp8_gradients
 from model.te_reference.quantize import quantize_blocks
-from model.variants import SpeedConfig
 from tests.conftest import random_ids, refused, small_config
 from tests.model.conftest import NO_GPU
 
@@ -33,9 +33,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def trained(
-    variant: str, levels: dict[str, str] | None = None, vocab_size: int = 64, **precision: Any
+    variant: str, vocab_size: int = 64, **precision: Any
 ) -> tuple[float, dict[str, torch.Tensor], Any]:
-    resolved = Precision(PrecisionConfig(**precision), levels=levels)
+    resolved = Precision(PrecisionConfig(**precision))
     model = build_model(small_config(head_dim=64, vocab_size=vocab_size), variant, resolved, seed=3).train()
     ids = random_ids(model.config, 2, 65).to(resolved.device)
     with count_gemms(model, resolved) as gemms:
@@ -52,10 +52,6 @@ def test_the_loss_is_the_same_and_two_more_products_are_fp8(variant: str) -> Non
     assert more.forward == gemms.forward and more.backward == gemms.backward + 2
     assert 0.01 < relative(others["lm_head.weight"], gradients["lm_head.weight"]) < 0.04
     assert 0 < relative(others["model.norm.weight"], gradients["model.norm.weight"]) < 0.05
-
-
-def test_a_module_with_gradients_in_bf16_beside_it_counts_as_one() -> None:
-    assert not trained("te_linear", {"model.layers.0.self_attn.o_proj": "bf16_backward"})[2].problem()
 
 
 @pytest.mark.parametrize(
@@ -84,17 +80,13 @@ def test_gradients_that_are_no_fp8_products_are_found(monkeypatch: pytest.Monkey
 def test_a_machine_without_block_scaling_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(te: Any, recipe: str, *instead: str) -> None:
         if recipe == "block":
-            raise te_backend.BackendError(instead[0], code="no_block_scaling")
+            raise te_backend.BackendError(code="no_block_scaling")
 
     monkeypatch.setattr(te_backend, "require_fp8", without)
     for on in (False, True):
         precision = Precision(PrecisionConfig(fp8_head_gradients=on))
         model = build_model(small_config(head_dim=64), "te_layer", precision, seed=3)
-        if on:
-            with refused(PrecisionError, code="no_block_scaling") as error:
-                check_startup(model, precision)
-            assert "precision.fp8_head_gradients" in str(error.value)
-        else:
+        with refused(PrecisionError, code="no_block_scaling") if on else nullcontext():
             check_startup(model, precision)
 
 
@@ -327,24 +319,6 @@ def test_a_head_that_computes_the_loss_changes_no_bit(
     other, others, gemms = trained(variant)
     assert ours.forwards == 1 and not gemms.problem() and loss == other
     assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
-
-
-@pytest.mark.parametrize("off", ["the switch", "the gradients", "evaluation", "labels"])
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=NO_GPU)], indirect=True)
-def test_otherwise_the_loss_is_not_the_heads(
-    off: str, fused: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    te, ours = te_backend.load("reference"), LossInFP8(fused("cross_entropy"))
-    monkeypatch.setattr(te, "cross_entropy", ours.fused.cross_entropy)
-    monkeypatch.setattr(te, "fp8_cross_entropy", ours)
-    gradients, speed = off != "the gradients", SpeedConfig(fused_cross_entropy=off != "the switch")
-    precision = Precision(PrecisionConfig(backend="reference", fp8_head_gradients=gradients))
-    model = build_model(small_config(), "te_linear", precision, seed=3, speed=speed)
-    ids = random_ids(model.config, 1, 33)
-    with torch.set_grad_enabled(off != "evaluation"):
-        out = model(ids[:, :-1], labels=None if off == "labels" else ids[:, 1:].contiguous())
-    assert not ours.forwards
-    assert out.loss.item() > 0 if off == "the gradients" else out.logits is not None
 
 
 @pytest.mark.gpu

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from fp8_inference_demo.weights import load_weights
 from model.build import build_model
 from model.config import load_config, load_sizes, weight_shapes
 from model.conversion import to_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, flat, quantization_config, quantize_rows
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from model.hf_folder import BLOCK, WeightsError, find_weights, read_header, read_hf_folder
+from model.hf_folder import BLOCK, WeightsError, read_header, read_hf_folder
 from tests.conftest import numbers, refused, small_config
 from train.evaluation.models import plan
 from train.preflight.check import check_weights
@@ -48,6 +47,10 @@ class Folder:
             save_file(self.tensors, self.path / "model.safetensors", {"format": "pt"})
 
 
+def read(path: Path) -> dict[str, Any]:
+    return read_hf_folder(path, load_config(str(path)), torch.float32)
+
+
 def in_training(path: Path) -> Weights:
     """As model.init_from, with the checks before the ranks start."""
     args: Any = SimpleNamespace(model=SimpleNamespace(init_from=str(path)))
@@ -58,27 +61,6 @@ def in_training(path: Path) -> Weights:
 
 def in_evaluation(path: Path) -> Weights:
     return to_hf_state_dict(plan(path, "fp32").build()[0])
-
-
-def in_the_demo(path: Path) -> Weights:
-    config = load_config(str(path))
-    loaded = load_weights(path, config, "fp32", torch.device("cpu"))
-    weights = {EMBEDDING: loaded.embedding, NORM: loaded.norm}
-    if not config.tie_word_embeddings:
-        weights[HEAD] = loaded.head.values
-    for index, layer in enumerate(loaded.layers):
-        q, k, v = layer.qkv.values.split((128, 64, 64))
-        gate, up = layer.gate_up.values.chunk(2)
-        parts = {
-            "input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm, "self_attn.q_proj": q,
-            "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.o.values, "mlp.gate_proj": gate,
-            "mlp.up_proj": up, "mlp.down_proj": layer.down.values,
-        }  # fmt: skip
-        weights |= {f"model.layers.{index}.{name}.weight": part for name, part in parts.items()}
-    return weights
-
-
-PROGRAMS = [in_training, in_evaluation, in_the_demo]
 
 
 def in_dtype(folder: Folder, dtype: torch.dtype, tagged: str) -> None:
@@ -164,25 +146,37 @@ FOLDERS: list[tuple[str, bool, Callable[[Folder], object], str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("tied", "change", "named"), [row[1:] for row in FOLDERS], ids=[row[0] for row in FOLDERS]
 )
-def test_every_program_reads_the_same_weights_or_refuses_the_same_tensor(
-    program: Callable[[Path], Weights], tied: bool, change: Callable, named: str | None, tmp_path: Path
+def test_a_folder_is_read_or_a_tensor_is_named(
+    tied: bool, change: Callable, named: str | None, tmp_path: Path
 ) -> None:
+    """Weights keep the dtype of the file."""
     folder = Folder(tmp_path, tied)
     change(folder)
     folder.write()
     if named is not None:
         with pytest.raises(ValueError) as error:
-            program(tmp_path)
+            read(tmp_path)
         assert named in str(error.value)
         return
-    weights = program(tmp_path)
+    weights = read(tmp_path)
     assert weights.keys() == folder.expected.keys()
     for name, weight in weights.items():
-        assert weight.dtype == torch.float32 and torch.equal(weight.cpu(), folder.expected[name]), name
+        assert weight.dtype == folder.tensors.get(name, weight).dtype
+        assert torch.equal(weight.float(), folder.expected[name]), name
+
+
+def test_training_and_evaluation_have_the_values_of_the_file(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    large_bfloat16_as_float16(folder)
+    folder.write()
+    for program in (in_training, in_evaluation):
+        weights = program(tmp_path)
+        assert weights.keys() == folder.expected.keys()
+        for name, weight in weights.items():
+            assert weight.dtype == torch.float32 and torch.equal(weight.cpu(), folder.expected[name]), name
 
 
 def test_values_that_the_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -226,10 +220,10 @@ def in_fp8(path: Path, blocks: bool) -> Folder:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_weights_in_fp8_are_read_for_evaluation_and_the_demo(tmp_path: Path, blocks: bool) -> None:
+def test_weights_in_fp8_are_read_for_evaluation_alone(tmp_path: Path, blocks: bool) -> None:
     folder = in_fp8(tmp_path, blocks)
     folder.write()
-    weights = read_hf_folder(tmp_path, small_config(), torch.bfloat16)
+    weights, evaluated = read(tmp_path), in_evaluation(tmp_path)
     assert weights.keys() == folder.expected.keys()
     for name, weight in weights.items():
         expected: Any = folder.expected[name]
@@ -238,8 +232,7 @@ def test_weights_in_fp8_are_read_for_evaluation_and_the_demo(tmp_path: Path, blo
             assert torch.equal(weight.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(weight.scale, expected.scale) and weight.by_row != blocks
             expected = expected.dequantize(torch.float32)
-        for program in (in_evaluation, in_the_demo):
-            assert torch.equal(program(tmp_path)[name], expected), (program, name)
+        assert torch.equal(evaluated[name], expected), name
     with refused(WeightsError, code="quantized", key="model.init_from"):
         in_training(tmp_path)
 
@@ -276,19 +269,9 @@ def test_fp8_that_is_not_as_exports_write_it_is_refused(tmp_path: Path, change: 
     folder = in_fp8(tmp_path, False)
     change(folder)
     folder.write()
-    for program in (in_evaluation, in_the_demo):
-        with refused(WeightsError) as error:
-            program(tmp_path)
-        assert named in str(error.value)
-
-
-def test_of_many_problems_five_are_named(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    folder.tensors = {name: weight for name, weight in folder.tensors.items() if "mlp" not in name}
-    folder.write()
     with refused(WeightsError) as error:
-        find_weights(tmp_path, small_config())
-    assert str(error.value).count("_proj.weight") == 5
+        read(tmp_path)
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -313,24 +296,3 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path, change: Callable, co
     path.write_bytes(change(path.read_bytes()))
     with refused(WeightsError, code=code, key=str(path)):
         read_header(path)
-
-
-def test_weights_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors reports such a file as missing."""
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("model.hf_folder.open", refuse, raising=False)  # root may read all
-    with refused(WeightsError, code="permission", key=f"{tmp_path}/a.safetensors"):
-        read_header(tmp_path / "a.safetensors")
-
-
-def test_weights_keep_the_dtype_of_the_file(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    in_dtype(folder, torch.float16, "bfloat16")
-    folder.write()
-    weights = read_hf_folder(tmp_path, small_config(), torch.bfloat16)
-    stored = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(weights[name], stored[name]) for name in stored)
-    assert {weight.dtype for weight in weights.values()} == {torch.float16}  # type: ignore[union-attr]

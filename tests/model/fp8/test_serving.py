@@ -10,8 +10,8 @@ import torch
 from transformers import MistralForCausalLM
 
 from model.build import build_model
-from model.conversion import to_hf_state_dict
-from model.fp8.hf_fp8 import Quantized
+from model.conversion import hf_parts, to_hf_state_dict
+from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
 from model.fp8.serving import TrainedFP8, by_row, differences, untrained_fp8
@@ -47,36 +47,22 @@ def train(
     return config, precision_config, weights, state, copies
 
 
-def expected(variant: str, copies: dict, layer: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Codes and scale of a layer's Hugging Face tensors (hidden 128, 4 heads of 32 each way, 256) in its copies."""
-    rows = {"q_proj": 128, "k_proj": 128, "v_proj": 128, "gate_proj": 256, "up_proj": 256}
-    if variant == "te_linear":
-        places = {
-            part: (f"{part}.0", slice(None))
-            for part in ("self_attn.o_proj", "mlp.down_proj", *(f"self_attn.{n}_proj" for n in "qkv"))
-        } | {f"mlp.{n}": (f"mlp.{n}.0", slice(None)) for n in ("gate_proj", "up_proj")}
-    else:
-        qkv, fc1 = "self_attention.layernorm_qkv.0", "layernorm_mlp.0"
-        places = {
-            "self_attn.q_proj": (qkv, slice(0, 128)),
-            "self_attn.k_proj": (qkv, slice(128, 256)),
-            "self_attn.v_proj": (qkv, slice(256, 384)),
-            "self_attn.o_proj": ("self_attention.proj.0", slice(None)),
-            "mlp.gate_proj": (fc1, slice(0, 256)),
-            "mlp.up_proj": (fc1, slice(256, 512)),
-            "mlp.down_proj": ("layernorm_mlp.1", slice(None)),
-        }
-    assert rows.keys() <= {part.split(".")[1] for part in places}
+def expected(config: Any, copies: dict) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Codes and scales of the Hugging Face tensors of the layers in the FP8 copies of a model."""
+    parameters = {
+        "layernorm_mlp.0": "layernorm_mlp.fc1_weight",
+        "layernorm_mlp.1": "layernorm_mlp.fc2_weight",
+    }
     out = {}
-    for part, (module, where) in places.items():
-        kept = copies.get(f"model.layers.{layer}.{module}")
-        if kept is not None:
-            scale = kept.rows_scale_inv
-            if scale.dim():
-                blocks = slice(where.start and where.start // 128, where.stop and where.stop // 128)
-                scale = scale[blocks]
-            out[f"model.layers.{layer}.{part}.weight"] = kept.rows[where], scale
-    return out
+    for key, kept in copies.items():
+        end = next((end for end in parameters if key.endswith(end)), None)
+        name = key.removesuffix(end) + parameters[end] if end else f"{key.removesuffix('.0')}.weight"
+        first, scale = 0, kept.rows_scale_inv
+        for part, rows in hf_parts(name, kept.rows.shape, config):
+            blocks = slice(first // 128, (first + rows) // 128)
+            out[part] = kept.rows[first : first + rows], scale[blocks] if scale.dim() else scale
+            first += rows
+    return {name: found for name, found in out.items() if name.startswith("model.layers.")}
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
@@ -102,7 +88,7 @@ def test_codes_and_scales_are_those_of_training(variant: str, keys: dict) -> Non
     config, precision, weights, state, copies = train(variant, **keys)
     trained = TrainedFP8(config, variant, precision)
     quantized = trained.quantize(weights, state)
-    wanted = expected(variant, copies, 0) | expected(variant, copies, 1)
+    wanted = expected(config, copies)
     assert sorted(trained.names) == sorted(quantized) == sorted(wanted)
     for name, (codes, scale) in wanted.items():
         ours = quantized[name]
@@ -152,7 +138,7 @@ def test_modules_at_other_levels_have_codes_where_the_folder_can_hold_them(recip
 @pytest.mark.parametrize(("recipe", "level"), [("current", "block"), ("delayed", "bf16"), ("block", "bf16")])
 def test_a_model_whose_modules_have_all_left_the_recipes_scales_is_refused(recipe: str, level: str) -> None:
     config, precision = small_config(**SIZES), PrecisionConfig(recipe=recipe)
-    levels = dict.fromkeys(TrainedFP8(config, "te_layer", precision).report.planned, level)
+    levels = dict.fromkeys([m.module for m in TrainedFP8(config, "te_layer", precision).matrices], level)
     with refused(PrecisionError, code="no_fp8_module"):
         TrainedFP8(config, "te_layer", precision, levels)
     levels.popitem()
@@ -180,23 +166,11 @@ def test_codes_and_scales_are_those_of_transformer_engine(variant: str, recipe: 
     config, precision, weights, state, copies = train(variant, recipe=recipe)
     quantized = TrainedFP8(config, variant, precision).quantize(weights, state)
     copies = {name: of(kept) for name, kept in copies.items() if not name.startswith("lm_head")}
-    wanted = expected(variant, copies, 0) | expected(variant, copies, 1)
+    wanted = expected(config, copies)
     assert sorted(quantized) == sorted(wanted) and len(wanted) == 14
     for name, (codes, scale) in wanted.items():
         assert torch.equal(quantized[name].codes.view(torch.uint8), codes.view(torch.uint8)), name
         assert torch.equal(quantized[name].scale, scale.expand_as(quantized[name].scale)), name
-
-
-@pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
-def test_tied_embeddings_stay_as_they_are(variant: str) -> None:
-    config, precision = (
-        small_config(tie_word_embeddings=True),
-        PrecisionConfig(recipe="current", bf16_modules=[]),
-    )
-    model = build_model(config, variant, Precision(precision), seed=3)
-    trained, weights = TrainedFP8(config, variant, precision), to_hf_state_dict(model)
-    quantized = trained.quantize(weights, {})
-    assert len(quantized) == 14
 
 
 @pytest.mark.parametrize("variant", ["te_linear", "te_layer"])
@@ -242,3 +216,11 @@ def test_weights_that_are_not_finite_are_refused(value: float) -> None:
     weights[name := "model.layers.1.mlp.up_proj.weight"][0, 0] = value
     with refused(PrecisionError, code="not_finite", key=name):
         TrainedFP8(config, "te_linear", precision).quantize(weights, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_type_get_the_codes_of_float32(dtype: torch.dtype) -> None:
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, expected = quantize_rows(weight), quantize_rows(weight.float())
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(found.scale, expected.scale) and found.scale.dtype == torch.float32

@@ -81,22 +81,6 @@ def test_a_gpu_without_transformer_engine_is_no_reason_for_the_reference(
         te_backend.load("auto")
 
 
-@pytest.mark.parametrize("package", ["flash-attn-4", "flash-attn-3", "flash-attn", None])
-@pytest.mark.parametrize("deterministic", ["", "torch", "environment"])
-def test_attention_within_documents_by_package_and_determinism(
-    monkeypatch: pytest.MonkeyPatch, package: str | None, deterministic: str
-) -> None:
-    """Transformer Engine is also told by its own variable, which users set."""
-    monkeypatch.setattr(te_backend, "is_installed", lambda name: name == package)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic == "torch")
-    nondeterministic = "0" if deterministic == "environment" else "1"
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", nondeterministic)
-    flash, fused = (("flash",) if package else ()), (() if deterministic else ("fused",))
-    assert te_backend.document_backends() == (*flash, *fused)
-    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO")
-    assert ("fused" in te_backend.document_backends()) == (deterministic != "torch")
-
-
 def test_an_attention_of_another_name_is_refused_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {name: value for name, value in os.environ.items() if name.startswith("NVTE")}
     with refused(te_backend.BackendError, key="model.attention_backend"):
@@ -172,18 +156,25 @@ def test_flash_attention_4_is_taken_where_it_is_right_and_faster(
     assert te_backend.fastest_attention(asked, te, dtype, head_dim) == asked
 
 
-@pytest.mark.parametrize("said", [{}, {"MALLOC_ARENA_MAX": "2"}])
-def test_the_reference_keeps_freed_memory_unless_the_environment_says_how(
-    said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("deterministic", ["", "torch", "environment"])
+def test_attention_within_documents(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, deterministic: str
 ) -> None:
-    asked: list[tuple[int, int]] = []
-    libc = SimpleNamespace(mallopt=lambda *option: asked.append(option))
-    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
-    for name in [n for n in os.environ if n.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    te_backend._load_reference.__wrapped__()
-    assert asked == ([] if said else [(-3, 2**30), (-1, 2**30)])
-    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace())  # no glibc
-    te_backend._load_reference.__wrapped__()
+    """cuDNN is never deterministic there. Transformer Engine also reads a variable of its own."""
+    monkeypatch.setattr(te_backend, "is_installed", lambda name: installed and name == "flash-attn-3")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic == "torch")
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0" if deterministic == "environment" else "1")
+    offered = (("flash",) if installed else ()) + (() if deterministic else ("fused",))
+    assert te_backend.document_backends() == offered
+    te = SimpleNamespace(name="transformer_engine")
+    for asked in ("auto", "flash", "fused", "unfused"):
+        chosen = offered[0] if asked == "auto" and offered else asked
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if chosen in offered and dtype != torch.float32:
+                assert te_backend.document_attention(asked, te, dtype) == chosen
+            else:
+                with refused(te_backend.BackendError, key="data.document_mask"):
+                    te_backend.document_attention(asked, te, dtype)
+    reference = SimpleNamespace(name="reference")
+    assert te_backend.document_attention("unfused", reference, torch.float32) == "unfused"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import MistralForCausalLM
@@ -15,10 +14,8 @@ from transformers import MistralForCausalLM
 from model.build import build_model
 from model.conversion import to_hf_state_dict
 from model.fp8 import te_backend, torchao_fp8
-from model.fp8.modules import fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.state import fp8_state
 from model.startup_check import StartupCheckError, attention_in_use, backend_in_use, check_startup
 from tests.conftest import numbers, random_ids, refused, small_config
 
@@ -74,31 +71,7 @@ def test_names_and_weights_are_hugging_faces(tied: bool) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_proof_leaves_no_trace(recipe: str, checkpointing: bool) -> None:
-    precision = precision_of(recipe)
-    model = build(precision, gradient_checkpointing=checkpointing)
-    check_startup(model, precision)
-    report = fp8_modules(model, precision)
-    assert len(report.planned) == 2 * LINEARS and report.kept.keys() == {"lm_head"}
-    assert fp8_state(model, precision) == {}
-    assert all(p.grad is None for p in model.parameters())
-    fresh = build(precision_of(recipe))
-    assert gradients(model)[0] == gradients(fresh)[0]
-
-
-def test_the_proof_finds_a_module_that_does_not_run_fp8() -> None:
-    precision = precision_of()
-    model = build(precision)
-    linear = model.get_submodule(UP)
-    linear.forward = lambda x: F.linear(x, linear.weight)
-    with refused(StartupCheckError, code="fp8_gemms") as error:
-        check_startup(model, precision)
-    assert numbers(error.value)[0] == 1 and UP in str(error.value)
-
-
-def test_the_proof_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_startup_check_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     class ForwardOnly(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight, linear):
@@ -117,18 +90,6 @@ def test_the_proof_finds_a_backward_without_fp8(monkeypatch: pytest.MonkeyPatch)
     with refused(StartupCheckError, code="fp8_gemms") as error:
         check_startup(model, precision)
     assert numbers(error.value) == [14, 26, 28]
-
-
-def test_patterns_keep_modules_out() -> None:
-    precision = precision_of(bf16_modules=["lm_head", "*.mlp", "model.layers.1"])
-    model = build(precision)
-    report = fp8_modules(model, precision)
-    assert report.planned == [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
-    check_startup(model, precision)
-    head = precision_of(bf16_modules=[])
-    model = build(head)
-    assert len(fp8_modules(model, head).planned) == 15
-    check_startup(model, head)
 
 
 @pytest.mark.parametrize("version,right", [("2.10.1", False), ("2.11.0a0+cu130", True), ("3.0.0", True)])
@@ -182,7 +143,7 @@ def test_without_cuda_it_is_emulated_and_not_compiled() -> None:
 def test_compiled_layers_compute_the_same(
     variant: str, keys: dict, checkpointing: bool, compilers: str, request: pytest.FixtureRequest
 ) -> None:
-    """One graph for all layers; the proof before it does not compile, and names stay."""
+    """One graph for all layers; the startup check before it does not compile, and names stay."""
     request.getfixturevalue(compilers)
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(True)  # as runs are compiled, with an option of their own

@@ -135,7 +135,7 @@ def test_a_run_with_delayed_scaling(settings: dict, tmp_path: Path, exported) ->
         name = "model.layers.1.self_attention.proj"
         patch.setattr(export.RunState, "levels", {name: "current"})
         escalated = exported(checkpoint, out).splitlines()
-    assert "te_layer, delayed and current" in escalated[0] and name in "".join(escalated[1:])
+    assert "te_layer, delayed and current" in escalated[0]
 
 
 @pytest.mark.slow
