@@ -18,7 +18,7 @@ from model.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from model.fp8.hf_fp8 import Quantized
+    from model.te_reference.quantize import Quantized
 
 ROW_SCALE, BLOCK_SCALE = "_scale", "_scale_inv"
 """What the two FP8 formats of model/fp8/hf_fp8.py append to the name of a matrix to name its scales."""
@@ -148,7 +148,7 @@ def read_hf_folder(
     import torch
     from safetensors import SafetensorError, safe_open
 
-    from model.fp8.hf_fp8 import Quantized
+    from model.te_reference.quantize import Quantized
 
     stored = find_weights(folder, config)
     files: dict[Path, Any] = {}

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from scripts import architecture
-from scripts.architecture import ROOT, arrows, imported_modules, reached, room_of, sources
+from scripts.architecture import ROOT, arrows, imported_files, imported_modules, reached, room_of, sources
 from scripts.check_requirements import parse
 
 ONLY_IN = {
@@ -90,6 +90,19 @@ def test_model_and_demo_do_not_know_training() -> None:
     for room in arrows():
         if room.startswith(("model", "fp8_inference_demo")):
             assert not [o for o in reached(arrows(), room) if o.startswith(("train", "test_fp8"))], room
+
+
+# Of model/, what model/fp8 and what lies in it may import besides each other.
+BASE = [f"model/{name}.py" for name in "__init__ errors keys variants config documents hf_folder".split()]
+
+
+def test_the_files_of_the_model_import_in_one_direction() -> None:
+    graph = {str(p): {str(f) for f in imported_files(p)} for p in sources() if p.parts[0] == "model"}
+    assert not [file for file in graph if file in reached(graph, file)], "a circle"
+    for file, imported in graph.items():
+        if file.startswith(("model/fp8/", "model/fused/", "model/te_reference/")) or file in BASE:
+            wrong = [other for other in imported if other.count("/") == 1 and other not in BASE]
+            assert not wrong, f"{file} may import {BASE}"
 
 
 def test_benchmarks_do_not_know_the_entry_script() -> None:

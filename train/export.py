@@ -201,7 +201,8 @@ def _write_fp8(path: Path, out: Path, state: RunState, model: Any, weights: dict
     import torch
     from huggingface_hub import save_torch_state_dict
 
-    from model.fp8 import hf_fp8, serving
+    from model import serving
+    from model.fp8 import hf_fp8
     from model.fp8.recipes import PrecisionConfig
     from model.hf_folder import read_hf_folder
     from train.checkpoint.reshard import load_shard

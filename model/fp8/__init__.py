@@ -3,6 +3,6 @@ which modules are meant to run it (modules.py), the count of what ran (gemms.py)
 what quantizers.py shows), its state and first scales, and the two libraries that it comes from (te_backend,
 torchao_fp8).
 
-Of model/ it imports what has no model in it (config, variants, keys, documents, te_reference, fused); serving.py alone
-builds one. Others ask Precision, fp8_modules, and count_gemms around a pass.
+Of model/ it imports what has no model in it (errors, keys, variants, config, documents, hf_folder, te_reference,
+fused). Others ask Precision, fp8_modules, and count_gemms around a pass.
 """

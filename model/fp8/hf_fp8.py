@@ -14,34 +14,12 @@ by whoever multiplies, a row (or a row's 128 values) at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from model.hf_folder import BLOCK_SCALE, ROW_SCALE
-from model.te_reference.quantize import BLOCK, dequantize, quantize_blocks, values_of
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """An FP8 matrix [R, C] whose values are codes * scale.
-
-    codes: float8_e4m3fn [R, C]. scale: float32, [R, 1] (one a row) or [ceil(R/128), ceil(C/128)] (one a block).
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def by_row(self) -> bool:
-        return self.scale.shape == (self.codes.shape[0], 1)
-
-    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values, [R, C], multiplied in float32 and rounded once to `dtype`."""
-        if self.by_row:
-            return (values_of(self.codes) * self.scale).to(dtype)
-        return dequantize(self.codes, self.scale, dtype)
+from model.te_reference.quantize import BLOCK, Quantized, quantize_blocks
 
 
 def quantize_rows(weight: torch.Tensor) -> Quantized:

@@ -216,6 +216,27 @@ def dequantize(data: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.float
     return _untile(tiles.mul_(scale_inv[:, None, :, None]), data.shape).to(dtype)
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """An FP8 matrix [R, C] whose values are codes * scale.
+
+    codes: float8_e4m3fn [R, C]. scale: float32, [R, 1] (one a row) or [ceil(R/128), ceil(C/128)] (one a block).
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def by_row(self) -> bool:
+        return self.scale.shape == (self.codes.shape[0], 1)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the values, [R, C], multiplied in float32 and rounded once to `dtype`."""
+        if self.by_row:
+            return (values_of(self.codes) * self.scale).to(dtype)
+        return dequantize(self.codes, self.scale, dtype)
+
+
 def fp8_matmul(
     left: Sequence[Tensor | None],
     right: Sequence[Tensor | None],

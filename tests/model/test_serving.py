@@ -1,4 +1,4 @@
-"""model/fp8/serving.py: the FP8 weights for serving are those that a training multiplies with, bit for bit."""
+"""model/serving.py: the FP8 weights for serving are those that a training multiplies with, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from model.conversion import hf_parts, to_hf_state_dict
 from model.fp8.hf_fp8 import Quantized, quantize_rows
 from model.fp8.precision import Precision, PrecisionError
 from model.fp8.recipes import PrecisionConfig
-from model.fp8.serving import TrainedFP8, by_row, differences, untrained_fp8
 from model.fp8.state import snapshot_fp8_state
+from model.serving import TrainedFP8, by_row, differences, untrained_fp8
 from tests.conftest import random_ids, refused, small_config
 
 SIZES = {"num_key_value_heads": 4, "intermediate_size": 256}
