@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from model.fp8.recipes import PrecisionConfig
 from model.hf_folder import find_weights, read_hf_folder, stored_compute
 from model.variants import VARIANTS, SpeedConfig
 from train.checkpoint.files import (
-    MANIFEST,
     RUN_STATE,
     CheckpointError,
     RunState,
@@ -41,35 +41,26 @@ class EvaluationError(UserError, ValueError):
     code = "evaluation"
 
 
-EXPECTED = "give a run's output_dir, a checkpoint, or a Hugging Face folder"
+logger = logging.getLogger(__name__)
 MAX_SEQ_LENGTH, BATCH_SIZE = 2048, 8  # at most, and of a Hugging Face folder
 
 
-def find(given: Path) -> Path:
-    """The checkpoint or the Hugging Face folder that `given` means: of a run its newest checkpoint whose hashes hold,
-    and if it has none, its export.
-
-    Raises EvaluationError: it means none. CheckpointError: a checkpoint that does not verify.
-    """
-    if not given.is_dir():
-        raise EvaluationError(
-            f"MODEL {given} is not a folder; {EXPECTED}, or ORG/NAME on the Hugging Face Hub",
-            code="not_a_model",
-            key=str(given),
-        )
+def find_model(given: Path) -> Path:
+    """Return the checkpoint or Hugging Face folder `given`, or of a run its newest good checkpoint, else its export.
+    Raises EvaluationError, CheckpointError."""
     if (given / "config.json").is_file():
         return given
     try:
-        if checkpoint := meant_by(given):
-            return checkpoint
+        checkpoint = meant_by(given) if given.is_dir() else None
     except CheckpointError as error:
         raise CheckpointError(f"MODEL {given}: {error}") from error
-    run = RunFolder(given)
-    if (run.hf / "config.json").is_file():
-        return run.hf
-    what = "prepared data, and MODEL comes before DATA" if (given / MANIFEST).is_file() else "none of these"
+    if checkpoint:
+        return checkpoint
+    if ((export := RunFolder(given).hf) / "config.json").is_file():
+        return export
     raise EvaluationError(
-        f"MODEL {given} is {what}: it has no checkpoint and no config.json; {EXPECTED}",
+        f"MODEL {given} has no checkpoint and no config.json; pass a run's output_dir, a checkpoint, or a Hugging Face "
+        "folder, and DATA after it",
         code="not_a_model",
         key=str(given),
     )
@@ -103,24 +94,47 @@ class Plan:
         return f"{self.path}{trained}: {self.variant} in {how}"
 
     def sources(self) -> dict[str, str]:
-        """The data folders that a checkpoint was trained on, by name; {} of a Hugging Face folder."""
+        """Return the data folders that a checkpoint was trained on, by name; {} for a Hugging Face folder."""
         trained_on = {} if self.state is None else self.state.train_config["data"]["sources"]
         return {name: data_folder(folder) for name, folder in trained_on.items()}
 
-    def prepared_anew(self, folders: Iterable[str]) -> list[str]:
-        """Those of `folders` that the checkpoint was trained on and that hold other tokens by now."""
-        trained_on = {os.path.realpath(folder): name for name, folder in self.sources().items()}
-        found = []
+    def changed_data(self, folders: Iterable[str]) -> list[str]:
+        """Return those of `folders` that the checkpoint was trained on and that have other tokens now."""
+        names = {os.path.realpath(folder): name for name, folder in self.sources().items()}
+        fingerprints = self.state.data_fingerprint["sources"] if self.state else {}
+        return [
+            folder
+            for folder in folders
+            if (name := names.get(os.path.realpath(folder))) is not None
+            and read_manifest(folder).split_digest("train") != fingerprints[name]["shards_sha256"]
+        ]
+
+    def check_data(self, folders: Iterable[str], tokenizer: Path | None) -> None:
+        """Raises DataError, EvaluationError: prepared data cannot be read, or have ids of another tokenizer than the
+        model's."""
+        known = self.tokenizers(tokenizer)
         for folder in folders:
-            if (name := trained_on.get(os.path.realpath(folder))) is not None and self.state is not None:
-                seen = self.state.data_fingerprint["sources"][name]["shards_sha256"]
-                if read_manifest(folder).split_digest("train") != seen:
-                    found.append(folder)
-        return found
+            manifest = read_manifest(folder)
+            if known and manifest.tokenizer_sha256 not in known:
+                raise EvaluationError(
+                    f"{folder} was prepared with another tokenizer than the model's: prepare it with the model's, or "
+                    f"if both are equal, pass --tokenizer {Path(folder) / 'tokenizer'}",
+                    code="another_tokenizer",
+                    key=str(folder),
+                )
+            if manifest.vocab_size > self.config.vocab_size:
+                raise EvaluationError(
+                    f"{folder} has a vocabulary of {manifest.vocab_size}, the model one of {self.config.vocab_size}: "
+                    "prepare it with the model's tokenizer",
+                    code="another_tokenizer",
+                    key=str(folder),
+                )
+            if not known:
+                logger.info(f"note: {self.path} has no tokenizer to compare with that of {folder}")
 
     def tokenizer_folder(self, given: Path | None) -> Path:
-        """Where the model's tokenizer is: `given`, the Hugging Face folder, or with the data of the training, else
-        with the run's export. Raises DataError: in none of these."""
+        """Return `given`, the Hugging Face folder, or the tokenizer of the training data or of the run's export. Raises
+        DataError: there is none."""
         if given is not None:
             return given
         if self.state is None:
@@ -128,8 +142,7 @@ class Plan:
         return tokenizer_of(self.sources(), self.path.absolute().parent.parent / "hf")
 
     def tokenizers(self, given: Path | None) -> set[str]:
-        """The sha256 of the tokenizer that the model has: of the file that defines its ids; of a Hugging Face folder
-        all such files, as data may have been made by either. Empty: nobody says."""
+        """Return the sha256 of the files that define the model's token ids, of which data have one; {} if unknown."""
         if self.state is not None and given is None:
             return {s["tokenizer_sha256"] for s in self.state.data_fingerprint["sources"].values()}
         files = [self.tokenizer_folder(given) / name for name in TOKENIZER_FILES[:2]]
@@ -202,35 +215,38 @@ class Plan:
         return {n: w.dequantize(dtype) if isinstance(w, Quantized) else w for n, w in weights.items()}
 
 
-def plan(path: Path, compute: str | None) -> Plan:
-    """How the checkpoint or the Hugging Face folder `path` is evaluated: as it was trained, or in another precision. A
-    Hugging Face folder is transformers' own model in the dtype of its weights. In FP8 it is te_layer with current
-    scaling, which needs no history, as is a checkpoint that was not trained in FP8.
+def plan_model(path: Path, compute: str | None) -> Plan:
+    """Return how to evaluate the checkpoint or Hugging Face folder `path`: as it was trained, or with `compute`.
+
+    A Hugging Face folder is transformers' model in the dtype of its weights. In FP8 it, and a checkpoint that was not
+    trained in FP8, is te_layer with current scaling, which needs no history.
 
     Raises CheckpointError, ValueError: its configuration cannot be read, or the weights of a Hugging Face folder.
     """
     from transformers import MistralConfig
 
+    def converted(compute: Any) -> PrecisionConfig:
+        return (
+            PrecisionConfig(compute=compute, recipe="current")
+            if compute == "fp8"
+            else PrecisionConfig(compute=compute)
+        )
+
     if not (path / RUN_STATE).is_file():
         config = load_config(str(path))
         compute = compute or stored_compute(find_weights(path, config))
         length = min(MAX_SEQ_LENGTH, trained_length(config) or config.max_position_embeddings)
-        if compute == "fp8":
-            precision = PrecisionConfig(compute="fp8", recipe="current")
-            return Plan(path, None, config, "te_layer", precision, length, BATCH_SIZE)
-        return Plan(path, None, config, "hf", PrecisionConfig(compute=compute), length, BATCH_SIZE)  # type: ignore[arg-type]
+        variant = "te_layer" if compute == "fp8" else "hf"
+        return Plan(path, None, config, variant, converted(compute), length, BATCH_SIZE)
     state = read_state(path)
     trained = state.train_config
     precision, variant = PrecisionConfig(**state.precision), trained["model"]["variant"]
     precision.backend = "auto"  # this machine's
     levels = state.levels if precision.compute == "fp8" and compute in (None, "fp8") else {}
     if compute not in (None, precision.compute):
-        keeps = VARIANTS[variant].te
-        if compute == "fp8":
-            precision = PrecisionConfig(compute="fp8", recipe="current")
-        else:
-            precision = PrecisionConfig(compute=compute)  # type: ignore[arg-type]
-        variant = variant if keeps else "te_layer" if compute == "fp8" else "hf"
+        precision = converted(compute)
+        if not VARIANTS[variant].te:
+            variant = "te_layer" if compute == "fp8" else "hf"
     return Plan(
         path,
         state,

@@ -102,22 +102,23 @@ def _row_sums(
 
 
 def results(sums: torch.Tensor, sources: Sequence[Source]) -> tuple[dict[str, dict], dict[str, Any]]:
-    """(by source, of all): loss (nats a predicted token), perplexity, bits_per_byte, tokens, documents, bytes. Bytes
-    are those of the text where it was read, else what the tokens stand for; None where these do not say. Bits per byte
-    leave out what is no text, BOS and EOS. A source of which nothing was asked is left out.
+    """Return loss (nats per predicted token), perplexity, bits_per_byte, tokens, documents and bytes by source and of
+    all. A source without a predicted token, as with few --max_samples, has no result.
 
-    Raises EvaluationError: another source has no predicted token."""
-    asked = [source.asked for source in sources]
-    sources = [source for source in sources if source.asked]
-    table = sums.numpy()[asked].copy()
+    Bytes are those of the text that was read, else of what the tokens stand for, None if these do not say. Bits per
+    byte leave out BOS and EOS, which are no text.
+
+    Raises EvaluationError: no source has a predicted token.
+    """
+    table, by_source = sums.numpy().copy(), {}
     for row, source in zip(table, sources, strict=True):
-        if not row[TOKENS]:
-            raise EvaluationError(
-                f"DATA {source.name} has no token to predict", code="nothing_to_predict", key=source.name
-            )
         if source.text_bytes is not None:
             row[BYTES], row[UNKNOWN_TOKENS] = source.text_bytes, 0
-    by_source = {source.name: _result(row) for source, row in zip(sources, table, strict=True)}
+        if row[TOKENS]:
+            by_source[source.name] = _result(row)
+    if not by_source:
+        names = ", ".join(source.name for source in sources)
+        raise EvaluationError(f"DATA {names} has no token to predict", code="nothing_to_predict", key=names)
     return by_source, _result(table.sum(axis=0))
 
 

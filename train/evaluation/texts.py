@@ -1,5 +1,5 @@
-"""DATA -> the batches of one rank: prepared data as training evaluates on it (`Packed`), or documents of prepared data
-and of text (`Documents`), each alone or one behind the other.
+"""DATA as the batches of one rank: prepared data as in training (`Packed`), or documents of prepared data and text
+(`Documents`), each alone or packed.
 
 A row has the tokens x_0 .. x_n; each but x_0 is predicted from those before it. Shapes: B rows, T tokens.
 """
@@ -7,7 +7,8 @@ A row has the tokens x_0 .. x_n; each but x_0 is predicted from those before it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from train.prepare.corpus import list_sources, read_share, text_key_option
 from train.prepare.output import WORK_NAME
 from train.prepare.readers import Damaged, Dropped
 
+logger = logging.getLogger(__name__)
 ENCODED_TOGETHER = 256  # documents
 SORTED_TOGETHER = 64  # batches: rows of one length go together, so that little is padded
 SHOWN = 5  # of what cannot be read
@@ -48,13 +50,11 @@ class Rows(NamedTuple):
 
 @dataclass
 class Source:
-    """What is told of a source by itself. text_bytes: UTF-8 bytes of its text, None where only its tokens are known.
-    asked: False where none of the samples that were asked for is its own, so that there is nothing to tell."""
+    """A source with a result of its own. text_bytes: UTF-8 bytes of its text, None if only its tokens are known."""
 
     name: str
     encoder: TextEncoder
     text_bytes: int | None = None
-    asked: bool = True
 
 
 def is_prepared(data: str) -> bool:
@@ -79,13 +79,6 @@ class Packed:
         self.notes = []
         if self.samples < (found := sum(source.num_windows for source in self.stream.sources)):
             self.notes = [f"{self.samples:,} of {found:,} samples (--max_samples)"]
-            its = {source for source, _ in self.stream.sample_ids(0, self.samples)}
-            for index, source in enumerate(self.sources):
-                source.asked = index in its
-                if not source.asked:
-                    self.notes.append(
-                        f"{source.name}: none of these samples, so it has no line; ask for more"
-                    )
         elif left := sum(s.num_tokens - s.num_windows * length - 1 for s in self.stream.sources):
             self.notes = [
                 f"the last {left:,} tokens fill no sample of {length} and are left out, as in training"
@@ -99,17 +92,12 @@ class Packed:
                 yield Rows(batch, [source for source, _ in ids], ended)
 
 
-@dataclass
-class Part:
-    """Documents one behind the other: their tokens, with BOS and EOS, and where each ends among these."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
-
-
 class Row(NamedTuple):
-    """tokens x_0 .. x_n. context: of the predicted ones, how many are not counted: another row has them. begins: of
-    documents behind the first, where they begin."""
+    """Tokens x_0 .. x_n.
+
+    context: the number of the first predicted tokens that do not count, because another row has them.
+    begins: places where documents begin after the first.
+    """
 
     tokens: np.ndarray
     source: int
@@ -122,108 +110,93 @@ class Row(NamedTuple):
 class Documents:
     """Documents of sources, in rows of up to `length` predicted tokens and batches of up to `size` such rows.
 
-    stride: None: the documents of a source one behind the other, in rows of `length`. Else each alone: a longer one in
-    rows that begin every `stride` tokens, of which each predicts what those before it have not. document_mask: as in
-    training, attention stays within documents and nothing is predicted from the last token of one.
+    Attributes:
+        stride: None packs the documents of a source into rows of `length`. Otherwise each document is alone; a longer
+            one has rows that begin every `stride` tokens, of which each predicts what those before it have not.
+        samples: documents of each source at most.
+        document_mask: as in training, attention stays within documents, and their last token predicts nothing.
+        documents: tokens with BOS and EOS, by source.
     """
 
     length: int
     size: int
     stride: int | None
-    samples: int | None = None  # documents of each source at most
+    samples: int | None = None
     document_mask: bool = False
     sources: list[Source] = field(default_factory=list)
-    parts: list[list[Part]] = field(default_factory=list)  # by source
+    documents: list[list[np.ndarray]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add_prepared(self, name: str, folder: str) -> None:
-        """The eval split of a prepared folder. Raises DataError: as read_manifest, check_sizes, check_tokenizer."""
+        """Add the eval split of a prepared folder. Raises DataError: its files are damaged or do not fit together."""
         manifest = read_manifest(folder)
         check_tokenizer(folder, manifest)
-        parts = []
+        documents: list[np.ndarray] = []
         for shard in manifest.split_shards("eval"):
             check_sizes(folder, shard)
-            dtype = np.dtype(manifest.dtype).newbyteorder("<")
             ends = open_index(folder, shard)
             if np.any(ends[1:] <= ends[:-1]) or int(ends[-1]) != shard.tokens:
                 raise DataError(
-                    f"{Path(folder) / shard.name}.index: the document ends do not increase to the end: its content "
-                    "changed; prepare or copy the data again"
+                    f"{Path(folder) / shard.name}.index is damaged: the document ends do not increase to the end; "
+                    "prepare or copy the data again"
                 )
-            parts.append(Part(np.memmap(Path(folder) / shard.name, dtype, "r"), ends.astype(np.int64)))
-        self._add(Source(name, TextEncoder(Path(folder) / TOKENIZER_FOLDER)), parts)
+            dtype = np.dtype(manifest.dtype).newbyteorder("<")
+            documents += np.split(
+                np.memmap(Path(folder) / shard.name, dtype, "r"), ends[:-1].astype(np.int64)
+            )
+        self.add(Source(name, TextEncoder(Path(folder) / TOKENIZER_FOLDER)), documents)
 
     def add_text(
-        self,
-        name: str,
-        encoder: TextEncoder,
-        text_key: str,
-        split_on: str | None,
-        max_dropped: int,
-        tell: Callable[[str], None],
+        self, name: str, encoder: TextEncoder, text_key: str, split_on: str | None, max_dropped: int
     ) -> None:
-        """Text that train/prepare can read: a file, a folder. Raises ValueError: as list_sources; more than
-        `max_dropped` documents that cannot be read; none at all; a damaged file."""
+        """Add text that train/prepare can read: a file, a folder. Raises DataError: see list_sources. EvaluationError:
+        more than `max_dropped` documents cannot be read, there are none at all, or a file is damaged."""
         dropped: list[Dropped] = []
-        texts = _texts(read_share(list_sources([name], split_on, tell), text_key, 0, 1, split_on), dropped)
-        text_bytes, lengths, tokens = 0, list[int](), list[np.ndarray]()
-        wanted = itertools.islice(texts, self.samples)
-        while some := list(itertools.islice(wanted, ENCODED_TOGETHER)):
+        sources = list_sources([name], split_on, logger.info)
+        texts = itertools.islice(_texts(read_share(sources, text_key, 0, 1, split_on), dropped), self.samples)
+        text_bytes, documents = 0, list[np.ndarray]()
+        while some := list(itertools.islice(texts, ENCODED_TOGETHER)):
             text_bytes += sum(len(text.encode()) for text in some)
-            encoded = [[encoder.bos_id, *ids, encoder.eos_id] for ids in encoder.encode_batch(some)]
-            lengths += map(len, encoded)
-            tokens.append(np.fromiter(itertools.chain.from_iterable(encoded), np.int32))
+            encoded = encoder.encode_batch(some)
+            documents += [np.array([encoder.bos_id, *ids, encoder.eos_id], np.int32) for ids in encoded]
         for item in dropped[:SHOWN]:
-            tell(f"left out: {item}")
+            logger.warning(f"dropped: {item}")
         count = sum(item.count for item in dropped)
-        keys = next((item.text_keys for item in dropped if item.text_keys), ())
-        remedy = f"{text_key_option(keys)} names the text" if keys else "mend them"
-        if not lengths:
+        if count > max_dropped or not documents:
+            keys = next((item.text_keys for item in dropped if item.text_keys), ())
+            remedy = f"use {text_key_option(keys)}" if keys else f"repair them, or use --max_dropped {count}"
             raise EvaluationError(
-                f"DATA {name} has no text: {count:,} documents, none can be read; {remedy}",
-                code="no_text",
-                key=name,
-            )
-        if count > max_dropped:
-            raise EvaluationError(
-                f"DATA {name}: {count:,} documents cannot be read, such as {dropped[0]}; {remedy}, or allow so many "
-                f"with --max_dropped {count}",
-                code="unreadable_documents",
+                f"DATA {name}: {count:,} documents cannot be read, and {len(documents):,} can; {remedy}",
+                code="unreadable_documents" if documents else "no_text",
                 key=name,
             )
         if count:
-            self.notes.append(f"{name}: {count:,} documents cannot be read and are left out (--max_dropped)")
-        self._add(Source(name, encoder, text_bytes), [Part(np.concatenate(tokens), np.cumsum(lengths))])
+            self.notes.append(f"{name}: {count:,} documents that cannot be read are dropped (--max_dropped)")
+        self.add(Source(name, encoder, text_bytes), documents)
 
-    def _add(self, source: Source, parts: list[Part]) -> None:
-        found = sum(len(part.ends) for part in parts)
-        if not found:
+    def add(self, source: Source, documents: list[np.ndarray]) -> None:
+        """Add `samples` of the documents, evenly spaced. Raises DataError: there are none."""
+        if not documents:
             raise DataError(
                 f"DATA {source.name}: the eval split has no document; prepare it with a larger one"
             )
-        if self.samples is not None and found > self.samples:
-            self.notes.append(f"{source.name}: {self.samples:,} of {found:,} documents (--max_samples)")
-            chosen, first = spread(self.samples, found), 0
-            for part in parts:
-                starts, count = np.concatenate([[0], part.ends[:-1]]), len(part.ends)
-                own = chosen[(chosen >= first) & (chosen < first + count)] - first
-                documents = [part.tokens[starts[number] : part.ends[number]] for number in own]
-                part.tokens = np.concatenate([part.tokens[:0], *documents])
-                part.ends, first = np.cumsum(part.ends[own] - starts[own]), first + count
-        lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in parts])
-        if self.stride is not None and (long := int((lengths - 1 > self.length).sum())):
+        if self.samples is not None and len(documents) > self.samples:
             self.notes.append(
-                f"{source.name}: {long:,} documents are longer than the {self.length} tokens of --max_seq_length, the "
-                f"longest has {int(lengths.max()):,}: they are read in rows of it that begin every {self.stride} "
-                "tokens (--stride)"
+                f"{source.name}: {self.samples:,} of {len(documents):,} documents (--max_samples)"
+            )
+            documents = [documents[number] for number in spread(self.samples, len(documents))]
+        if self.stride is not None and (long := [len(d) for d in documents if len(d) - 1 > self.length]):
+            self.notes.append(
+                f"{source.name}: {len(long):,} documents are longer than the {self.length} tokens of --max_seq_length, "
+                f"the longest has {max(long):,}: they are read in rows that begin every {self.stride} tokens (--stride)"
             )
         self.sources.append(source)
-        self.parts.append(parts)
+        self.documents.append(documents)
 
     @property
     def tokens(self) -> int:
         """About as many are predicted."""
-        return sum(len(part.tokens) for parts in self.parts for part in parts)
+        return sum(len(document) for documents in self.documents for document in documents)
 
     def batches(self, rank: int, world: int) -> Iterator[Rows]:
         rows = itertools.islice(self._rows(), rank, None, world)
@@ -236,29 +209,24 @@ class Documents:
                 del some[-together:]
 
     def _rows(self) -> Iterator[Row]:
-        for source, parts in enumerate(self.parts):
+        for source, documents in enumerate(self.documents):
             if self.stride is None:
-                yield from self._packed(source, parts)
-                continue
-            for part in parts:
-                for start, end in itertools.pairwise([0, *part.ends.tolist()]):
-                    yield from self._alone(source, part.tokens[start:end])
+                yield from self._packed(source, documents)
+            else:
+                for tokens in documents:
+                    yield from self._alone(source, tokens, self.stride)
 
-    def _alone(self, source: int, tokens: np.ndarray) -> Iterator[Row]:
-        """One document."""
+    def _alone(self, source: int, tokens: np.ndarray, stride: int) -> Iterator[Row]:
         predicted, last = 0, len(tokens) - 1
-        for start in range(0, last, self.stride or self.length):
+        for start in range(0, last, stride):
             stop = min(start + self.length, last)
             yield Row(tokens[start : stop + 1], source, int(stop == last), predicted - start)
             predicted = stop
             if stop == last:
                 return
 
-    def _packed(self, source: int, parts: list[Part]) -> Iterator[Row]:
-        """The documents of a source one behind the other."""
-        tokens = np.concatenate([part.tokens for part in parts])
-        starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
-        ends = np.concatenate([part.ends + start for part, start in zip(parts, starts, strict=False)])
+    def _packed(self, source: int, documents: list[np.ndarray]) -> Iterator[Row]:
+        tokens, ends = np.concatenate(documents), np.cumsum([len(document) for document in documents])
         for start in range(0, len(tokens) - 1, self.length):
             stop = min(start + self.length, len(tokens) - 1)
             # documents whose last token is predicted: tokens start + 1 to stop

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.files import discarded_name, write_durably
+from train.files import write_durably
 from train.record.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ class RunRecord:
 
     start: "time" (of its begin), "step", "tokens" and what else is known of it. position: gives (steps, tokens) done.
     expected: exception -> how it says that the run ended; others say "failed", and why. `part`: which one of the run it
-    is that ends so, where it is not the training. A run.json that cannot be read is kept beside the new one. Raises
-    OSError: the file cannot be written at the begin; later it is logged."""
+    is that ends so, where it is not the training. Raises OSError: the file cannot be written at the begin; later it is
+    logged."""
 
     def __init__(
         self,
@@ -56,8 +56,6 @@ class RunRecord:
 
     def __enter__(self) -> RunRecord:
         self.starts = read_starts(self.folder)
-        if not self.starts and self.folder.run.exists():
-            self.folder.run.rename(discarded_name(self.folder.run))
         self.starts.append(self.start)
         self._write()
         return self

@@ -114,7 +114,7 @@ def test_a_folder_that_does_not_answer_is_worth_another_start(
 ) -> None:
     """On all ranks alike, though rank 0 alone looks for a checkpoint."""
 
-    def fails(root: Path, log: Any) -> Path | None:
+    def fails(root: Path) -> Path | None:
         raise fault(number)
 
     monkeypatch.setattr(load, "newest_good", fails)

@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import MistralForCausalLM
 
-from model.errors import UserError
 from tests import programs
 from tests.conftest import numbers
 from tests.fixtures import write_jsonl
@@ -28,9 +27,8 @@ from tests.train.runs import ROOT, metrics, run
 from train.checkpoint.files import RUN_STATE
 from train.data.encoder import TextEncoder
 from train.data.order import spread
-from train.evaluate import Ranks, Told
-from train.evaluation.models import Plan, plan
-from train.evaluation.texts import Documents, Packed, Part, Source
+from train.evaluation.models import Plan, plan_model
+from train.evaluation.texts import Documents, Packed, Source
 from train.export import export
 
 SAMPLES = 5  # max_eval_samples of the runs
@@ -202,37 +200,6 @@ def test_two_ranks(
     assert done.stdout.count("bits/byte") == 1 and done.stderr.count("note: the last") == 1
 
 
-@pytest.mark.parametrize(("rank", "error"), [(0, UserError), (1, Told)])
-def test_what_one_rank_finds_ends_all_and_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, rank: int, error: type[Exception]
-) -> None:
-    def gather(every: list, own: object) -> None:
-        every[:] = [own if rank == 0 else None, own if rank == 1 else "not here"]
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    ranks: Any = object.__new__(Ranks)
-    ranks.rank, ranks.world = rank, 2
-    if rank == 0:
-        with pytest.raises(error):
-            ranks.together(lambda: "fine")
-        return
-    with pytest.raises(error):
-        ranks.together(lambda: int("x"))
-    assert ranks.together(lambda: "fine") == "fine"
-
-
-def test_ranks_are_those_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another count, samples of ranks that are not there would be left out without a word."""
-    monkeypatch.setattr("train.evaluate.launchers.adopt", lambda: None)
-    monkeypatch.setattr("train.engine.distributed.init_distributed", lambda: None)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "2")
-    ranks = Ranks()
-    assert (ranks.world, ranks.rank) == (1, 0)
-
-
 @pytest.mark.process
 def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
     text, report = tmp_path / "text.txt", tmp_path / "report.json"
@@ -254,15 +221,6 @@ def test_ctrl_c_is_one_line(trained: Path, tmp_path: Path) -> None:
     assert not report.exists()
 
 
-@pytest.mark.parametrize("compute", [None, "bf16"])
-def test_the_backend_is_that_of_this_machine(trained: Path, tmp_path: Path, compute: str | None) -> None:
-    """A checkpoint of a GPU's run that named its backend is evaluated on a CPU, too."""
-    state = json.loads((trained / "checkpoints/step-00000006" / RUN_STATE).read_text())
-    state["train_config"]["precision"]["backend"] = "transformer_engine"
-    (tmp_path / RUN_STATE).write_text(json.dumps(state))
-    assert plan(tmp_path, compute).precision.backend == "auto"
-
-
 @pytest.fixture
 def planned(trained: Path, tmp_path: Path) -> Callable[..., Plan]:
     """planned(compute, section={...}) -> the plan of a checkpoint that was trained otherwise."""
@@ -274,7 +232,7 @@ def planned(trained: Path, tmp_path: Path) -> Callable[..., Plan]:
             own[key] = own[key] | value if isinstance(value, dict) else value
         state |= {"precision": state["train_config"]["precision"], "escalations": list(escalations)}
         (tmp_path / RUN_STATE).write_text(json.dumps(state))
-        return plan(tmp_path, compute)
+        return plan_model(tmp_path, compute)
 
     return call
 
@@ -293,6 +251,7 @@ def test_a_checkpoint_is_evaluated_as_it_was_trained(planned: Callable[..., Plan
     assert found.speed is not None and found.speed.main_grad is False and found.levels == {"a": "current"}
     told = "te_linear in FP8 (delayed scaling), 1 modules at the levels that precision.on_trouble has taken them to"
     assert found.describe().endswith(told)
+    assert planned(precision={"backend": "transformer_engine"}).precision.backend == "auto", "this machine's"
     assert planned("bf16", [{"step": 1, "module": "a", "to": "current"}]).levels == {}
     assert planned(per_device_eval_batch_size=None, per_device_train_batch_size=4).batch_size == 4
 
@@ -326,7 +285,7 @@ def test_a_folder_is_evaluated_at_its_trained_length_or_2048_tokens(trained: Pat
     ):
         keys = {"max_position_embeddings": positions, "trained_sequence_length": recorded}
         (tmp_path / "config.json").write_text(json.dumps(config | keys))
-        found = plan(tmp_path, None)
+        found = plan_model(tmp_path, None)
         assert (found.max_seq_length, found.batch_size, found.levels) == (length, 8, {})
 
 
@@ -359,9 +318,5 @@ def test_what_is_left_out_or_read_in_parts_is_told(data: Path) -> None:
     assert [numbers(note) for note in few.notes] == [[3, packed.stream.num_samples]]
     documents = Documents(length=4, size=1, stride=2)
     encoder: Any = None
-    parts = [Part(np.arange(18), np.array([5, 11, 18]))]
-    documents._add(Source("text", encoder), parts)
-    assert documents.notes == [
-        "text: 2 documents are longer than the 4 tokens of --max_seq_length, the longest has 7: they are read in rows "
-        "of it that begin every 2 tokens (--stride)"
-    ]
+    documents.add(Source("text", encoder), [np.arange(length) for length in (5, 6, 7)])
+    assert [numbers(note) for note in documents.notes] == [[2, 4, 7, 2]]

@@ -22,7 +22,7 @@ from tests.fixtures import write_jsonl
 from train.data.encoder import TextEncoder
 from train.data.format import read_manifest
 from train.evaluation import scores, texts
-from train.evaluation.models import EvaluationError, Plan, plan
+from train.evaluation.models import EvaluationError, Plan, plan_model
 from train.files import sha256_file
 
 
@@ -292,8 +292,7 @@ def test_bytes_that_nobody_knows() -> None:
         [[6.0, 5.0, 3.0, 2.0, 0.0, 1.0], [6.0, 5.0, 3.0, 2.0, 1.0, 1.0], [8.0, 8.0, 4.0, 0.0, 4.0, 2.0]]
     )
     sources: list[Any] = [
-        SimpleNamespace(name=name, text_bytes=size, asked=True)
-        for name, size in zip("abc", (None, None, 4), strict=True)
+        SimpleNamespace(name=name, text_bytes=size) for name, size in zip("abc", (None, None, 4), strict=True)
     ]
     by_source, everything = scores.results(sums.double(), sources)
     bits = [by_source[name]["bits_per_byte"] for name in "abc"]
@@ -304,7 +303,9 @@ def test_bytes_that_nobody_knows() -> None:
     by_source["a"]["perplexity"] = None
     assert scores.table(by_source, everything)[1].split()[4] == "?"
     sums[1, scores.TOKENS] = 0
-    with raises_error(EvaluationError, code="nothing_to_predict", key="b"):
+    assert set(scores.results(sums.double(), sources)[0]) == {"a", "c"}
+    sums[:, scores.TOKENS] = 0
+    with raises_error(EvaluationError, code="nothing_to_predict", key="a, b, c"):
         scores.results(sums.double(), sources)
 
 
@@ -313,9 +314,9 @@ def test_bytes_of_text_are_those_of_all_batches_that_are_encoded(
 ) -> None:
     monkeypatch.setattr(texts, "ENCODED_TOGETHER", 2)
     written = ["one", "tw\u00e9", "three", "four", "five"]
-    path, told = write_jsonl(tmp_path / "text.jsonl", written), list[str]()
+    path = write_jsonl(tmp_path / "text.jsonl", written)
     documents = texts.Documents(length=16, size=1, stride=None)
-    documents.add_text(str(path), TextEncoder(tokenizer_dir), "text", None, 0, told.append)
+    documents.add_text(str(path), TextEncoder(tokenizer_dir), "text", None, 0)
     assert documents.sources[0].text_bytes == sum(len(text.encode()) for text in written)
 
 
@@ -323,7 +324,7 @@ def test_the_data_of_a_training_are_found_from_another_folder(
     trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As training finds them: in the repository, where a relative folder is not here."""
-    model = plan(trained / "checkpoints/step-00000006", None)
+    model = plan_model(trained / "checkpoints/step-00000006", None)
     assert model.state is not None
     model.state.train_config["data"]["sources"] = {"text": data.name, "gone": "gone"}
     monkeypatch.setattr("train.files.REPOSITORY", data.parent)

@@ -9,21 +9,16 @@ import numpy as np
 import pytest
 
 from train.data.stream import NO_LABEL
-from train.evaluation.texts import Documents, Part, Source
+from train.evaluation.texts import Documents, Source
 
 NO_ENCODER: Any = None
 LENGTHS = [3, 8, 5, 2, 16, 7, 1, 9, 4, 4, 4]
 
 
 def documents(**how: Any) -> Documents:
-    """Two parts of documents of these LENGTHS, of which each token is another number."""
+    """Documents of these LENGTHS, of which each token is another number."""
     found = Documents(size=3, **how)
-    first = sum(LENGTHS[:6])
-    parts = [
-        Part(np.arange(first), np.cumsum(LENGTHS[:6])),
-        Part(np.arange(first, sum(LENGTHS)), np.cumsum(LENGTHS[6:])),
-    ]
-    found._add(Source("a", NO_ENCODER), parts)
+    found.add(Source("a", NO_ENCODER), np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]))
     return found
 
 

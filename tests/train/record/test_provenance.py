@@ -52,21 +52,6 @@ def test_a_stage_is_there_when_it_begins(tmp_path, monkeypatch):
     assert read_starts(folder)[0]["stages"] == stages
 
 
-def test_a_run_json_that_cannot_be_read_is_kept(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.run.write_text('{"starts": [')
-    with record(folder):
-        pass
-    assert len(read_starts(folder)) == 1
-    (kept,) = tmp_path.glob("run.json.discarded-*")
-    assert kept.read_text() == '{"starts": ['
-    # nor does the next one, within the same second, take its place
-    folder.run.write_text("{")
-    with record(folder):
-        pass
-    assert {path.read_text() for path in tmp_path.glob("run.json.discarded-*")} == {'{"starts": [', "{"}
-
-
 def test_a_disk_that_is_full_at_the_end_is_told(tmp_path, monkeypatch, logged):
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")

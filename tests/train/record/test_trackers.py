@@ -239,7 +239,3 @@ def test_where_a_wandb_key_is_looked_for(key, in_netrc, has, tmp_path, monkeypat
     monkeypatch.setenv("NETRC", str(netrc))
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     assert trackers.has_wandb_key() is has
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.mine")  # a server of one's own
-    assert trackers.has_wandb_key() is bool(key)
-    netrc.write_text("machine wandb.mine login user password x\n")
-    assert trackers.has_wandb_key()

@@ -1,0 +1,167 @@
+"""Evaluate a model on data: open both as the options of train/evaluate.py ask, and return the report."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from model.fp8.machine import describe, headline
+from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE
+from train.engine import launchers
+from train.evaluation import scores
+from train.evaluation.models import Plan, find_model, plan_model
+from train.evaluation.texts import Documents, Packed, is_prepared
+
+logger = logging.getLogger(__name__)
+
+
+def join_ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes that evaluate together."""
+    launchers.adopt()
+    if launchers.world_size() == 1:
+        return 0, 1
+    from train.engine.distributed import init_distributed  # imports deepspeed
+
+    init_distributed()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def leave_ranks(world: int) -> None:
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def plan_evaluation(args: argparse.Namespace) -> Plan:
+    """Return what is evaluated, and how. Raises ValueError, UserError: the options do not fit the model."""
+    plan = plan_model(find_model(args.model), args.precision)
+    plan.max_seq_length = args.max_seq_length or plan.max_seq_length
+    plan.batch_size = args.batch_size or plan.batch_size
+    plan.document_mask = plan.document_mask and args.by == "packed"
+    if plan.max_seq_length > (most := plan.config.max_position_embeddings):
+        raise ValueError(
+            f"--max_seq_length {plan.max_seq_length}: the model has {most} positions (max_position_embeddings)"
+        )
+    rows = plan.batch_size * plan.max_seq_length
+    if plan.precision.compute == "fp8" and args.by == "packed" and rows % FP8_TRAIN_ROW_MULTIPLE:
+        raise ValueError(
+            f"--batch_size {plan.batch_size} x --max_seq_length {plan.max_seq_length} is {rows}; FP8 needs a multiple "
+            f"of {FP8_TRAIN_ROW_MULTIPLE}"
+        )
+    return plan
+
+
+def open_data(args: argparse.Namespace, plan: Plan) -> list[Packed | Documents]:
+    """Open DATA: prepared folders to read packed as one, everything else as another.
+
+    Raises DataError, ValueError, UserError: data that cannot be read, or that another tokenizer prepared.
+    """
+    folders = {name: name for name in args.data} or plan.sources()
+    if not folders:
+        raise ValueError(f"{plan.path} does not say what it was trained on: name DATA")
+    if not args.data and (missing := [folder for folder in folders.values() if not Path(folder).exists()]):
+        raise ValueError(
+            f"the training data {', '.join(missing)} do not exist in {Path.cwd()}: name DATA, or start the evaluation "
+            "where the training was started"
+        )
+    prepared = {name: folder for name, folder in folders.items() if not args.data or is_prepared(folder)}
+    plan.check_data(prepared.values(), args.tokenizer)
+    is_packed, length, size = args.by == "packed", plan.max_seq_length, plan.batch_size
+    documents = Documents(length, size, choose_stride(args, plan), args.max_samples, plan.document_mask)
+    found: list[Packed | Documents] = []
+    for name, folder in folders.items():
+        if name not in prepared:
+            documents.add_text(
+                name, plan.encoder(args.tokenizer), args.text_key, args.split_on, args.max_dropped
+            )
+        elif not is_packed:
+            documents.add_prepared(name, folder)
+    if prepared and is_packed:
+        found.append(Packed(prepared, length, size, args.max_samples, plan.document_mask))
+    found += [documents] if documents.sources else []
+    if changed := plan.changed_data(prepared.values()):
+        note = f"{' and '.join(changed)}: prepared again since the training, whose data the eval split may contain"
+        found[0].notes.insert(0, note)
+    return found
+
+
+def choose_stride(args: argparse.Namespace, plan: Plan) -> int | None:
+    """Return the tokens from one row of a longer document to the next; None if documents are packed."""
+    return min(args.stride or plan.max_seq_length, plan.max_seq_length) if args.by == "document" else None
+
+
+def evaluate(args: argparse.Namespace, rank: int, world: int) -> dict[str, Any]:
+    """Return the report; its results are complete on rank 0 only. Raises ValueError, OSError, UserError."""
+    plan = plan_evaluation(args)
+    logger.info(plan.describe())
+    if plan.precision.compute == "fp16" and not torch.cuda.is_available():
+        logger.info("note: float16 can take several times as long on a CPU as --precision fp32")
+    data = open_data(args, plan)
+    notes = [note for part in data for note in part.notes]
+    for note in notes:
+        logger.info(f"note: {note}")
+    model, precision = plan.build()
+    machine, versions = describe()
+    logger.info(f"{world} x {headline(machine, versions)}")
+    if world < (gpus := machine.get("gpus", 1)):
+        logger.info(
+            f"note: {world} of {gpus} GPUs; for all: python train/launch.py --nproc {gpus} train/evaluate.py ..."
+        )
+    begin = time.perf_counter()
+    tokens = sum(part.tokens for part in data) // world
+    sums, gemms = [], list[str]()
+    # a log file gets a line now and then
+    pause = 0 if sys.stderr.isatty() else 10
+    with tqdm(
+        total=tokens,
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=max(pause, 0.2),
+        delay=pause,
+        disable=rank != 0,
+    ) as progress:
+        for part in data:
+            batches = part.batches(rank, world)
+            of_part, gemms = scores.score(model, precision, batches, part.sources, progress.update)
+            sums.append(of_part)
+    total = torch.cat(sums).to(precision.device)
+    if world > 1:
+        dist.all_reduce(total)
+    sources = [source for part in data for source in part.sources]
+    by_source, everything = scores.results(total.cpu(), sources)
+    if precision.fp8:
+        logger.info("\n".join(gemms))
+    if rank == 0:
+        print("\n".join(scores.table(by_source, everything)), flush=True)
+    for source in sources:
+        if source.name not in by_source:
+            notes.append(f"{source.name}: no token was predicted, so it has no result")
+            logger.info(f"note: {notes[-1]}")
+    if any(row["bits_per_byte"] is None for row in by_source.values()):
+        logger.info("note: bits/byte ?: the tokens of that source do not say how many bytes of text they are")
+    return {
+        "model": plan.describe(),
+        "precision": plan.precision.compute,
+        "recipe": plan.precision.recipe if precision.fp8 else None,
+        "variant": plan.variant,
+        "fp8": gemms[0] if precision.fp8 else None,
+        "by": args.by,
+        "max_seq_length": plan.max_seq_length,
+        "batch_size": plan.batch_size,
+        "stride": choose_stride(args, plan),
+        "max_samples": args.max_samples,
+        "notes": notes,
+        "ranks": world,
+        "machine": machine,
+        "versions": versions,
+        "seconds": time.perf_counter() - begin,
+        "sources": by_source,
+        "all": everything,
+    }
