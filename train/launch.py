@@ -488,7 +488,9 @@ class Supervisor:
         nodes = f" on each of {self.options.nnodes} nodes" * (self.options.nnodes > 1)
         logger.info(f"training: {self.options.nproc} ranks{nodes}")
         if corpus := missing_corpus(self.arguments):
-            resolve_arguments(self.arguments, self.options.nproc * self.options.nnodes)  # a wrong batch is told before
+            resolve_arguments(
+                self.arguments, self.options.nproc * self.options.nnodes
+            )  # a wrong batch is told before
             if status := self.prepare(corpus):
                 return self.end(status, self.decide(status))
         if self.arguments.dry_run:

@@ -216,8 +216,8 @@ def second_run(world: World) -> None:
     """In this folder this process's parent runs, which lives."""
     world.output.mkdir()
     holder = lock.Lock(world.output / "run.lock")
-    holder.mine |= {"pid": os.getppid(), "process_started": lock.process_started(os.getppid())}
-    holder.path.write_text(json.dumps(holder.mine))
+    holder.owner |= {"pid": os.getppid(), "process_started": lock.process_started(os.getppid())}
+    holder.path.write_text(json.dumps(holder.owner))
 
 
 def little_disk(world: World) -> None:

@@ -212,7 +212,7 @@ def check_output(args: TrainingArguments) -> None:
             "choose another output_dir",
             key=key,
         )
-    Lock(folder.lock).look()
+    Lock(folder.lock).refuse_if_in_use()
 
 
 def device_problems(args: TrainingArguments, sizes: Any, local_ranks: int, devices: int) -> list[Exception]:
