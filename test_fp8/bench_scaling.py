@@ -78,11 +78,11 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
     }
 
 
-def measure_case(
+def programs_of(
     options: argparse.Namespace, case: Case, ranks: int, gpus: int, folder: Path
-) -> list[Result]:
-    """Run a round of bench_model.py on each GPU alone at the same time (`ranks` 1), or on all ranks together; return
-    its results. gpus: the number of this host's."""
+) -> list[Program]:
+    """One round of bench_model.py: on each GPU alone at the same time (`ranks` 1), or on all ranks together. gpus: the
+    number of this host's."""
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
         places = [[gpu] for gpu in range(max(options.gpus))]
@@ -90,12 +90,21 @@ def measure_case(
     words += ["--deterministic"] * options.deterministic
     words += [word for key in PASSED_ON for word in (f"--{key}", getattr(options, key))]
     words += ["--row", case.name, *(f"{key}={text}" for key, text in case.texts().items())]
-    programs = []
-    for number, place in enumerate(places):
-        more = ["--output", folder / f"{number}.json"]
-        programs.append(
-            Program("test_fp8/bench_model.py", [*words, *more], folder / f"{number}.log", ranks, place)
+    stems = [folder / str(number) for number in range(len(places))]
+    return [
+        Program(
+            "test_fp8/bench_model.py",
+            [*words, "--output", stem.with_suffix(".json")],
+            stem.with_suffix(".log"),
+            ranks,
+            place,
         )
+        for stem, place in zip(stems, places, strict=True)
+    ]
+
+
+def measure_round(programs: Sequence[Program]) -> list[Result]:
+    """Run the programs at the same time and return their results."""
     results = []
     for program, status in zip(programs, run_together(programs), strict=True):
         written = program.log.with_suffix(".json")
@@ -144,7 +153,8 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             name, ranks = results[index]["row"], results[index]["ranks"]
             print(f"round {turn + 1}: {name} on {ranks} GPUs", flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                rounds[index].append(measure_case(options, cases[name], ranks, gpus, Path(folder)))
+                programs = programs_of(options, cases[name], ranks, gpus, Path(folder))
+                rounds[index].append(measure_round(programs))
     alone: dict[str, list[float]] = {}
     for r, found in zip(results, rounds, strict=True):
         r |= figures(found, r["ranks"], alone.get(r["row"], []))

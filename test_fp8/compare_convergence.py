@@ -251,9 +251,12 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             misses.append(f"{case.name}: {result['eval_difference_percent']:+.2f} % from {cases[0].name}")
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(f"{case.name}: {result['skipped_steps']} skipped steps")
-    training = {key: getattr(base, key) for key in TRAINING_KEYS}
-    training |= {"model.config": Path(base.model.config).name, "data.sources": list(base.data.sources)}
-    training["parameters"] = num_parameters(load_sizes(base.model.config))
+    training = {
+        **{key: getattr(base, key) for key in TRAINING_KEYS},
+        "model.config": Path(base.model.config).name,
+        "data.sources": list(base.data.sources),
+        "parameters": num_parameters(load_sizes(base.model.config)),
+    }
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
     curves = {r["row"]: r["curves"] for r in results}
     panels = {

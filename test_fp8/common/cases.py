@@ -10,12 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from model.errors import UserError
 
-class CaseError(ValueError):
+
+class CaseError(UserError):
     """Cases that cannot be measured; the message names them and what is allowed."""
 
 
-class Unavailable(RuntimeError):
+class Unavailable(UserError):
     """This machine cannot run the case; the message says why."""
 
 
@@ -43,11 +45,6 @@ class Case:
         return raw
 
 
-def is_under(key: str, names: Collection[str]) -> bool:
-    """Whether the dotted `key` is one of `names` or lies below one of them."""
-    return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
 def parse_cases(
     given: Sequence[Sequence[str]], taken: Collection[str], allowed: Collection[str] | None = None
 ) -> dict[str, Case]:
@@ -62,7 +59,7 @@ def parse_cases(
             key, equals, _ = pair.partition("=")
             if not equals:
                 raise CaseError(f"--row {name} {pair}: expected key=value")
-            if allowed is not None and not is_under(key, allowed):
+            if allowed is not None and not any(f"{key}.".startswith(f"{name}.") for name in allowed):
                 raise CaseError(f"--row {name} {pair}: a case may override {', '.join(allowed)}")
         cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))
     return cases

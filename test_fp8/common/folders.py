@@ -1,4 +1,4 @@
-"""Prepared folders made by hand, for benchmarks and tests: of content or of a size that no text gives.
+"""Prepared folders made by hand, for benchmarks and tests: of content that no text gives.
 
 A stand-in file takes the tokenizer's place: the ids are read, never decoded.
 """
@@ -42,27 +42,12 @@ def make_folder(
             ends.astype(INDEX_DTYPE).tofile(index := path.with_name(path.name + ".index"))
             hashes = sha256_file(path), sha256_file(index)
             shards.append(Shard(path.name, split, len(tokens), len(ends), path.stat().st_size, *hashes))
-    _finish(folder, vocab_size, shards)
+    finish_folder(folder, vocab_size, shards)
     return folder
 
 
-def make_sparse_folder(folder: Path, shards: int, tokens: int, vocab_size: int = 32_000) -> Path:
-    """A folder of `shards` train shards of `tokens` each that take no place on the disk: one document, all ids 0. Its
-    hashes are not right."""
-    folder.mkdir(parents=True)
-    entries, size = [], tokens * token_dtype(vocab_size).itemsize
-    for number in range(shards):
-        path = folder / f"train_{number:05d}.ds"
-        with open(path, "wb") as file:
-            file.truncate(size)
-        np.array([tokens], dtype=INDEX_DTYPE).tofile(path.with_name(path.name + ".index"))
-        entries.append(Shard(path.name, "train", tokens, 1, size, "0" * 64, "0" * 64))
-    _finish(folder, vocab_size, entries)
-    return folder
-
-
-def _finish(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
-    """The stand-in for the tokenizer, and the manifest."""
+def finish_folder(folder: Path, vocab_size: int, shards: list[Shard]) -> None:
+    """Write the stand-in for the tokenizer, and the manifest."""
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.model").write_bytes(TOKENIZER)
     documents = sum(shard.documents for shard in shards)

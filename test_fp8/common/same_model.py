@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from model.config import num_parameters
 from model.conversion import to_hf_state_dict
+from model.errors import UserError
 from test_fp8.common.timing import times_in
 from train.data.stream import Batch
 
@@ -30,7 +31,7 @@ BF16_LOGITS_TOLERANCE = 4e-2
 FP8_LOGITS_FACTOR = 1.25
 
 
-class DifferentModel(ValueError):
+class DifferentModel(UserError):
     """A case computes another model; the message says what differs."""
 
 

@@ -21,18 +21,14 @@ class Shape(NamedTuple):
         return f"{self.batch}x{self.rows}x{self.inputs}:{self.outputs}"
 
     @property
-    def all_rows(self) -> int:
-        return self.batch * self.rows
-
-    @property
     def gemm_flop(self) -> int:
         """Floating point operations of one of the three GEMMs: forward, dgrad and wgrad have the same number."""
-        return 2 * self.all_rows * self.inputs * self.outputs
+        return 2 * self.batch * self.rows * self.inputs * self.outputs
 
     def why_not_fp8(self) -> str | None:
         """Why FP8 training cannot run this shape, or None."""
-        if self.all_rows % FP8_TRAIN_ROW_MULTIPLE:
-            return f"batch x rows is {self.all_rows}, not a multiple of {FP8_TRAIN_ROW_MULTIPLE}"
+        if self.batch * self.rows % FP8_TRAIN_ROW_MULTIPLE:
+            return f"batch x rows is {self.batch * self.rows}, not a multiple of {FP8_TRAIN_ROW_MULTIPLE}"
         if self.inputs % FP8_FEATURE_MULTIPLE or self.outputs % FP8_FEATURE_MULTIPLE:
             return f"in or out is not a multiple of {FP8_FEATURE_MULTIPLE}"
         return None

@@ -28,14 +28,14 @@ from transformers.modeling_outputs import CausalLMOutput
 from model.build import build_model
 from model.config import GIB, flops_per_token, load_config, num_parameters
 from model.conversion import to_hf_state_dict
+from model.errors import UserError
 from model.fp8.modules import fp8_modules
-from model.fp8.precision import Precision, PrecisionError
+from model.fp8.precision import Precision
 from model.fp8.recipes import FP8_TRAIN_ROW_MULTIPLE, PrecisionConfig
 from model.fp8.te_backend import is_installed
 from model.graphs import use_cuda_graphs
 from model.mistral_base import causal_lm_loss
 from model.startup_check import (
-    StartupCheckError,
     attention_in_use,
     check_attention,
     check_startup,
@@ -71,9 +71,9 @@ SDPA_BACKENDS = {
 }
 LIGER = "liger-kernel"
 OUT_OF_MEMORY = "out of memory"
+LEGEND = "* the fastest bf16 of its measure; x bf16: the ratio to it"
 # How torch's and Transformer Engine's errors begin when none of the allowed attentions takes the inputs.
 NO_ATTENTION = ("No available kernel", "No dot product attention backend is available")
-EXPLAINED = (DifferentModel, StartupCheckError, PrecisionError, Unavailable)  # their message says everything
 CONDITION_KEYS = ("seq_length", "accumulation", "rounds", "steps", "deterministic")
 
 
@@ -109,7 +109,7 @@ class Series:
             text = OUT_OF_MEMORY
         elif not isinstance(error, Unavailable) and not text.startswith(NO_ATTENTION):
             is_fault = True
-            if not isinstance(error, EXPLAINED):
+            if not isinstance(error, UserError):
                 traceback.print_exception(error)
                 text = f"{type(error).__name__}: {text[:300]}"
         self.reasons[setting] = text
@@ -205,12 +205,11 @@ def measure(options: argparse.Namespace) -> Outcome:
     if is_own_group:
         dist.destroy_process_group()
     failures = [f"{r['measure']} {r['row']}: {r['reason']}" for r in results if r.get("failed")]
-    lines = ["* the fastest bf16 of its measure; x bf16: the ratio to it"]
     speeds = {
         name: {r["row"]: r["tokens_per_second"] for r in measured(results) if r["measure"] == name}
         for name in MEASURES
     }
-    return Outcome(results, more, lines, failures, speeds, "tokens/s")
+    return Outcome(results, more, [LEGEND], failures, speeds, "tokens/s")
 
 
 def conditions_of(options: argparse.Namespace, config: Any) -> Conditions:

@@ -109,6 +109,5 @@ def measure(options: argparse.Namespace) -> Outcome:
         save |= {"step_s": step_s, "slower_s": slower_s, "lost_s": save["waited_s"] + slower_s}
     lost, ranks = share_lost(results), dist.get_world_size()
     dist.destroy_process_group()
-    line = f"a save in the background loses {lost:.1%} of a blocking one"
     more = {"ranks": ranks, "parameters": num_parameters(training.engine.module.config), "lost": lost}
-    return Outcome(results, more, [line])
+    return Outcome(results, more, [f"a save in the background loses {lost:.1%} of a blocking one"])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from test_fp8 import bench_scaling
-from test_fp8.bench_scaling import BENCHMARK, figures
+from test_fp8.bench_scaling import BENCHMARK, figures, programs_of
 from test_fp8.common.cases import Case
-from test_fp8.common.options import choose_defaults
 
 SMALL = "--config tiny --seq_length 16 --accumulation 1 --stages 1 --precisions bf16".split()
 
@@ -34,24 +33,14 @@ def test_a_share_is_of_what_the_same_gpus_do_alone() -> None:
     assert figures([of_gpus(1.0), [{"reason": "why"}]], 1, []) == {"reason": "why"}
 
 
-def test_one_gpu_is_measured_on_each_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = []
-
-    def run(programs: list[bench_scaling.Program]) -> list[int]:
-        started.append([(program.ranks, program.gpus) for program in programs])
-        programs[0].log.with_suffix(".json").write_text(json.dumps({"results": of_gpus(1.0)}))
-        for program in programs:
-            program.log.write_text("error: no room\n")
-        return [0, *[7] * (len(programs) - 1)]
-
-    monkeypatch.setattr(bench_scaling, "run_together", run)
+def test_one_gpu_is_measured_on_each_at_the_same_time(tmp_path: Path) -> None:
     options = BENCHMARK.options.parse([*SMALL, "--gpus", "1", "3"])
-    choose_defaults(options)
-    results = [bench_scaling.measure_case(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
-    assert started == [[(1, [0]), (1, [1]), (1, [2])], [(3, [0, 1, 2])]]
-    assert results[1] == of_gpus(1.0) and results[0][1]["reason"], "the others are measured"
+    started = [programs_of(options, Case("a", {}), ranks, 4, tmp_path) for ranks in (1, 3)]
+    assert [[program.gpus for program in programs] for programs in started] == [
+        [[0], [1], [2]],
+        [[0, 1, 2]],
+    ]
+    assert len({program.log for program in started[0]}) == 3
 
 
 @pytest.mark.parametrize(

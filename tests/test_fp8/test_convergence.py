@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from model.config import load_config, load_sizes, num_parameters
+from model.config import load_config
 from test_fp8 import compare_convergence
 from test_fp8.compare_convergence import BENCHMARK
-from train.config.load import load_arguments, resolve_arguments
 from train.prepare_data import main as prepare_data
 from train.train_tokenizer import main as train_tokenizer
 
@@ -140,23 +139,3 @@ def test_a_comparison(config: Path, tmp_path: Path) -> None:
 def test_errors_come_before_any_training(config: Path, tmp_path: Path, options: list[str]) -> None:
     assert program(config, tmp_path / "work", *options) == 2
     assert not (tmp_path / "work").exists()
-
-
-def test_the_shipped_comparisons_are_large_and_long_enough(tmp_path: Path) -> None:
-    """By default 0.3 B parameters and 300 steps, most of them after warmup; the evidence has 100 M and 500 M tokens."""
-    for name, parameters, steps, tokens in (("convergence", 3e8, 300, 0), ("evidence", 1e8, 0, 5e8)):
-        options = BENCHMARK.options.parse([f"train_config_{name}", "--work_dir", str(tmp_path)])
-        cases = compare_convergence.chosen_cases(options)
-        configs = [
-            resolve_arguments(load_arguments(compare_convergence.words_of(case, options)), 1)
-            for case in cases
-        ]
-        assert {c.precision.recipe for c in configs} == {"delayed", "current", "block"}
-        for c in configs:
-            assert num_parameters(load_sizes(c.model.config)) >= parameters and c.max_steps >= steps
-            assert (
-                c.max_steps * (c.train_batch_size_tokens or 0) >= tokens and c.warmup_steps <= c.max_steps / 3
-            )
-            assert (c.save_steps, c.save_minutes, c.save_total_limit) == (0, 0, 1), (
-                "only when it stops or ends"
-            )

@@ -7,13 +7,12 @@ import random
 import zipfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from test_fp8 import convergence_data
 from test_fp8.common.launch import Program
-from test_fp8.convergence_data import BENCHMARK, download, extract, texts_of, why_skipped
+from test_fp8.convergence_data import BENCHMARK, extract, texts_of, why_skipped
 
 SOURCE = (
     "def area(width, height):\n    # of a rectangle, in the unit of its sides squared\n    return width * height\n"
@@ -82,26 +81,10 @@ def test_the_texts_of_a_wheel(tmp_path: Path) -> None:
     assert records[1] == {"text": SOURCE, "path": "shapes/b.py"}
 
 
-def test_wheels_have_the_names_of_the_pinned_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = BENCHMARK.options.get_default("packages").read_text().splitlines()
-    assert len([line for line in pinned if "--hash=sha256:" in line]) > 100
-    (tmp_path / "packages.txt").write_text("# two\nMy.Shapes==1.0 --hash=sha256:0\nb-c==2 --hash=sha256:1\n")
-    asked: list[str] = []
-
-    def run(command: list[str], **_: object) -> SimpleNamespace:
-        asked.extend(command)
-        for name in ("b_c-2-py3-none-any.whl", "my_shapes-1.0-py3-none-any.whl"):
-            (tmp_path / "wheels" / name).touch()
-        return SimpleNamespace(returncode=0, stderr="")
-
-    monkeypatch.setattr(convergence_data.subprocess, "run", run)
-    wheels = download(tmp_path / "packages.txt", tmp_path / "wheels")
-    assert {name: path.name[:3] for name, path in wheels.items()} == {"My.Shapes": "my_", "b-c": "b_c"}
-    assert {"--no-deps", "--require-hashes", "--only-binary=:all:"} <= set(asked), "nothing of them is run"
-    failed = SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
-    monkeypatch.setattr(convergence_data.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(ValueError):
-        download(tmp_path / "packages.txt", tmp_path / "wheels")
+def test_the_pinned_wheels_have_hashes() -> None:
+    lines = BENCHMARK.options.get_default("packages").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert len(pinned) > 100 and all("--hash=sha256:" in line for line in pinned)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -17,7 +16,6 @@ from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
 from model.variants import ATTENTION_BACKENDS
 from test_fp8.bench_model import BENCHMARK
-from test_fp8.common.cases import Unavailable
 from test_fp8.common.same_model import DifferentModel
 from test_fp8.model import megatron
 from test_fp8.model.cases import PRESETS
@@ -100,12 +98,6 @@ def test_the_attention_that_is_checked_is_the_one_that_was_timed(
     precision = Precision(PrecisionConfig(compute="bf16"))
     with contextlib.nullcontext() if is_right else pytest.raises(DifferentModel):
         megatron.check_attention("fused (cuDNN, 1)", small_config(), precision, 64)
-
-
-def test_another_version_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.18.0")
-    with pytest.raises(Unavailable):
-        megatron.require_megatron()
 
 
 @pytest.mark.usefixtures("process_group")

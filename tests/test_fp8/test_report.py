@@ -19,7 +19,7 @@ import torch
 
 from test_fp8.common import report, timing
 from test_fp8.common.cases import CaseError, parse_cases, select
-from test_fp8.common.folders import make_folder, make_sparse_folder
+from test_fp8.common.folders import make_folder
 from test_fp8.common.launch import Program, run_together
 from test_fp8.common.options import Options, option, positive, shared
 from train.data.format import read_manifest, verify_shard
@@ -111,10 +111,6 @@ def test_made_folders_are_what_training_reads(tmp_path: Path) -> None:
     assert np.fromfile(folder / "train_00001.ds.index", "<u8").tolist() == [3, 8, 1000]
     stream = open_stream({"a": folder}, None, 16, seed=1)
     assert {tuple(row) for row in stream.batch(0, stream.num_samples)[0].tolist()} >= {tuple(range(16))}
-    sparse = make_sparse_folder(tmp_path / "b", 2, 10**9)
-    stream = open_stream({"b": sparse}, None, 2048, seed=1, document_mask=True)
-    assert stream.num_tokens == 2 * 10**9 and not stream.batch(0, 4)[0].any()
-    assert sum(path.stat().st_blocks for path in sparse.iterdir()) * 512 < 1_000_000
 
 
 def test_gpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

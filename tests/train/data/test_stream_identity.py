@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from test_fp8.common.folders import make_folder, make_sparse_folder
+from test_fp8.common.folders import finish_folder, make_folder
+from train.data.format import INDEX_DTYPE, Shard, token_dtype
 from train.data.mixture import MixtureStage
 from train.data.source import TokenSource
 from train.data.stream import Batch, MicroBatches, SampleStream, open_stream
@@ -17,6 +18,21 @@ SAMPLES = 240_000
 STEP = 960  # samples of an optimizer step over all ranks; every number of ranks below divides it
 ACCUMULATION = 2
 T = 8
+
+
+def make_sparse_folder(folder: Path, shards: int, tokens: int, vocab_size: int = 32_000) -> Path:
+    """A folder of `shards` train shards of `tokens` each that take no place on the disk: one document, all ids 0. Its
+    hashes are not right."""
+    folder.mkdir(parents=True)
+    entries, size = [], tokens * token_dtype(vocab_size).itemsize
+    for number in range(shards):
+        path = folder / f"train_{number:05d}.ds"
+        with open(path, "wb") as file:
+            file.truncate(size)
+        np.array([tokens], dtype=INDEX_DTYPE).tofile(path.with_name(path.name + ".index"))
+        entries.append(Shard(path.name, "train", tokens, 1, size, "0" * 64, "0" * 64))
+    finish_folder(folder, vocab_size, entries)
+    return folder
 
 
 class IdStream(SampleStream):
