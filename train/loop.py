@@ -25,7 +25,7 @@ from model.fp8.precision import Precision
 from model.startup_check import check_attention
 from train.checkpoint.files import RunState, committed, name_of
 from train.checkpoint.resume import at_half_the_rate, to_go_on
-from train.checkpoint.rollback import Rollback
+from train.checkpoint.rollback import roll_back
 from train.checkpoint.save import SaveError, Saver
 from train.config.arguments import TrainingArguments
 from train.config.schedule import stage_at, stage_text
@@ -161,8 +161,6 @@ class Loop:
         self.peak = peak_tflops(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
         self.health = Health(engine, run.precision, args.spike_window, args.spike_threshold)
         self.health.load_state_dict(state.health)
-        of_run = run.precision, state, self.health, run.metrics, run.train_stream
-        self.rollback = Rollback(run.folder.checkpoints, engine, *of_run)
         if steps := args.replica_check_steps:
             run.metrics.message(f"replica check, every {steps} steps: {scope(engine, run.precision)}")
         engine.train()
@@ -303,10 +301,19 @@ class Loop:
         step.record["spikes_found"] = found
         run.watchdog.met(f"looked at the numbers to step {self.state.step}")
         if self.args.on_spike != "rollback":
-            self.rollback.advise(spikes[0].step)
             return False
         settle(run)
-        if not self.rollback.after(spikes, self.samples):
+        if not roll_back(
+            spikes,
+            self.samples,
+            root=run.folder.checkpoints,
+            engine=self.engine,
+            precision=run.precision,
+            state=self.state,
+            health=self.health,
+            metrics=run.metrics,
+            stream=run.train_stream,
+        ):
             return False
         run.watchdog.met(f"is back at step {self.state.step}")
         self._start_clock()

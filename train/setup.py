@@ -39,7 +39,7 @@ from model.fp8.machine import describe
 from model.fp8.modules import check_precision, fp8_modules
 from model.fp8.precision import Precision, PrecisionError
 from model.startup_check import attention_in_use, backend_in_use, check_startup
-from train.checkpoint.files import RunState, is_of, name_of, origin, read_state
+from train.checkpoint.files import RunState, is_of, name_of, read_state
 from train.checkpoint.load import (
     choose_checkpoint,
     has_fp8_state_of,
@@ -48,7 +48,6 @@ from train.checkpoint.load import (
     set_aside,
 )
 from train.checkpoint.resume import is_cut_otherwise, resume_state
-from train.checkpoint.rollback import left_out_since, told_besides
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.display import differing, table
 from train.config.ds_config import describe_msamp
@@ -171,13 +170,6 @@ def starting_point(
     if resume_from is not None:
         saved = read_state(resume_from)
         say(*resume_state(state, saved, resume_from, args.allow_changes_on_resume))
-        state.began_at = saved.began_at if is_of(resume_from, checkpoints) else origin(resume_from)
-        state.health, state.evaluation_due = saved.health, saved.evaluation_due
-        state.precision = saved.precision
-        state.escalations, state.precision_changes = saved.escalations, saved.precision_changes
-        if saved.data_fingerprint == state.data_fingerprint:  # else it is another order of samples
-            state.skipped_samples = left_out_since(resume_from, saved)
-            say(*told_besides(state, saved))
     if problems := order_problems(args, state.step, state.consumed_tokens):
         raise ConfigurationError("\n  ".join(problems))
     return state, resume_from

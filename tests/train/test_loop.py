@@ -21,11 +21,10 @@ from model.startup_check import StartupCheckError
 from tests.conftest import numbers, refused
 from tests.train.runs import curve, gradients_without_fp8, metrics, run
 from train.checkpoint.files import committed, name_of
-from train.checkpoint.rollback import Rollback
 from train.checkpoint.save import SaveError
 from train.data.stream import NO_LABEL, Batch
 from train.engine.step import MicroStep
-from train.guard.health import Health, Spike
+from train.guard.health import Health
 from train.loop import Loop, Step, TrainingError, _advice, evaluate, settle
 from train.record.run_folder import RunFolder
 
@@ -251,52 +250,6 @@ def test_the_last_save_of_a_process_is_waited_for_and_must_succeed(step: dict, l
     assert begun == [not last]
 
 
-def test_after_a_spike_the_command_is_named_once(tmp_path: Path, logged: list[str]) -> None:
-    """That of the last checkpoint before it, at half the learning rate; none where there is none."""
-    state: Any = SimpleNamespace(train_config={"learning_rate": 3e-4})
-    nothing: Any = None
-    rollback = Rollback(tmp_path / "checkpoints", nothing, nothing, state, nothing, nothing, nothing)
-    for step in (10, 15, 20):
-        (tmp_path / "checkpoints" / name_of(step)).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name_of(step) / "manifest.json").write_text("{}")
-    rollback.advise(10)
-    assert not logged
-    rollback.advise(20)
-    rollback.advise(25)
-    assert len(logged) == 1 and logged[0].endswith(
-        f"--resume_from_checkpoint {tmp_path}/checkpoints/step-00000015 --learning_rate 0.00015 "
-        "--allow_changes_on_resume learning_rate"
-    )
-
-
-@pytest.mark.parametrize("on_spike", ["warn", "rollback"])
-def test_of_several_spikes_the_first_is_what_a_run_goes_back_behind(on_spike: str) -> None:
-    """All of them are told, with their own steps and samples."""
-    said, advised = list[str](), list[int]()
-    loop: Any = object.__new__(Loop)
-    loop.args, loop.tokens, loop.samples = SimpleNamespace(on_spike=on_spike), 40, 4
-    loop.state = SimpleNamespace(step=30)
-    loop.run = SimpleNamespace(
-        metrics=SimpleNamespace(message=said.append),
-        train_stream=SimpleNamespace(sample_ids=lambda first, count: []),
-        watchdog=SimpleNamespace(met=lambda what: None),
-        saver=SimpleNamespace(pending=False),
-    )
-    spikes = [Spike(21, 80, 76, "loss", 9.0, 1.0, 2.0), Spike(25, 96, 92, "grad_norm", 8.0, 1.0, 3.0)]
-    loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
-    loop.rollback = SimpleNamespace(advise=advised.append, after=lambda found, samples: False)
-    step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
-    assert not loop._goes_back(step)
-    assert advised == ([21] if on_spike == "warn" else [])
-    assert [(s["step"], s["first_sample"], s["samples"]) for s in step.record["spikes_found"]] == [
-        (21, 80, 4),
-        (25, 96, 4),
-    ]
-    assert said[1].startswith(
-        "step 25 is a spike: gradient norm 8, the median before it is 1, the threshold 3; samples 96 to 99"
-    )
-
-
 @pytest.mark.parametrize(
     ("saved", "pending", "said"),
     [
@@ -336,31 +289,6 @@ def test_mfu_is_of_one_of_the_gpus() -> None:
         loop.clock_step == 30 and loop.clock > time.perf_counter() - 2.0
     )  # the next is of the steps after it
     assert step.record["mfu"] == pytest.approx(step.record["tokens_per_second"] / 4 * 1e9 / 10e12)
-
-
-@pytest.mark.parametrize("what", ["evaluation", "save", "rollback"])
-def test_what_comes_between_steps_is_not_in_their_speed(
-    process_group: None, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    loop: Any = object.__new__(Loop)
-    loop.args = SimpleNamespace(save_async=True, on_spike="rollback")
-    loop.state, loop.samples, loop.tokens = SimpleNamespace(step=30), 4, 40
-    loop.clock_step, loop.clock = 20, 0.0
-    watchdog = SimpleNamespace(met=lambda what: None)
-    saver = SimpleNamespace(pending=False, begin=lambda state, background: None)
-    stream = SimpleNamespace(sample_ids=lambda first, count: [])
-    metrics = SimpleNamespace(message=lambda text: None)
-    loop.run = SimpleNamespace(
-        watchdog=watchdog, saver=saver, train_stream=stream, metrics=metrics, unigram_loss=6.0
-    )
-    spikes = [Spike(30, 0, 0, "loss", 9.0, 1.0, 2.0)]
-    loop.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True, state_dict=lambda: {})
-    loop.rollback = SimpleNamespace(after=lambda spikes, samples: True)
-    monkeypatch.setattr("train.loop.evaluate", lambda run: {"eval_loss": 1.0})
-    step = Step(learning_rate=0.1, loss=torch.tensor(1.0), share=None, skipped=False, gemms=None)
-    before = time.perf_counter()
-    {"evaluation": loop._evaluate, "save": loop._save, "rollback": loop._goes_back}[what](step)
-    assert loop.clock_step == 30 and loop.clock >= before
 
 
 def test_a_step_that_stops_leaves_its_evaluation_to_the_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:

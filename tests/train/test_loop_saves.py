@@ -20,7 +20,6 @@ from train import loop
 from train.checkpoint import save
 from train.checkpoint.files import committed, problems
 from train.checkpoint.save import write_tensors
-from train.guard.health import Spike
 from train.guard.replicas import ReplicaError
 from train.loop import Loop, Step
 
@@ -68,22 +67,6 @@ def test_a_save_that_is_over_on_all_ranks_is_told_after_the_step(
     monkeypatch.setattr(Loop, "_changes_precision", lambda self: False)
     of_step._meet(a_step())
     assert told == ([] if saving else ["finish", "saved step-00000020"])
-
-
-def test_a_run_goes_back_when_the_save_under_way_is_over() -> None:
-    """It may be what there is to go back to, and its files are of the tensors that are loaded into. The time in which
-    a hang is one begins anew behind it: a large checkpoint takes minutes."""
-    told: list[str] = []
-    stream = SimpleNamespace(sample_ids=lambda first, count: [])
-    goes_back = loop_that_saves(told, train_stream=stream)
-    goes_back.args, goes_back.tokens, goes_back.samples = SimpleNamespace(on_spike="rollback"), 40, 4
-    spikes = [Spike(30, 116, 112, "loss", 9.0, 1.0, 2.0)]
-    goes_back.health = SimpleNamespace(look=lambda tokens: spikes, full=lambda: True)
-    goes_back.rollback = SimpleNamespace(after=lambda found, samples: bool(told.append("back")) or True)
-    goes_back.run.watchdog.met = told.append
-    assert goes_back._goes_back(a_step())
-    assert told[1] == "looked at the numbers to step 30"
-    assert told[2:] == ["finish", "the save is over", "saved step-00000020", "back", "is back at step 30"]
 
 
 def test_each_part_of_a_save_has_the_time_in_which_a_hang_is_one() -> None:

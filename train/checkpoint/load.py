@@ -1,4 +1,4 @@
-"""Choose and load checkpoints: every file's hash is checked first, for DeepSpeed loads flipped bits without a word."""
+"""Choose and load checkpoints. Every file's hash is checked first: DeepSpeed loads flipped bits without an error."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from train.checkpoint.reshard import (
     read_partitioned_weights,
 )
 from train.config.differences import same_precision
+from train.engine.distributed import from_rank_0
 from train.engine.zero import forget_moments, own_settings, use_loader
 from train.files import discarded_name, may_pass, without_patterns
 
@@ -51,31 +52,22 @@ FP8_STATE_OF = "compute recipe fp8_format amax_history_len reduce_amax bf16_modu
 
 
 def choose_checkpoint(root: Path, setting: str) -> Path | None:
-    """The checkpoint to resume from, the same on every rank: rank 0 decides and verifies, the others follow.
+    """Return the checkpoint to resume from, the same on every rank: rank 0 chooses and verifies. Collective.
 
-    setting: "never" -> None; "auto" -> the newest committed one whose hashes hold, or None; else a path, of another
-    run's checkpoint only until this run has some of its own.
-    Raises CheckpointError, on all ranks: a path given that does not verify, or of another run than the one whose
-    checkpoints are here; committed checkpoints, none of which verifies; a rank that does not see what rank 0 chose.
+    Args:
+        setting: "never" -> None; "auto" -> the newest good one, or None; else a path. A checkpoint of another run
+            counts only until this run has some of its own.
+
+    Raises:
+        CheckpointError, on all ranks: the given path is not good, or of another run than those in `root`; none in
+            `root` is good; a rank does not see what rank 0 chose.
     """
-    decision: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            decision[0] = _choose_on_rank_0(root, setting)
-        except (CheckpointError, OSError) as error:
-            refusal = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
-            refusal.may_pass = may_pass(error)
-            decision[1] = refusal
-    dist.broadcast_object_list(decision, src=0)
-    path, refused = decision
-    if refused:
-        raise refused
+    path = from_rank_0(lambda: _choose_on_rank_0(root, setting))
     if path is None:
         return None
-    try:
-        seen: str | None = identity(path)
-    except OSError:
-        seen = None
+    seen: str | None = None
+    with contextlib.suppress(OSError):
+        seen = identity(path)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, seen)
     if blind := [rank for rank, found in enumerate(every) if found is None or found != every[0]]:
@@ -89,25 +81,29 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
 
 
 def _choose_on_rank_0(root: Path, setting: str) -> Path | None:
-    if setting == "never":
-        return None
-    if setting != "auto":
+    try:
+        if setting == "never":
+            return None
+        if setting == "auto":
+            return newest_good(root)
         path = Path(setting)
         if branch_at(root, path) and (own := newest_good(root)):
             logger.info(
-                f"this run began at {path} and goes on from its own {own.name}; to begin there again choose another "
+                f"this run began at {path} and resumes from its own {own.name}; to begin there again choose another "
                 "output_dir"
             )
             return own
         check_given(path, root)
         return path
-    return newest_good(root)
+    except OSError as error:
+        refusal = CheckpointError(str(error))
+        refusal.may_pass = may_pass(error)
+        raise refusal from error
 
 
 def set_aside(root: Path, after_step: int) -> Path | None:
-    """Move the checkpoints of steps after `after_step` out of the way, into a folder beside `root`, so that a later
-    "auto" does not continue a future that this run has left; what a killed save left is deleted. Returns the folder,
-    None if there was nothing to move."""
+    """Move the checkpoints of steps after `after_step` into a new folder beside `root`, so that a later "auto" does not
+    take them, and delete what killed saves left. Return the folder, or None if there was nothing to move."""
     root = root.resolve()  # a link to another disk, to which nothing can be moved
     for path in step_folders(root):
         if not (path / MANIFEST).exists():
@@ -117,7 +113,7 @@ def set_aside(root: Path, after_step: int) -> Path | None:
         return None
     aside = discarded_name(root)
     aside.mkdir()
-    with contextlib.suppress(CheckpointError):  # a damaged note is for those to name who need it
+    with contextlib.suppress(CheckpointError):  # a damaged note is an error only for a run that needs it
         if any(rolled_back(path) is not None for path in newer):
             (root / ROLLBACK).rename(aside / ROLLBACK)
     for path in newer:
@@ -129,15 +125,15 @@ def set_aside(root: Path, after_step: int) -> Path | None:
 
 
 def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise: bool = False) -> None:
-    """Put weights, optimizer, random generators and FP8 state of `path` back; every rank calls it.
+    """Load weights, optimizer, random generators and FP8 state of `path`. Collective.
 
-    Written by as many ranks at the same ZeRO stage, all of it comes back bit by bit. Else, and where its files are
-    `cut_otherwise` (train/checkpoint/resume.py), weights, optimizer and FP8 state do, and the random generators of the
-    ranks that there were; new ranks keep theirs. AdamW's settings and the norm of clipping stay the engine's. FP8 state
-    that is not this `precision`'s stays in the files (`has_fp8_state_of`).
+    With the number of ranks and the ZeRO stage of the save all of it is restored bit by bit. Else, or with
+    `cut_otherwise` (train/checkpoint/resume.py), weights, optimizer and FP8 state are resharded, and new ranks keep
+    their random generators. The settings of the optimizer and of clipping stay the engine's. FP8 state that does not
+    fit `precision` is not loaded (`has_fp8_state_of`).
 
-    Raises CheckpointError: DeepSpeed could not load it; a file with a type that may execute code; files that do not
-    hold the whole model; ranks that had different FP8 states, if there are now more or fewer of them.
+    Raises CheckpointError: a file holds a type that may execute code, or not what DeepSpeed writes; the files do not
+    hold the whole model; ranks had different FP8 states, and there are now more or fewer of them.
     """
     saved, world, rank = read_state(path), dist.get_world_size(), dist.get_rank()
     if not cut_otherwise and (saved.world_size, saved.zero_stage) == (
@@ -164,8 +160,8 @@ def load_checkpoint(engine: Any, path: Path, precision: Precision, cut_otherwise
 
 
 def has_fp8_state_of(saved: RunState, precision: Precision) -> bool:
-    """Whether the FP8 state of a checkpoint is one that modules of `precision` can go on with."""
-    before = saved.precision  # empty of a version that knew one alone
+    """Return whether modules of `precision` can use the FP8 state of a checkpoint."""
+    before = saved.precision  # {} where a test left it out
     return not before or same_precision(before, vars(precision.config), FP8_STATE_OF)
 
 
@@ -180,17 +176,16 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint under Hugging Face's names, on the CPU, in the dtype they were trained in.
-
-    Raises CheckpointError: no weights there.
-    """
+    """Return the weights of a checkpoint by Hugging Face's names, on the CPU, in the dtype that they were trained in.
+    Raises CheckpointError: there are none."""
     weights, tied = read_weights(path), model_config.tie_word_embeddings
     weights = {k: v for k, v in weights.items() if not (tied and k == "lm_head.weight")}
     return conversion.to_hf(weights, model_config)
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint under the names of its model, on the CPU. Raises CheckpointError: none there."""
+    """Return the weights of a checkpoint by the names of its model, on the CPU. Raises CheckpointError: there are
+    none."""
     if (state := read_state(path)).zero_stage == 3:
         return read_partitioned_weights(path, state)
     return load_shard(model_file(path, state))["module"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train.checkpoint.files import CheckpointError, RunState, committed, is_of, step_of
+from train.checkpoint.files import CheckpointError, RunState, committed, is_of, origin, rolled_back, step_of
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.differences import (
     Difference,
@@ -77,7 +77,8 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     number of tokens, rounded up to a whole sample.
 
     Raises:
-        CheckpointError, ConfigurationError: as `allowed_changes`.
+        CheckpointError: rollback.json is damaged; as `allowed_changes`.
+        ConfigurationError: as `allowed_changes`.
     """
     found = allowed_changes(state, saved, path, allow)
     old, new = saved.train_config, state.train_config
@@ -86,6 +87,10 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         -saved.consumed_samples * int(old["max_seq_length"]) // int(new["max_seq_length"])
     )
     state.changes = [*saved.changes, *({"step": saved.step, **vars(change.what)} for change in found)]
+    for name in ("health", "evaluation_due", "precision", "escalations", "precision_changes"):
+        setattr(state, name, getattr(saved, name))
+    is_own = is_of(path, RunFolder(new["output_dir"]).checkpoints)
+    state.began_at = saved.began_at if is_own else origin(path)
     lines = []
     given, began = (config["model"].get("init_from") for config in (new, old))
     new["model"]["init_from"] = began  # the model card names what the run began with
@@ -100,7 +105,10 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
         lines.append(f"ZeRO {saved.zero_stage} -> {state.zero_stage}: weights and optimizer are resharded")
     if found:
         lines += [f"{ALLOW}: changes from step {saved.step + 1} on:", *(f"  {change}" for change in found)]
-    if saved.data_fingerprint != _through_json(state.data_fingerprint):
+    if saved.data_fingerprint == _through_json(state.data_fingerprint):
+        skipped = rolled_back(path)
+        state.skipped_samples = saved.skipped_samples if skipped is None else skipped
+    else:
         lines.append(
             f"the order of samples changes: the run resumes at sample {state.consumed_samples:,} of the new one. Texts "
             "may come twice, or not at all, until the current epochs end"

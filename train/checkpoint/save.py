@@ -1,11 +1,11 @@
-"""Saving, while training goes on: what must not change is copied to the host, and a thread of each rank writes it.
+"""Save checkpoints while training continues: tensors are copied to the host, and a thread of each rank writes them.
 
-    main thread   begin: copies of all that is saved ............ finish: what came of it
+    main thread   begin: copies of all that is saved ............ finish: the outcome
     save thread        room -> files, flushed and hashed -> all ranks have written -> manifest -> old ones go
 
-The ranks agree between these stages over a process group of their own. A save that fails, on whatever rank, fails on
-all of them with one message, and leaves what was there before. Without `background` the main thread does the same work,
-of the tensors themselves instead of copies.
+The ranks agree between these steps over a process group of their own. A save that fails on one rank fails on all of
+them with one message, and leaves earlier checkpoints as they were. Without `background` the main thread does the same
+work, on the tensors themselves instead of copies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from train.checkpoint.files import (
     RunState,
     describe_file,
     discard_old,
-    discard_surplus,
     make_room,
     name_of,
     rank_file,
@@ -45,18 +44,20 @@ from train.checkpoint.files import (
 from train.checkpoint.staging import HostBuffer, Snapshot
 from train.engine.distributed import GROUP_TIMEOUT
 from train.engine.zero import capture_checkpoint
-from train.files import may_pass, write_durably
+from train.files import may_pass, size_text, write_durably
 
 T = TypeVar("T")
 
-LARGE_BYTES = 1 << 20  # from which on hashing beside writing is worth a change of threads
-# What a save needs is known but for a little: the state of the run as text, blocks that are not full.
-DISK_MARGIN = 1.05
+LARGE_BYTES = 1 << 20  # smaller writes are hashed in the same thread
+DISK_MARGIN = 1.05  # for file system blocks that are not full
 
 
 class SaveError(CheckpointError):
-    """A save that failed, the same on every rank. What was committed before it is as it was. may_pass: by a fault that
-    may be over at another start, on each rank that had one."""
+    """A save that failed, the same on every rank. Earlier checkpoints are as they were.
+
+    Args:
+        may_pass: whether a restart may succeed, on each rank that had an error.
+    """
 
     code = "save"
 
@@ -66,14 +67,14 @@ class SaveError(CheckpointError):
 
 
 class Ranks:
-    """The ranks that save, which agree over a gloo group of their own: the others are in use meanwhile."""
+    """The ranks that save. They communicate over a gloo group of their own, since the others are in use meanwhile."""
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if self.world > 1 else None
 
     def all_gather(self, value: T) -> list[T]:
-        """The `value` of each rank."""
+        """Return the `value` of each rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world
@@ -81,14 +82,14 @@ class Ranks:
         return values
 
     def run(self, action: Callable[[], T]) -> list[T]:
-        """What `action` returns on each rank; it has no collectives in it.
+        """Return what `action`, which has no collectives in it, returns on each rank.
 
         Raises SaveError on all ranks: it failed on one; the message says on which and why.
         """
         result, problem, passes = None, None, True
         try:
             result = action()
-        except Exception as error:  # whatever it is: the others would wait for this rank
+        except Exception as error:  # of any kind: the other ranks would wait for this one
             problem = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             passes = may_pass(error)
         found = self.all_gather((result, problem, passes))
@@ -99,9 +100,13 @@ class Ranks:
 
 
 class Saver:
-    """saver = Saver(engine, root of the checkpoints, ...); saver.begin(state, True); training; saver.finish().
+    """Saves checkpoints of one engine: saver.begin(state, background=True); training; saver.finish().
 
-    Every rank calls the same at the same points. `keep`: how many of the newest checkpoints stay, 0 for all.
+    Every rank calls the same at the same points.
+
+    Args:
+        root: of the checkpoints.
+        keep: number of the newest checkpoints that stay; 0: all.
     """
 
     def __init__(self, engine: Any, root: Path, precision: Precision, keep: int):
@@ -113,20 +118,22 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """There is a save of which `finish` has not told yet; the same on every rank."""
+        """Whether there is a save whose outcome `finish` has not returned; the same on every rank."""
         return self._job is not None
 
     @property
     def busy(self) -> bool:
-        """This rank still works on it: `finish` would wait."""
+        """Whether this rank still writes: `finish` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, state: RunState, background: bool) -> None:
-        """Save `state` and what the engine holds now. In the background: returns when it is copied; else when it is
+        """Save `state` and what the engine holds now. In the background: return when it is copied; else when it is
         written, without a copy."""
-        assert not self.pending, "the outcome of the last save comes first"
+        assert not self.pending, "call finish() first"
         start = time.perf_counter()
-        job = Job(self.root / name_of(state.step), self.ranks, self.keep, start)
+        job = Job(
+            self.root / name_of(state.step), self.ranks, self.keep, asdict(state), state.unscheduled, start
+        )
 
         def take(name: str, value: Any) -> None:
             job.files[name] = self._copy(name, value) if background else Snapshot(value, None)
@@ -135,16 +142,13 @@ class Saver:
         if job.error is None:
             try:
                 take(rank_file(self.ranks.rank), rank_state(self.engine.module, self.precision))
-            except Exception as error:  # told when the ranks agree
+            except Exception as error:  # raised when the ranks agree
                 job.error = error
-        if self.ranks.rank == 0:
-            job.run_state, job.changes = json.dumps(asdict(state), indent=1), state.changes
-            job.unscheduled = state.unscheduled
         self._job = job
         if background:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the copies are there
-            # no daemon: a process that ends by itself first ends its save
+                torch.cuda.synchronize()  # the copies are complete
+            # no daemon: a process that ends by itself completes its save first
             self._thread = threading.Thread(target=job.run, name="save")
             self._thread.start()
         else:
@@ -152,10 +156,9 @@ class Saver:
         job.waited_s = time.perf_counter() - start
 
     def finish(self) -> Job | None:
-        """Wait for the save under way, which is committed then; None if there is none.
+        """Wait for the save under way, which is then committed, and return it; None if there is none.
 
-        Raises SaveError, on all ranks: one of them could not write, or there is not the room. What it wrote is
-        removed, and no other checkpoint.
+        Raises SaveError, on all ranks: it failed. What it wrote is removed, and no other checkpoint.
         """
         job, start = self._job, time.perf_counter()
         if job is None:
@@ -169,40 +172,39 @@ class Saver:
         return job
 
     def _copy(self, name: str, value: Any) -> Snapshot:
-        """What goes into the file `name`. Raises MemoryError: the host has no room for a copy."""
+        """Copy what goes into the file `name`. Raises MemoryError: the host has no room for it."""
         buffer = self._buffers.setdefault(name, HostBuffer())
         try:
             return Snapshot(value, buffer)
         except (OSError, MemoryError) as error:
             raise MemoryError(
-                f"no host memory for a copy of what goes into {name}: {error}; with save_async false none is needed, "
-                "and training waits for its saves"
+                f"no host memory for a copy of what goes into {name}: {error}. Set save_async to false: training then "
+                "waits for its saves, and needs no copy"
             ) from error
 
 
 @dataclass
 class Job:
-    """What is left to do of a save when all that it writes is copied: no step of training is in the way of it."""
+    """A save whose tensors are copied: it does not hold up training."""
 
     path: Path
     ranks: Ranks
     keep: int
-    start: float
+    run_state: dict[str, Any]
+    unscheduled: set[int]
+    start: float  # by time.perf_counter
     files: dict[str, Snapshot] = field(default_factory=dict)
-    run_state: str | None = None  # rank 0
-    changes: list[dict[str, Any]] = field(default_factory=list)  # of the run state
-    unscheduled: set[int] = field(default_factory=set)  # of the run state
     error: Exception | None = None  # of the copies
     needed: int = 0  # bytes of all ranks' files
     failure: BaseException | None = None
     seconds: float = 0.0  # from `begin` to the commit
-    waited_s: float = 0.0  # how many of them training did
+    waited_s: float = 0.0  # of these, seconds for which training waited
 
     def run(self) -> None:
-        """Write, agree, commit. Raises nothing: `failure` has it."""
+        """Write, agree, commit. Raises nothing: `failure` has the error."""
         try:
             self._save()
-        except BaseException as error:  # for `finish` to raise, in the main thread
+        except BaseException as error:  # `finish` raises it in the main thread
             self.failure = error
         self.files = {}
         self.seconds = time.perf_counter() - self.start
@@ -211,37 +213,51 @@ class Job:
         ranks, first = self.ranks, self.ranks.rank == 0
         try:
             self.needed = int(DISK_MARGIN * sum(ranks.run(self._bytes)))
-            if first:
-                discard_surplus(self.path, self.keep, self.unscheduled)
             ranks.run(lambda: make_room(self.path, self.needed) if first else None)
             entries = [entry for each in ranks.run(self._write) for entry in each]
-            ranks.run(lambda: write_manifest(self.path, entries, self.changes) if first else None)
+            ranks.run(
+                lambda: write_manifest(self.path, entries, self.run_state["changes"]) if first else None
+            )
         except SaveError as error:
-            message = ranks.all_gather(undo_save(self.path, self.needed, error) if first else "")[0]
-            raise SaveError(message, error.may_pass) from error
+            ranks.run(lambda: undo_save(self.path) if first else None)
+            raise SaveError(self._message(error), error.may_pass) from error
         if first:
             discard_old(self.path, self.keep, self.unscheduled)
 
+    def _message(self, error: SaveError) -> str:
+        remedy = "Free disk space there, lower save_total_limit, or choose another output_dir"
+        if error.may_pass:
+            remedy = "The fault may pass: start the run again (run_training.sh does so by itself)"
+        return (
+            f"the checkpoint {self.path} could not be saved: {error}. In {self.path.parent} a save needs about "
+            f"{size_text(self.needed)}; earlier checkpoints are as they were. {remedy}"
+        )
+
     def _bytes(self) -> int:
+        """Return the bytes of this rank's files. Raises the error of the copies."""
         if self.error is not None:
             raise self.error
-        return sum(file.bytes for file in self.files.values()) + len(self.run_state or "")
+        return sum(file.bytes for file in self.files.values()) + len(self._state_text())
 
     def _write(self) -> list[dict[str, Any]]:
-        """Write this rank's files; their entries in the manifest."""
-        self.path.mkdir(exist_ok=True)  # on network file systems rank 0's may not be seen yet
+        """Write this rank's files. Return their entries in the manifest."""
+        self.path.mkdir(exist_ok=True)  # on network file systems rank 0's may not be visible yet
         entries = [write_tensors(self.path / name, file.value()) for name, file in self.files.items()]
-        if self.run_state is not None:
-            write_durably(self.path / RUN_STATE, self.run_state)
+        if text := self._state_text():
+            write_durably(self.path / RUN_STATE, text)
             entries.append(describe_file(self.path / RUN_STATE))
         return entries
+
+    def _state_text(self) -> str:
+        """Return the content of run_state.json, which rank 0 writes."""
+        return json.dumps(self.run_state, indent=1) if self.ranks.rank == 0 else ""
 
 
 # ---------------------------------------------------------------- the files
 
 
 def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
-    """What each rank saves besides DeepSpeed's: random generators, FP8 scales and histories."""
+    """Return what each rank saves besides DeepSpeed's files: random generators, FP8 scales and histories."""
     numpy_state = np.random.get_state(legacy=True)
     assert isinstance(numpy_state, tuple)
     return {
@@ -254,8 +270,8 @@ def rank_state(module: nn.Module, precision: Precision) -> dict[str, Any]:
 
 
 class _Hashed:
-    """A file for torch.save, with the sha256 of what was written. An error is kept, for torch does not see one in what
-    `write` returns, and an exception would pass through C code that knows none."""
+    """A file for torch.save that hashes what is written. It keeps an error: torch ignores what `write` returns, and an
+    exception would pass through C code."""
 
     def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
         self.file, self.pool = file, pool
@@ -270,7 +286,7 @@ class _Hashed:
                     self.sha256.update(data)
                     self.file.write(data)
                 else:
-                    # both release the interpreter's lock; `data` is void when torch has its answer
+                    # both release the interpreter lock; `data` is valid only until this returns
                     hashed = self.pool.submit(self.sha256.update, data)
                     try:
                         self.file.write(data)
@@ -286,7 +302,7 @@ class _Hashed:
 
 
 def write_tensors(path: Path, value: Any) -> dict[str, Any]:
-    """torch.save to `path`, flushed to the disk; returns its entry in the manifest.
+    """Write `value` to `path` with torch.save, flushed to the disk. Return its entry in the manifest.
 
     Raises OSError with the file's name, whatever failed.
     """

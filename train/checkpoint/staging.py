@@ -1,7 +1,7 @@
-"""What torch.save would write of an object, copied as it is now, so that training may change its tensors meanwhile.
+"""Copy what torch.save would write of an object, so that training may change its tensors meanwhile.
 
-The copies lie in memory of this process that is kept from save to save (`HostBuffer`); of tensors on a GPU it is
-pinned, so that the copies run at the speed of the bus and all of them are queued before one is waited for.
+The copies lie in host memory that is kept from save to save (`HostBuffer`). Of tensors on a GPU it is pinned, so that
+copies run at the speed of the bus and all of them are queued before one is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 logger = logging.getLogger(__name__)
+
 ALIGNMENT = 512  # bytes; GPUs copy aligned memory fastest
 PAGE, TOUCHING_THREADS = 4096, 8
 # Bytes of a file besides its tensors' and the pickle: headers and padding of each tensor's record, and of the whole.
@@ -26,10 +27,10 @@ FILE_BYTES = 4096
 
 
 class HostBuffer:
-    """Memory of the host, mapped when it is first needed and kept as long as it has the right size.
+    """Host memory, mapped when it is first needed and kept while it has the right size.
 
-    Not from torch: its pinned allocator rounds sizes up to a power of two, and parts of one tensor would be written
-    as the whole of it.
+    It is not torch's: the pinned allocator rounds sizes up to a power of two, and torch.save would write a part of a
+    tensor as the whole of it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class HostBuffer:
         self._unpin: weakref.finalize | None = None
 
     def reserve(self, size: int, pin: bool) -> None:
-        """Have `size` bytes; what was there before is void. Raises OSError, MemoryError: the host has them not."""
+        """Allocate `size` bytes; what was there before is lost. Raises OSError, MemoryError: the host has no room."""
         if size == self.size:
             return
         if self._unpin is not None:
@@ -53,8 +54,7 @@ class HostBuffer:
             self._pin(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
 
     def _touch(self) -> None:
-        """Have the kernel provide the pages, to several threads at a time: pinning would make it do so one by one,
-        which took 5 s for 9 GB."""
+        """Touch the pages in several threads. Pinning would do so one by one, which took 5 s for 9 GB."""
         share = -(-self.size // (TOUCHING_THREADS * PAGE)) * PAGE
 
         def touch(start: int) -> None:
@@ -70,7 +70,7 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, pointer)
             self._unpin.atexit = False
         else:
-            with contextlib.suppress(RuntimeError):  # CUDA tells the error once more, to the next kernel
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again, to the next kernel
                 torch.ones(1, device="cuda")
             logger.warning(
                 f"{self.size / 1e9:.1f} GB of host memory for saves in the background could not be pinned (CUDA error "
@@ -78,13 +78,13 @@ class HostBuffer:
             )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """uint8 [size], `size` > 0, a view of the memory with a storage of its own."""
+        """Return uint8 [size], `size` > 0: a view of the memory with a storage of its own."""
         assert self._memory is not None
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but plain tensors, which it collects."""
+    """Pickles everything but plain tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -93,14 +93,14 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> int | None:
         if not _is_plain(value) or value.__dict__:
-            return None  # a Parameter or a tensor of another class is made of plain ones
+            return None  # a Parameter, or a tensor of another class, is pickled as plain ones
         place = self._places.setdefault(id(value), len(self.tensors))
         if place == len(self.tensors):
-            self.tensors.append(value)  # lives on, so that its id stays its own
+            self.tensors.append(value)  # keeps it alive, so that its id stays unique
         return place
 
     def reducer_override(self, value: Any) -> Any:
-        """DeepSpeed gives some tensors attributes, which torch.save writes with them."""
+        """Keep the attributes that DeepSpeed gives some tensors: torch.save writes them too."""
         if _is_plain(value):
             return _with_attributes, (value.detach().requires_grad_(value.requires_grad), value.__dict__)
         return NotImplemented
@@ -116,14 +116,15 @@ def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.
 
 
 class Snapshot:
-    """`value` as it is now. With a buffer its tensors are copied there: on a GPU the copies are only queued, wait for
-    them (torch.cuda.synchronize) before `value` is used. Without one they are `value`'s own, and must not change until
-    they are written.
+    """A copy of `value` in a buffer. Copies from a GPU are only queued: call torch.cuda.synchronize before they are
+    used. Without a buffer the tensors are those of `value`, and must not change until they are written.
 
     Whole storages are copied, and once each, because that is what torch.save writes: the files are the same, byte for
     byte, with and without a buffer.
 
-    Raises OSError, MemoryError: the host has no room. PicklingError and the like: torch.save could not write it either.
+    Raises:
+        OSError, MemoryError: the host has no room.
+        PicklingError and the like: torch.save could not write it either.
     """
 
     def __init__(self, value: Any, buffer: HostBuffer | None):
@@ -143,7 +144,7 @@ class Snapshot:
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
-        """An object equal to the one that was given, of the tensors of this snapshot."""
+        """Return an object equal to the given one, with the tensors of this snapshot."""
         self._pickle.seek(0)
         unpickler = pickle.Unpickler(self._pickle)
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]
@@ -151,7 +152,7 @@ class Snapshot:
 
 
 def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> dict[int, torch.UntypedStorage]:
-    """A copy in `buffer` of each storage; of those on a GPU it is only queued."""
+    """Return a copy in `buffer` of each storage; copies from a GPU are only queued."""
     offsets, size = {}, 0
     for key, storage in storages.items():
         offsets[key] = size
@@ -171,7 +172,7 @@ def _copies(storages: dict[int, torch.UntypedStorage], buffer: HostBuffer) -> di
 
 
 def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, on another storage."""
+    """Return `tensor` on another storage."""
     empty = torch.empty(0, dtype=tensor.dtype)
     copy = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
     return copy.requires_grad_(tensor.requires_grad)

@@ -33,17 +33,6 @@ def next_position(position: int, count: int, skipped: list[list[int]]) -> int:
     return position
 
 
-def count_passed_over(position: int, count: int, skipped: list[list[int]]) -> int:
-    """Return how many samples outside of `skipped` are dropped from `position` on, because those in front of a range
-    fill no step of `count` samples. 0 if steps have the size that they had when the ranges were made."""
-    dropped = 0
-    for first, end in sorted(skipped):
-        if position < end:
-            dropped += max(first - position, 0) % count
-            position = end
-    return dropped
-
-
 class Mixture:
     """Exact quotas: after any n samples each of K sources has given its target to within 1 - 1/(2K - 2) samples.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, distributed_c10d
 from torch.utils import cpp_extension
 
+from model.errors import UserError
 from model.fp8.machine import leave_out
 from train.engine import launchers
 from train.files import open_files, remove_dead_buffers
@@ -39,10 +40,19 @@ leave_out("DotProductAttention", "flash-attn v3 may provide", "flash-attn may pr
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, which alone calls it; every rank calls this. `make` must not raise: the others
-    wait."""
-    made: list[Any] = [make() if dist.get_rank() == 0 else None]
+    """Return on every rank what `make` returns on rank 0, which alone calls it. Collective.
+
+    A UserError or OSError of `make` is raised on every rank; it must not raise others.
+    """
+    made: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except (UserError, OSError) as error:
+            made[1] = error
     dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise made[1]
     return made[0]
 
 

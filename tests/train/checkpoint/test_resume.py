@@ -50,6 +50,7 @@ BASE = {
     "speed": {},
     "max_steps": 100,
     "max_seq_length": 64,
+    "output_dir": "run",
 }
 WSD = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 10}
 BF16 = {"model.variant": "hf", "precision.compute": "bf16"}
@@ -74,6 +75,7 @@ VALUES: dict[str, tuple[dict[str, Any], Any]] = {
     "decay_steps": (WSD, 20),
     "muon_momentum": ({"optim": "muon"}, 0.9),
     "allow_changes_on_resume": ({}, ["seed"]),
+    "output_dir": ({}, "./run"),
     "deepspeed": ({}, {"zero_optimization": {"stage": 1, "overlap_comm": True}}),
 }
 
@@ -215,9 +217,8 @@ def test_an_evaluation_that_is_due_has_the_precision_of_its_step() -> None:
     phases = [{"until_step": 4, "compute": "bf16"}, {"recipe": "current"}]
     raw = {"model": {"config": "tiny"}, "data": {"sources": {"a": "a"}}, "max_steps": 8, "max_seq_length": 64}
     args = resolve_arguments(build_arguments({**raw, "precision": {"schedule": phases}}), 1)
-    saved = RunState(4, 32, 2048, 1, 1, {"precision": at_stage(args, 0).to_dict()["precision"]}, {})
-    saved.evaluation_due = True
-    saved.train_config["precision"]["amax_history_len"] = 1024
+    precision = at_stage(args, 0).to_dict()["precision"] | {"amax_history_len": 1024}
+    saved = RunState(4, 32, 2048, 1, 1, {}, {}, evaluation_due=True, precision=precision)
     assert begins_as(args, saved) == (0, {})
     saved.evaluation_due = False
     assert begins_as(args, saved) == (1, {})
@@ -246,7 +247,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
 
 def state(sources: dict[str, str], consumed: int = 0, ranks: int = 1, **changes: object) -> RunState:
     """Return the state of a run on `ranks` ranks with these sources after `consumed` samples."""
-    raw = {"model": {"config": "tiny"}, "data": {"sources": sources}, "max_steps": 100, "max_seq_length": 64}
+    raw = {**BASE, "data": {"sources": sources}, "precision": {}}
     for key, value in changes.items():
         section, _, name = key.rpartition("__")
         (raw[section] if section else raw)[name] = value

@@ -1,150 +1,119 @@
-"""on_spike rollback: what is left out, how often, and what is noted of it for a start after a crash."""
+"""on_spike rollback: which samples are skipped, how often, and what is noted for a restart after a crash."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import numbers, refused
-from tests.train.checkpoint.test_checkpoint import make
+from tests.conftest import refused
+from tests.train.checkpoint.test_checkpoint import commit, make
+from tests.train.checkpoint.test_resume import state_of
 from tests.train.runs import curve, metrics, run
 from train.checkpoint import rollback
 from train.checkpoint.files import (
-    RUN_STATE,
+    ROLLBACK,
     CheckpointError,
     RunState,
     committed,
-    describe_file,
+    name_of,
     note_rollback,
     read_state,
-    write_manifest,
+    rolled_back,
 )
 from train.checkpoint.load import set_aside
-from train.checkpoint.rollback import (
-    Rollback,
-    left_out_since,
-    told_besides,
-)
-from train.data.order import count_passed_over, next_position
-from train.guard.health import Health, Spike
+from train.checkpoint.resume import resume_state
+from train.data.order import next_position
+from train.guard.health import Spike
 
 pytestmark = pytest.mark.usefixtures("process_group")
+DELAYED = PrecisionConfig(recipe="delayed", backend="reference")
 
 
-def note(root: Path) -> Path:
-    """That of a rollback to the checkpoint of step 2."""
-    note_rollback(root / "step-00000002", [[34, 38]])
-    return root / "rollback.json"
+class World:
+    """A run of 8 samples a step whose checkpoints nobody loads."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, state: RunState):
+        self.root, self.state, self.precision = root, state, Precision(DELAYED)
+        self.resharded: list[bool] = []
+        self.logged: list[dict[str, Any]] = []
+        monkeypatch.setattr(rollback, "load_checkpoint", lambda *given: self.resharded.append(given[-1]))
+
+    def roll_back(self, *firsts: int) -> bool:
+        """After spikes in the steps of these first samples."""
+        spikes = [Spike(first // 8, first, first - 8, "loss", 9.0, 1.0, 2.0) for first in firsts]
+        parts: Any = SimpleNamespace(load_state_dict=id, log=self.logged.append, rewind=id)
+        stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
+        options = {"root": self.root, "engine": None, "precision": self.precision, "state": self.state}
+        return rollback.roll_back(spikes, 8, **options, health=parts, metrics=parts, stream=stream)
 
 
-def test_there_is_no_way_back_to_before_the_data_changed(tmp_path: Path, logged: list[str]) -> None:
-    """The samples to leave out are positions in another order there."""
-    path = make(tmp_path, 3)
-    state = read_state(path)
-    state.data_fingerprint = {"seed": 7}
-    nothing: Any = None
-    rollback = Rollback(tmp_path, nothing, nothing, state, nothing, nothing, nothing)
-    assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert "step-00000003" in logged.pop() and not logged
-
-    # nor is there FP8 state of this precision in what another precision wrote
-    saved = vars(read_state(path)) | {"train_config": {"precision": asdict(PrecisionConfig(compute="bf16"))}}
-    (path / RUN_STATE).write_text(json.dumps(saved))
-    rollback.state, rollback.precision = read_state(path), Precision(PrecisionConfig(recipe="delayed"))
-    write_manifest(path, [describe_file(path / "weights.pt"), describe_file(path / RUN_STATE)])
-    assert not rollback.after([Spike(5, 40, 32, "loss", 9.0, 1.0, 2.0)], samples=8)
-    assert len(logged) == 1 and "step-00000003" in logged[0]
+def state_at(step: int, **values: Any) -> RunState:
+    return RunState(step, 8 * step, 0, 1, 1, {"learning_rate": 3e-4}, {}, **values)
 
 
-class Back(Rollback):
-    """To a checkpoint whose files nobody loads."""
-
-    def _load(self, path: Path, saved: RunState, ranges: list[list[int]], others: int) -> None:
-        self.went, self.state.skipped_samples = (path.name, ranges[-1]), ranges
-        super()._load(path, saved, ranges, others)
-
-
-def test_a_rollback_leaves_out_from_the_step_before_the_first_spike_to_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
-    """But nothing from before the checkpoint; and to one of them it goes back three times at the most, however often
-    the run is started again meanwhile: else one that spikes and crashes would do so without end. With the learning rate
-    that is advised then it has three again, before its first save as well."""
-    records, nothing = list[dict](), cast(Any, SimpleNamespace(load_state_dict=id))
-    metrics: Any = SimpleNamespace(log=records.append, rewind=id)
-    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
-    stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
-    state = RunState(9, 72, 0, 1, 1, {"learning_rate": 3e-4}, {}, skipped_samples=[[1, 2]])
-
-    def started() -> Back:
-        return Back(tmp_path, nothing, nothing, state, nothing, metrics, stream)
-
-    its = started()
-
-    def after(*firsts: int) -> bool:
-        return its.after(
-            [Spike(first // 8, first, first - 8, "loss", 9.0, 1.0, 2.0) for first in firsts], samples=8
-        )
-
-    assert not after(64) and logged.pop()
-    path = make(tmp_path, 3, skipped_samples=[[1, 2]])
-    for spikes, left_out in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
-        assert after(*spikes) and its.went == ("step-00000003", left_out)
-        state.skipped_samples, its = resumed_ranges(path), started()
-        back = records.pop()["rollback"]
-        ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
-        assert ends == [*left_out, spikes[-1] // 8]
-    assert not after(48) and "step-00000003 --learning_rate 0.00015 --allow_changes_on_resume" in logged.pop()
-
-    for rate in (1.5e-4, 7.5e-5):
-        state.changes = [{"step": 3, "key": "learning_rate", "old": 3e-4, "new": rate}]
-        for _ in range(3):
-            assert after(48) and its.went[0] == "step-00000003"
-            state.skipped_samples, its = resumed_ranges(path), started()
-        assert not after(48)
-    assert len(resumed_ranges(path)) == 10, "what was left out stays so"
-    make(tmp_path, 4, skipped_samples=state.skipped_samples, changes=state.changes)
-    assert after(48) and its.went[0] == "step-00000004"
-
-
-def test_every_rollback_skips_the_step_that_ran_before_the_spike(
+def test_samples_from_the_step_before_the_first_spike_to_the_last_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second rollback on, skipped samples lie between that step and the spike."""
-    saved = make(tmp_path, 3, health={"loss": [1.0] * 16, "grad_norm": [1.0] * 16})
-    state = read_state(saved)
-    monkeypatch.setattr(rollback, "load_checkpoint", lambda *_: None)
-    engine: Any = SimpleNamespace(module=None, skipped_steps=0, get_global_grad_norm=lambda: 1.0)
-    precision: Any = SimpleNamespace(device="cpu", has_state=False)
-    metrics: Any = SimpleNamespace(message=id, log=id, rewind=id)
-    stream: Any = SimpleNamespace(sample_ids=lambda first, count: [])
-    health = Health(engine, precision, 16, 10.0)
-    health.load_state_dict(state.health)
-    its = Back(tmp_path, engine, precision, state, health, metrics, stream)
-    for losses, trained in (
-        ([1.0, 1.0, 1.0, 9.0], [24, 32, 40, 48]),
-        ([1.0, 1.0, 9.0], [24, 32, 56]),
-        ([1.0, 9.0], [24, 64]),
-    ):
-        taken = []
-        for loss in losses:
-            state.consumed_samples = next_position(state.consumed_samples, 8, state.skipped_samples)
-            taken.append(state.consumed_samples)
-            state.step += 1
-            health.after_step(state.step, state.consumed_samples, {"text": 1.0}, torch.tensor(loss), None)
-            state.consumed_samples += 8
-        assert taken == trained
-        assert its.after(health.look(8), samples=8)
-        assert its.went[1] == [trained[-2], trained[-1] + 8]
+    """But none from before the checkpoint. A run goes back to one checkpoint at most three times, restarts included:
+    else one that spikes and crashes would do so without end."""
+    world = World(tmp_path, monkeypatch, state_at(9, skipped_samples=[[1, 2]]))
+    assert not world.roll_back(64), "there is no checkpoint"
+    path = make(tmp_path, 3, skipped_samples=[[1, 2]])
+    for spikes, skipped in (((48, 64), [40, 72]), ((24, 24), [24, 32]), ((56,), [48, 64])):
+        assert world.roll_back(*spikes) and (world.state.step, world.state.consumed_samples) == (3, 24)
+        assert world.state.skipped_samples[-1] == skipped
+        back = world.logged.pop()["rollback"]
+        ends = [back["first_sample"], back["first_sample"] + back["samples"], back["from_step"]]
+        assert ends == [*skipped, spikes[-1] // 8]
+        restarted = rolled_back(path)
+        assert restarted == world.state.skipped_samples
+        world.state = state_at(9, skipped_samples=restarted)
+    assert not world.roll_back(48) and len(rolled_back(path) or []) == 4
+    make(tmp_path, 4, skipped_samples=world.state.skipped_samples)
+    assert world.roll_back(48) and world.state.step == 4
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "compute"), [({"seed": 7}, "fp8"), ({}, "bf16")], ids=["order", "precision"]
+)
+def test_there_is_no_way_back_to_before_the_order_or_the_precision_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fingerprint: dict, compute: str
+) -> None:
+    """Positions are other samples there; and its FP8 state is of no use."""
+    saved = state_at(3, precision=vars(DELAYED) | {"compute": compute})
+    commit(make(tmp_path, 3), saved)
+    world = World(tmp_path, monkeypatch, state_at(5, data_fingerprint=fingerprint))
+    assert not world.roll_back(40) and not world.resharded and world.state.step == 5
+
+
+def test_a_rollback_keeps_the_configuration_and_the_ranks_of_this_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "checkpoints"
+    path, newer = make(root, 3), make(root, 6)
+    (newer / "weights.pt").write_bytes(b"")
+    old, new = (state_of({"deepspeed": {"zero_optimization": {"stage": n}}}) for n in (1, 2))
+    saved = state_at(3, evaluation_due=True)  # the run has evaluated since
+    saved.train_config = old.train_config
+    commit(path, saved)
+    changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
+    own = {"changes": changes, "began_at": {"path": "old"}, "train_config": new.train_config}
+    own |= {"model_config": {"a": 1}, "world_size": 2, "zero_stage": 2}
+    state = state_at(9, escalations=[{"step": 3, "module": "lm_head", "to": "bf16"}])
+    vars(state).update(own)
+    world = World(root, monkeypatch, state)
+    assert world.roll_back(40) and world.resharded == [True]
+    assert committed(root) == [path]  # else the save of step 6 would find its place taken
+    assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[32, 48]])
+    assert {key: getattr(state, key) for key in own} == own
+    assert state.levels == {"lm_head": "bf16"} and not state.evaluation_due
 
 
 def test_a_planned_change_of_the_mixture_causes_no_rollback(
@@ -179,122 +148,72 @@ def test_a_planned_change_of_the_mixture_causes_no_rollback(
     assert read_state(resumed / "checkpoints/step-00000024").health["spikes"] == 0
 
 
-def test_a_note_of_a_version_that_noted_no_changes_counts_for_the_run_as_it_was(tmp_path: Path) -> None:
-    path = make(tmp_path, 2)
-    note(tmp_path)
-    count = [rollback.of_other_starts(path, read_state(path), changes) for changes in ([], [{"step": 2}])]
-    assert count == [0, 1]
-    note(tmp_path).write_text("damaged")  # a start that reads it is told
-    assert rollback.of_other_starts(path, read_state(path), [{"step": 2}]) == 0
-
-
-def test_a_rollback_keeps_what_this_start_has_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its configuration, what was changed and where the run began are not those of the checkpoint gone back to; nor
-    are its ranks, its ZeRO stage and what its files are cut by, by which they are to be loaded."""
-    root, nothing = tmp_path / "checkpoints", cast(Any, SimpleNamespace(rewind=id, load_state_dict=id))
-    path, newer = make(root, 3), make(root, 6)
-    (newer / "weights.pt").write_bytes(b"")
-    loaded = list[bool]()
-    monkeypatch.setattr(rollback, "load_checkpoint", lambda engine, path, of, cut: loaded.append(cut))
-    changes = [{"step": 6, "key": "learning_rate", "old": 3e-4, "new": 1e-4}]
-    cut, otherwise = ({"deepspeed": {"zero_optimization": {"reduce_bucket_size": n}}} for n in (1, 2))
-    configs = otherwise, cut
-    monkeypatch.setattr(
-        rollback, "is_cut_otherwise", lambda *of: tuple(s.train_config for s in of) == configs
-    )
-    state = RunState(9, 72, 0, 2, 2, cut, {"a": 1}, changes=changes, began_at={"path": "old"})
-    state.escalations = [{"step": 3, "module": "lm_head", "to": "bf16"}]
-    saved = replace(read_state(path), evaluation_due=True)  # the run has made up for it since
-    saved.train_config = otherwise
-    Rollback(root, nothing, nothing, state, nothing, nothing, nothing)._load(path, saved, [[1, 2]], 0)
-    assert committed(root) == [path]  # else the save of step 6 would find its place taken
-    assert (state.step, state.consumed_samples, state.skipped_samples) == (3, 24, [[1, 2]])
-    assert not state.evaluation_due
-    assert (state.changes, state.began_at, state.model_config) == (changes, {"path": "old"}, {"a": 1})
-    assert (state.world_size, state.zero_stage, state.train_config) == (2, 2, cut)
-    assert state.levels == {"lm_head": "bf16"} and loaded == [True]
-
-
-def resumed_ranges(path: Path) -> list[list[int]]:
-    return left_out_since(path, read_state(path))
-
-
-def test_every_bit_of_what_is_noted_of_a_rollback_counts(tmp_path: Path) -> None:
+def test_a_damaged_note_is_an_error(tmp_path: Path) -> None:
+    """At every bit, and cut off."""
     paths = [make(tmp_path, step) for step in (1, 2, 3)]
-    whole = note(tmp_path).read_bytes()
-    assert [resumed_ranges(path) for path in paths] == [[], [[34, 38]], []]
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "rollback.json").write_bytes(changed)
-        with refused(CheckpointError, key=str(tmp_path / "rollback.json")):
-            resumed_ranges(paths[1])
-    (tmp_path / "rollback.json").unlink()
-    assert resumed_ranges(paths[1]) == []
+    note = tmp_path / ROLLBACK
+    note_rollback(paths[1], [[34, 38]])
+    assert [rolled_back(path) for path in paths] == [None, [[34, 38]], None]
+    whole = note.read_bytes()
+    flipped = [
+        whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :]
+        for i in range(len(whole))
+        for bit in range(8)
+    ]
+    for content in (*flipped, b"", b"{", b"{}", b"[]", b'{"checkpoint": 1}', b"\0" * 200):
+        note.write_bytes(content)
+        with refused(CheckpointError, key=str(note)):
+            rolled_back(paths[1])
+    note.unlink()
+    assert rolled_back(paths[1]) is None
 
 
-def test_a_damaged_note_ends_the_ranks_that_do_not_read_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_note_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
+    """A run that starts again comes to the same checkpoint, bit for bit, and was not rolled back."""
+    root = tmp_path / "checkpoints"
+    paths = [make(root, step) for step in (1, 2, 3)]
+    note_rollback(paths[1], [[34, 38]])
+    set_aside(root, after_step=2)
+    assert rolled_back(paths[1]) == [[34, 38]]
+    aside = set_aside(root, after_step=1)
+    assert aside is not None and rolled_back(aside / name_of(2)) == [[34, 38]]
+    assert rolled_back(make(root, 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted", "expected"),
+    [
+        ({}, None, [[4, 8]]),
+        ({}, [[4, 8], [34, 38]], [[4, 8], [34, 38]]),
+        ({"seed": 43}, [[4, 8]], []),  # positions of another order
+    ],
+)
+def test_a_resume_skips_what_was_rolled_back(
+    tmp_path: Path, changes: dict, noted: list | None, expected: list
 ) -> None:
-    """Rank 0 reads it; the others would wait for it in the next collective."""
-    path = make(tmp_path, 2)
-    error = CheckpointError(code="damaged")
-
-    def of_rank_0(found: list[Any], src: int) -> None:
-        found[0] = error
-
-    monkeypatch.setattr(rollback.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(rollback.dist, "broadcast_object_list", of_rank_0)
-    with refused(CheckpointError, code="damaged"):
-        resumed_ranges(path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"checkpoint": 1}', "\0" * 200])
-def test_a_note_of_a_rollback_that_is_cut_off_is_named_with_what_to_do(tmp_path: Path, content: str) -> None:
-    path = make(tmp_path, 2)
-    note(tmp_path).write_text(content)
-    with refused(CheckpointError, code="damaged", key=str(tmp_path / "rollback.json")):
-        resumed_ranges(path)
-
-
-def test_the_note_of_a_rollback_goes_aside_with_its_checkpoint(tmp_path: Path) -> None:
-    """A run that starts anew comes to the same checkpoint, bit for bit, and has not been rolled back."""
-    for step in (1, 2, 3):
-        make(tmp_path / "checkpoints", step)
-    note(tmp_path / "checkpoints")
-    set_aside(tmp_path / "checkpoints", after_step=2)
-    assert resumed_ranges(tmp_path / "checkpoints/step-00000002") == [[34, 38]]
-    aside = set_aside(tmp_path / "checkpoints", after_step=1)
-    assert aside is not None and resumed_ranges(aside / "step-00000002") == [[34, 38]]
-    assert resumed_ranges(make(tmp_path / "checkpoints", 2)) == []
+    root = tmp_path / "checkpoints"
+    saved = state_of({"output_dir": str(tmp_path)})
+    saved.skipped_samples = [[4, 8]]
+    path = make(root, 3)
+    if noted:
+        note_rollback(path, noted)
+    new = state_of({"output_dir": str(tmp_path)} | changes)
+    resume_state(new, RunState(**json.loads(json.dumps(vars(saved)))), path, True)
+    assert new.skipped_samples == expected and new.began_at == {}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(
     "ranges", [[], [[4, 8]], [[10, 12], [4, 8]], [[4, 8], [7, 15]], [[34, 38]], [[0, 3]]]
 )
-def test_steps_of_another_size_repeat_no_sample_and_what_they_pass_over_is_known(
-    count: int, ranges: list[list[int]]
-) -> None:
+def test_steps_of_another_size_repeat_no_sample(count: int, ranges: list[list[int]]) -> None:
     taken: list[int] = []
     position = 2
     while position < 60:
         position = next_position(position, count, ranges)
         taken += range(position, position + count)
         position += count
-    left_out = {n for first, end in ranges for n in range(first, end)}
-    assert len(set(taken)) == len(taken) and not left_out & set(taken)
-    passed_over = set(range(2, position)) - set(taken) - left_out
-    assert count_passed_over(2, count, ranges) == len(passed_over) <= (count - 1) * len(ranges)
-
-
-def test_a_resume_with_steps_of_another_size_tells_what_it_passes_over() -> None:
-    def state(tokens: int) -> RunState:
-        config = {"train_batch_size_tokens": tokens, "max_seq_length": 32}
-        return RunState(16, 32, 1024, 1, 1, config, {}, skipped_samples=[[34, 38]])
-
-    assert told_besides(state(64), state(64)) == []
-    (told,) = told_besides(state(128), state(64))
-    assert numbers(told) == [2, 4, 64, 128]
+    skipped = {n for first, end in ranges for n in range(first, end)}
+    assert len(set(taken)) == len(taken) and not skipped & set(taken)
+    missed = set(range(2, position)) - set(taken) - skipped
+    assert len(missed) <= (count - 1) * len(ranges)
